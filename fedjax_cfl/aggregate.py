@@ -1,0 +1,90 @@
+"""Server aggregation: functions (upload, gid [S], cohort, extra, num_groups) -> (step [m, ...], mass [m]).
+
+`step` is what the server adds to each group's model; a group of mass 0 keeps its model.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.traffic import traffic
+from fedjax_cfl.types import Cohort, Upload
+
+
+def members(weight, gid, num_groups):
+    """Returns the weights [S, m] of the clients in each group's column."""
+    return jnp.where(gid[:, None] == jnp.arange(num_groups), weight[:, None], 0.0)
+
+
+def group_sum(coefficient, tree):
+    """Returns sum_i coefficient[i, g] * tree[i], [m, ...]: one matrix product a leaf, so devices each add up their own clients."""
+    return jax.tree.map(lambda leaf: jnp.tensordot(coefficient, leaf, axes=((0,), (0,))), tree)
+
+
+def group_mean(weight, gid, tree, num_groups):
+    """Returns the weighted mean of `tree` [S, ...] within each group [m, ...] and the weight [m] behind it; 0 for an empty group."""
+    coefficient = members(weight, gid, num_groups)
+    mass = coefficient.sum(0)
+    return group_sum(coefficient / jnp.where(mass > 0, mass, 1.0), tree), mass
+
+
+def weighted_mean(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+    """Means weighted by training samples (FedAvg)."""
+    return group_mean(upload.weight, gid, upload.delta, num_groups)
+
+
+def uniform_mean(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+    """Plain means of the clients that have data (IFCA, FeSEM)."""
+    return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, num_groups)
+
+
+def first_client(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+    """Only the update of the group's first selected client, times L / (L + 1e-5), L clients: the FlexCFL code's "simple average" (D4)."""
+    present = members((upload.weight > 0).astype(jnp.float32), gid, num_groups)
+    count = present.sum(0)
+    rank = jnp.where(present > 0, cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
+    first = (rank == rank.min(0)) & (present > 0)
+    return group_sum(first * (count / (count + 1e-5)), upload.delta), count
+
+
+def over_cohort(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+    """Sums divided by ALL participants, not the group's: gradient averaging of IFCA (Algorithm 1, option I)."""
+    present = members((upload.weight > 0).astype(jnp.float32), gid, num_groups)
+    return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
+
+
+def q_fair(q: float, lr):
+    """Weighs clients by their loss to the power q (q-FedAvg, "Fair Resource Allocation in Federated Learning", Algorithm 2).
+
+    `extra` [S] is each client's loss F_i of the received model. q = 0 is the plain mean.
+    """
+    lipschitz = 1.0 / lr
+
+    def aggregate(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+        loss = extra + 1e-10
+        present = (upload.weight > 0).astype(jnp.float32)
+        squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta))
+        gain = loss**q
+        bend = q * loss ** (q - 1) * lipschitz**2 * squares + lipschitz * gain
+        total = members(present * bend, gid, num_groups).sum(0)
+        coefficient = members(present * gain * lipschitz, gid, num_groups)
+        return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total
+
+    return aggregate
+
+
+def inter_group(eta_g, form: str = "normalized"):
+    """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2 and eq. 20), from simultaneous old values.
+
+    `normalized` divides by the total weight, a convex combination (the reference code); `paper` adds without dividing (D14).
+    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client take no part. The exchange costs m models.
+    """
+
+    def mix(groups, owning):
+        squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(groups))
+        pull = jnp.where(owning & (squares > 0), eta_g / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+        others = pull[None, :] * (1.0 - jnp.eye(pull.size))  # [g, l], l != g
+        total = 1.0 + others.sum(1) if form == "normalized" else jnp.ones(pull.size)
+        weights = jnp.where(owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size))
+        return group_sum(weights.T, groups), traffic(units_down=pull.size)
+
+    return mix

@@ -1,0 +1,23 @@
+"""Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, https://arxiv.org/abs/1905.10497.
+
+Clients count by the q-th power of their loss of the received model, so badly served clients pull harder.
+"""
+
+import jax.numpy as jnp
+
+from fedjax_cfl import local as training
+from fedjax_cfl.aggregate import q_fair
+from fedjax_cfl.assign import training_loss
+from fedjax_cfl.engine import federated
+from fedjax_cfl.types import Algorithm
+
+
+def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
+    """q-FedAvg; each client also uploads its loss, one word."""
+    local = local.resolved()
+    loss = training.over_clients(training_loss(task), local)
+
+    def prepare(key, state, data, cohort, gid):
+        return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]
+
+    return federated(task, local, select=select, solve=training.sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr))

@@ -1,0 +1,61 @@
+"""Ground-truth groups: what differs between clients beside the data they happen to hold.
+
+Every function is `(x, y, owner, clients, num_classes, ...) -> (x, y, concept)` on host arrays, after the samples were dealt:
+x [N, ...], y [N], owner [N]; concept [K] int32 is the true group of each client, -1 where there is none to know.
+"""
+
+import math
+
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+
+Result = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def none(x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int) -> Result:
+    """Changes nothing; the groups are unknown."""
+    return x, y, np.full(clients, -1, np.int32)
+
+
+def rotate(
+    x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 4, shuffle: bool = True, seed: int = 0
+) -> Result:
+    """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180 and 270 (rotated MNIST of IFCA).
+
+    x is [N, H, H] or [N, H, H, channels]. With `shuffle` the equal-sized groups are drawn at random, else client k is in group k mod
+    groups, which goes in step with any partition that deals classes in a ring.
+    """
+    if groups not in (1, 2, 4):
+        raise InputError(f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly")
+    if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
+        raise InputError(f"concept=rotate: samples have shape {x.shape[1:]}, expected square images [H, H] or [H, H, channels]")
+    concept = _assign(clients, groups, shuffle, seed)
+    x = x.copy()
+    for g in range(1, groups):
+        rows = np.flatnonzero(concept[owner] == g)
+        x[rows] = np.rot90(x[rows], g * 4 // groups, axes=(1, 2))
+    return x, y, concept
+
+
+def permute_labels(
+    x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 2, shuffle: bool = True, seed: int = 0
+) -> Result:
+    """Renames the classes of each group by a fixed permutation of its own; group 0 keeps its labels, no two groups agree."""
+    limit = math.factorial(min(num_classes, 12))  # permutations there are
+    if not 1 <= groups <= limit:
+        raise InputError(f"concept.groups={groups}: expected 1 .. {limit}, a permutation of {num_classes} classes for each")
+    concept = _assign(clients, groups, shuffle, seed)
+    rng = np.random.RandomState(seed)
+    tables = {tuple(range(num_classes)): None}  # a dict keeps the order and refuses repeats
+    while len(tables) < groups:
+        tables.setdefault(tuple(rng.permutation(num_classes).tolist()))
+    return x, np.array(list(tables), y.dtype)[concept[owner], y], concept
+
+
+def _assign(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:
+    """Returns the group of each client [K] int32; sizes differ by one at most."""
+    if groups > clients:
+        raise InputError(f"concept.groups={groups}: at most {clients} are possible, one a client")
+    concept = np.arange(clients, dtype=np.int32) % groups
+    return np.random.RandomState(seed).permutation(concept) if shuffle else concept

@@ -1,0 +1,83 @@
+"""Federated data: one flat pool of samples, and views that say who holds what.
+
+A view is rebuilt from `owner` alone, by one sort: that is all that a distribution shift or a resumed run has to do.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import FederatedData, Holdings, Pool, View
+
+
+def federate(pool: Pool, holdings: Holdings, concept: Callable | None = None, clients: int | None = None) -> FederatedData:
+    """Gathers the held samples of a pool, N of them, and who holds them; a sample held twice is there twice.
+
+    `concept` is a function of `concept.py`. K is `clients`, by default the largest owner + 1.
+    """
+    owner = np.asarray(holdings.owner, np.int32)
+    if not len(owner) or holdings.test.all():
+        raise InputError("partition: no client holds a training sample, expected at least one")
+    clients = int(owner.max()) + 1 if clients is None else clients
+    if owner.min() < 0 or owner.max() >= clients:
+        raise InputError(f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}")
+    x, y, groups = pool.x[holdings.sample], pool.y[holdings.sample], np.full(clients, -1, np.int32)
+    if concept is not None:
+        x, y, groups = concept(x, y, owner, clients, pool.num_classes)
+    train, test = (view(np.flatnonzero(rows), owner[rows], clients) for rows in (~holdings.test, holdings.test))
+    return FederatedData(
+        x=jnp.asarray(x),
+        y=jnp.asarray(y, jnp.int32),
+        owner=jnp.asarray(owner),
+        train=train,
+        test=test,
+        concept=jnp.asarray(groups, jnp.int32),
+        num_classes=pool.num_classes,
+        capacity=int(train.size.max()),
+    )
+
+
+def view(numbers: np.ndarray, owner: np.ndarray, clients: int) -> View:
+    """Groups sample numbers [n], ascending, by their owners [n], on the host; within a client they stay ascending."""
+    size = np.bincount(owner, minlength=clients)
+    order = numbers[np.argsort(owner, kind="stable")]
+    return View(*(jnp.asarray(array, jnp.int32) for array in (order, np.cumsum(size) - size, size)))
+
+
+def reown(view: View, owner: jax.Array) -> View:
+    """Regroups a view's samples by new owners [N] int32, where -1 hides a sample: it goes to the end and is in no client's range.
+
+    The result depends on `owner` only and not on the order before: within a client, samples are ascending by number.
+    """
+    clients = view.size.shape[0]
+    new = owner[view.order]
+    new, order = jax.lax.sort((jnp.where(new < 0, clients, new), view.order), num_keys=2)
+    size = jnp.zeros_like(view.size).at[new].add(1, mode="drop")  # hidden samples have new = K
+    return View(order, jnp.cumsum(size, dtype=size.dtype) - size, size)
+
+
+def label_counts(view: View, owner: jax.Array, y: jax.Array, num_classes: int) -> jax.Array:
+    """Counts the labels of each client's samples in a view: owner [N] (-1 = hidden), y [N] -> [K, C] int32."""
+    clients = view.size.shape[0]
+    held = owner[view.order]
+    row = jnp.where(held < 0, clients, held)  # a negative index would count from the end
+    return jnp.zeros((clients, num_classes), jnp.int32).at[row, y[view.order]].add(1, mode="drop")
+
+
+def describe(data: FederatedData) -> dict[str, float]:
+    """Returns the numbers that a report prints: clients, classes, samples held (train, test) and the sizes of the training sets."""
+    train, test = np.asarray(data.train.size), np.asarray(data.test.size)
+    return {
+        "clients": data.num_clients,
+        "classes": data.num_classes,
+        "train_samples": int(train.sum()),
+        "test_samples": int(test.sum()),
+        "min_train": int(train.min()),
+        "median_train": float(np.median(train)),
+        "max_train": int(train.max()),
+        "clients_without_train": int((train == 0).sum()),
+        "clients_without_test": int((test == 0).sum()),
+    }

@@ -1,0 +1,143 @@
+"""One federated round, in order. Every algorithm that fits is a call of `federated` with other parts."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_cfl import sharding, traffic
+from fedjax_cfl.aggregate import group_mean, weighted_mean
+from fedjax_cfl.local import Local, over_clients
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
+
+# Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
+SELECT, START, ASSIGN, PREPARE, TRAIN = range(5)
+
+
+class Start(NamedTuple):
+    """What a method begins with."""
+
+    groups: Any  # [m, ...]
+    assignment: jax.Array | None = None  # [K], None: nobody has met the server
+    memory: Any = ()
+    spent: Traffic | None = None  # communication before round 0
+
+
+def stream(key, purpose: int, round=None):
+    """Returns the key of one purpose, in one round if given."""
+    key = jax.random.fold_in(key, purpose)
+    return key if round is None else jax.random.fold_in(key, round)
+
+
+def one_group(key, state: State, data: FederatedData, cohort: Cohort):
+    """Everybody shares group 0."""
+    return jnp.zeros_like(cohort.ids), traffic.traffic()
+
+
+def random_groups(task: Task, num_groups: int):
+    """Starts from `num_groups` independent random models."""
+
+    def start(key, data):
+        return Start(jax.vmap(task.init)(jax.random.split(key, num_groups)))
+
+    return start
+
+
+def everybody(state: State) -> Served:
+    """Serves group 0 to all clients (single-model methods)."""
+    return Served(state.groups, jnp.zeros_like(state.assignment))
+
+
+def own_group(state: State) -> Served:
+    """Serves each client the model of the group it was last assigned to; clients never met have none."""
+    return Served(state.groups, state.assignment)
+
+
+def federated(
+    task: Task, local: Local, *, select, solve, start=None, assign=one_group, prepare=None, aggregate=weighted_mean, server=None, mix=None
+) -> Algorithm:
+    """Composes an algorithm from parts; each part's contract stands in its own module.
+
+    Args: `start(key, data)` -> Start, whose groups fix m; `prepare(key, state, data, cohort, gid)` -> extra [S, ...];
+    `server` an optax transformation of each group's pseudo-gradient -step (default: add the step);
+    `mix(groups, owning)` after the server step. A method with `assign` is clustered: it serves and evaluates only clients it has met.
+    """
+    local = local.resolved()
+    start = start or random_groups(task, 1)
+    server = server or optax.sgd(1.0)
+    solve = over_clients(solve, local)
+    clustered = assign is not one_group
+
+    def init(key, data):
+        begun = start(stream(key, START), data)
+        num_groups = jax.tree.leaves(begun.groups)[0].shape[0]
+        return State(
+            round=jnp.zeros((), jnp.int32),
+            groups=begun.groups,
+            server=jax.vmap(server.init)(begun.groups),
+            active=jnp.ones(num_groups, bool),
+            assignment=jnp.full(data.num_clients, -1, jnp.int32) if begun.assignment is None else begun.assignment,
+            traffic=traffic.traffic() if begun.spent is None else begun.spent,
+            memory=begun.memory,
+        )
+
+    def round(key, state, data):
+        ids = select(stream(key, SELECT, state.round), state.round, data.num_clients)
+        load = data.train.size[ids] + 16.0  # a visit costs about as much as the steps of a few samples
+        cohort = sharding.deal(ids, load, data.num_clients, local.mesh.size, local.width)
+        gid, asked = assign(stream(key, ASSIGN, state.round), state, data, cohort)
+        extra = prepare(stream(key, PREPARE, state.round), state, data, cohort, gid) if prepare else ()
+        upload = solve(cohort, data, (stream(key, TRAIN, state.round), state.groups), (gid, extra))
+        assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
+        step, mass = aggregate(upload, gid, cohort, extra, state.active.size)
+        groups, server_state = serve_step(server, state, step, mass)
+        sent = traffic.traffic(units_down=ids.size, units_up=ids.size)
+        if mix:
+            groups, exchanged = mix(groups, jnp.any(assignment[:, None] == jnp.arange(state.active.size), axis=0))
+            sent = traffic.add(sent, exchanged)
+        info = report(state, groups, cohort, gid, upload)
+        total = traffic.add(state.traffic, asked, sent)
+        return state.replace(round=state.round + 1, groups=groups, server=server_state, assignment=assignment, traffic=total), info
+
+    return Algorithm(init, round, own_group if clustered else everybody, clustered)
+
+
+def serve_step(server: optax.GradientTransformation, state: State, step, mass):
+    """Applies the server optimizer to every group that received something; the others keep model and optimizer state."""
+    moved = (mass > 0) & state.active
+    updates, new_server = jax.vmap(server.update)(jax.tree.map(jnp.negative, step), state.server, state.groups)
+    updated = jax.vmap(optax.apply_updates)(state.groups, updates)
+
+    def keep(new, old):
+        return jnp.where(moved.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
+
+
+def report(state: State, groups, cohort: Cohort, gid, upload) -> Info:
+    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new model||, whole and per group."""
+    shift = jax.tree.map(jnp.subtract, groups, state.groups)
+
+    def dots(a, b):
+        return sum(jnp.sum(x * y, axis=tuple(range(1, x.ndim))) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    own = jax.tree.map(lambda leaf: leaf[gid], shift)
+    gap = jax.tree.map(jnp.subtract, upload.delta, own)
+    norms = jnp.sqrt(dots(upload.delta, upload.delta) * dots(own, own))
+    cosine = jnp.where(norms > 0, dots(upload.delta, own) / jnp.where(norms > 0, norms, 1.0), 0.0)
+    trained = (upload.weight > 0).astype(jnp.float32)
+    (per_group,), count = group_mean(trained, gid, (jnp.sqrt(dots(gap, gap)),), state.active.size)
+    known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0
+    clients = jnp.maximum(trained.sum(), 1.0)
+    samples = jnp.maximum(upload.weight.sum(), 1.0)
+    return Info(
+        loss=jnp.sum(upload.weight * upload.loss) / samples,
+        last_loss=jnp.sum(upload.weight * upload.last_loss) / samples,
+        discrepancy=jnp.sum(per_group * count) / clients,
+        group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
+        dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
+        clients=trained.sum().astype(jnp.int32),
+        steps=upload.steps.sum(),
+        cold=jnp.sum((cohort.ids < state.assignment.size) & ~known).astype(jnp.int32),
+    )

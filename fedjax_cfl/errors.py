@@ -1,0 +1,20 @@
+"""The one exception for bad input: its text is a single line that names the field, the value and what is allowed."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Bad config, data, file or checkpoint. The command line prints it as one line and exits with status 2."""
+
+
+def require(field: str, value, options: Iterable[str]) -> None:
+    """Raises InputError unless `value` is one of `options`."""
+    if value not in options:
+        raise InputError(f"{field}={value}: one of {', '.join(options)}{nearest(value, options)}")
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """Returns " (did you mean 'x'?)" for the closest of `options`, or an empty string."""
+    close = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,93 @@
+"""Testing: every client's test samples on the model that client is served, in one pass over the samples."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_cfl import metrics, sharding
+from fedjax_cfl.assign import cross_entropy
+from fedjax_cfl.types import Algorithm, FederatedData, Served, State, Task
+
+BLOCK = 128  # test samples per forward pass
+
+
+def predictions(task: Task, mesh, served: Served, data: FederatedData):
+    """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the order of `data.test.order`.
+
+    Samples are sorted by model and cut into blocks that belong to one model each, so m models cost one pass and not m.
+    Samples of clients without a model get class -1.
+    """
+    models, index = served
+    num_models = jax.tree.leaves(models)[0].shape[0]
+    total = data.test.order.size
+    owner = data.owner[data.test.order]
+    index = jnp.where(owner >= 0, index[owner], -1)
+    key = jnp.where(index >= 0, index, num_models)
+    sort = jnp.argsort(key, stable=True).astype(jnp.int32)
+    count = jnp.bincount(key, length=num_models + 1)[:num_models]
+    first = jnp.cumsum(count) - count
+    blocks = -(-count // BLOCK)
+    until = jnp.cumsum(blocks)
+    length = -(-(total // BLOCK + num_models) // mesh.size)  # static bound of blocks per device
+
+    def one_block(shared, number):
+        models, data, sort, first, count, until = shared
+        g = jnp.minimum(jnp.searchsorted(until, number, side="right"), num_models - 1)
+        place = (number - (until[g] - -(-count[g] // BLOCK))) * BLOCK + jnp.arange(BLOCK)
+        slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
+        test = sort[jnp.minimum(slot, total - 1)]
+        rows = data.test.order[test]
+        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), data.x[rows])
+        return jnp.where(slot < total, test, total), jnp.argmax(logits, -1).astype(jnp.int32), cross_entropy(logits, data.y[rows])
+
+    def device_blocks(shared, numbers):
+        done = jnp.sum(numbers < shared[-1][-1])
+        shapes = jax.eval_shape(one_block, shared, numbers[0])
+        out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
+
+        def body(b, out):
+            return jax.tree.map(lambda whole, part: whole.at[b].set(part), out, one_block(shared, numbers[b]))
+
+        return lax.fori_loop(0, done, body, out)
+
+    numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)  # dealt in turn
+    where, guess, loss = sharding.over_devices(device_blocks, mesh)((models, data, sort, first, count, until), numbers)
+    guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
+    return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
+
+
+def evaluate(task: Task, mesh, served: Served, data: FederatedData):
+    """Returns (metrics of one evaluation as a dict of arrays, ClientMetrics [K]) under spec 1.5 and 1.6."""
+    guess, loss = predictions(task, mesh, served, data)
+    owner, y = data.owner[data.test.order], data.y[data.test.order]
+    owner = jnp.where(guess >= 0, owner, -1)
+    table = metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
+    num_models = jax.tree.leaves(served.models)[0].shape[0]
+    has_model = served.index >= 0
+    row = metrics.summarise(table, has_model)
+    row["test_loss"] = row.pop("loss")
+    row["group_sizes"] = jnp.bincount(jnp.where(has_model, served.index, num_models), length=num_models + 1)[:num_models]
+    known = has_model & (data.concept >= 0)
+    row["ari"] = metrics.ari(served.index, data.concept, known, num_models, data.num_clients)
+    row["evaluated_clients"] = jnp.sum(has_model)
+    return row, table
+
+
+def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
+    """Returns the accuracy, on the union of all test sets, of the plain mean of the models that serve somebody (FlexCFL 2.14.9)."""
+    num_models = jax.tree.leaves(served.models)[0].shape[0]
+    used = jnp.any(served.index[:, None] == jnp.arange(num_models), axis=0).astype(jnp.float32)
+    weight = used / jnp.maximum(used.sum(), 1.0)
+    mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
+    guess, _ = predictions(task, mesh, Served(mean, jnp.zeros_like(served.index)), data)
+    held = data.owner[data.test.order] >= 0
+    return jnp.sum((guess == data.y[data.test.order]) & held) / jnp.maximum(held.sum(), 1)
+
+
+def row(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
+    """Returns one evaluation's metrics and the per-client table of the state."""
+    served = algorithm.serve(state)
+    found, table = evaluate(task, mesh, served, data)
+    several = jax.tree.leaves(served.models)[0].shape[0] > 1
+    found["auxiliary_accuracy"] = auxiliary(task, mesh, served, data) if several and with_auxiliary else jnp.nan
+    return found, table

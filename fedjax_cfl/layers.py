@@ -1,0 +1,190 @@
+"""Layers of the models that Flax lacks or that must not be slow when one model per client is trained.
+
+Initialisation is that of Keras, which the reproduced experiments use: Glorot-uniform kernels, zero biases, orthogonal recurrent
+kernels, LSTM forget bias 1. B batch, T time steps, H and W height and width, h hidden units.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+glorot = nn.initializers.glorot_uniform()
+orthogonal = nn.initializers.orthogonal()
+
+
+def dense(features: int, name: str) -> nn.Dense:
+    """Returns a fully connected layer with Keras' initialisation, to be called on [..., in]."""
+    return nn.Dense(features, kernel_init=glorot, name=name)
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[B, ...] -> [B, everything else]."""
+    return x.reshape(x.shape[0], -1)
+
+
+def images(x: jax.Array) -> jax.Array:
+    """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels]; ValueError for any other rank."""
+    if x.ndim not in (3, 4):
+        raise ValueError("images [H, W] or [H, W, channels] are allowed")
+    return x[..., None] if x.ndim == 3 else x
+
+
+def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], pads: list[tuple[int, int]]) -> jax.Array:
+    """Convolves [B, H, W, in] with [kh, kw, in, out] as one matrix product over patches cut out by slicing."""
+    kh, kw, _, features = kernel.shape
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    height = (x.shape[1] - kh) // strides[0] + 1
+    width = (x.shape[2] - kw) // strides[1] + 1
+    rows = [slice(i, i + (height - 1) * strides[0] + 1, strides[0]) for i in range(kh)]
+    columns = [slice(j, j + (width - 1) * strides[1] + 1, strides[1]) for j in range(kw)]
+    patches = jnp.concatenate([x[:, i, j] for i in rows for j in columns], axis=-1)  # [B, height, width, kh * kw * in]
+    return patches @ kernel.reshape(-1, features)
+
+
+def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str) -> jax.Array:
+    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method` is im2col, lax or auto (decided when traced), all equal up to rounding.
+
+    A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU alike, and XLA's CPU convolution is an order of
+    magnitude slower inside a loop than outside; a batched matrix product has neither problem. A TPU's convolution is one already.
+    """
+    if method not in ("auto", "im2col", "lax"):
+        raise ValueError(f"method {method!r}: auto, im2col or lax is allowed")
+    if padding not in ("same", "valid"):
+        raise ValueError(f"padding {padding!r}: same or valid is allowed")
+    if padding == "valid" and any(size < k for size, k in zip(x.shape[1:3], kernel.shape, strict=False)):
+        raise ValueError(f"the image shrinks to {x.shape[1:3]} before a valid convolution {kernel.shape[:2]}: larger images are allowed")
+    pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding.upper())
+    if method == "im2col" or (method == "auto" and jax.default_backend() != "tpu"):
+        return im2col(x, kernel, strides, pads)
+    return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+class Conv(nn.Module):
+    """Two-dimensional convolution: [B, H, W, in] -> [B, H', W', features]; the same parameters whatever the method."""
+
+    features: int
+    kernel: int | tuple[int, int]
+    strides: int | tuple[int, int] = 1
+    padding: str = "same"
+    method: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the convolution and adds the bias."""
+        size, strides = _pair(self.kernel), _pair(self.strides)
+        kernel = self.param("kernel", glorot, (*size, x.shape[-1], self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return convolve(x, kernel, strides, self.padding, self.method) + bias
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
+    """2x2 max-pooling of [B, H, W, C] with stride 2; an odd row or column is dropped (valid) or pooled alone (same).
+
+    A reshape and a maximum, because `reduce_window` and its gradient are slow on CPU. Tied maxima share the gradient equally.
+    """
+    odd = x.shape[1] % 2, x.shape[2] % 2
+    if padding == "same":
+        x = jnp.pad(x, ((0, 0), (0, odd[0]), (0, odd[1]), (0, 0)), constant_values=-jnp.inf)
+    else:
+        x = x[:, : x.shape[1] - odd[0], : x.shape[2] - odd[1]]
+    batch, height, width, channels = x.shape
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))
+
+
+class BatchStatNorm(nn.Module):
+    """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in training and in test; it keeps no running ones.
+
+    The samples of a batch influence each other, hence padding must not reach it as samples of its own, and a prediction depends on
+    the batch it is made in.
+    """
+
+    epsilon: float = 1e-3  # TensorFlow's default
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises each channel, then scales and shifts it."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        mean = x.mean((0, 1, 2))
+        variance = jnp.square(x - mean).mean((0, 1, 2))
+        return (x - mean) * lax.rsqrt(variance + self.epsilon) * scale + bias
+
+
+def _over_time(step: Callable, carry: jax.Array | tuple, inputs: jax.Array, reverse: bool, sequences: bool) -> jax.Array:
+    # inputs [B, T, gates]: projected for all steps by one large matrix product; only the recurrent product is left to the loop.
+    _, outputs = lax.scan(step, carry, inputs.swapaxes(0, 1), reverse=reverse)  # [T, B, h]
+    return outputs.swapaxes(0, 1) if sequences else outputs[0 if reverse else -1]
+
+
+class GRU(nn.Module):
+    """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in] -> [B, T, h] if `sequences`, else the last [B, h].
+
+    3 (in h + h^2 + 2 h) parameters, gates in the order update, reset, candidate. `reverse` reads from the end; a sequence of outputs
+    stays in the order of time.
+    """
+
+    features: int
+    reverse: bool = False
+    sequences: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Runs over the time axis; ValueError if there is none."""
+        if x.ndim != 3:
+            raise ValueError("sequences [T, features] are allowed")
+        kernel = self.param("kernel", glorot, (x.shape[-1], 3 * self.features))
+        recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 3 * self.features))
+        bias = self.param("bias", nn.initializers.zeros, (2, 3 * self.features))  # of the input and of the recurrent product
+
+        def step(h: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            update_x, reset_x, candidate_x = jnp.split(inputs, 3, axis=-1)
+            update_h, reset_h, candidate_h = jnp.split(h @ recurrent + bias[1], 3, axis=-1)
+            update = nn.sigmoid(update_x + update_h)
+            candidate = jnp.tanh(candidate_x + nn.sigmoid(reset_x + reset_h) * candidate_h)
+            h = update * h + (1 - update) * candidate
+            return h, h
+
+        start = jnp.zeros((x.shape[0], self.features), x.dtype)
+        return _over_time(step, start, x @ kernel + bias[0], self.reverse, self.sequences)
+
+
+class LSTM(nn.Module):
+    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `sequences`, else the last [B, h].
+
+    4 (in h + h^2 + h) parameters, gates in the order input, forget, candidate, output. `reverse` as in GRU.
+    """
+
+    features: int
+    reverse: bool = False
+    sequences: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Runs over the time axis; ValueError if there is none."""
+        if x.ndim != 3:
+            raise ValueError("sequences [T, features] are allowed")
+        kernel = self.param("kernel", glorot, (x.shape[-1], 4 * self.features))
+        recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 4 * self.features))
+        bias = self.param("bias", _forget_one, (4 * self.features,))
+
+        def step(carry: tuple[jax.Array, jax.Array], inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, cell = carry
+            into, forget, candidate, out = jnp.split(inputs + h @ recurrent, 4, axis=-1)
+            cell = nn.sigmoid(forget) * cell + nn.sigmoid(into) * jnp.tanh(candidate)
+            h = nn.sigmoid(out) * jnp.tanh(cell)
+            return (h, cell), h
+
+        zeros = jnp.zeros((x.shape[0], self.features), x.dtype)
+        return _over_time(step, (zeros, zeros), x @ kernel + bias, self.reverse, self.sequences)
+
+
+def _forget_one(key: jax.Array, shape: tuple[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    # A forget gate that starts open lets the gradient reach early steps; the key is unused, Flax passes one.
+    return jnp.zeros(shape, dtype).at[shape[0] // 4 : shape[0] // 2].set(1)

@@ -1,0 +1,98 @@
+"""Metrics of the served models, from one prediction per test sample. No loop over clients: a few scatter-adds serve them all."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class ClientMetrics:
+    """What every client measures on its own test samples; NaN for a client without samples."""
+
+    samples: jax.Array  # [K] int32, test samples
+    accuracy: jax.Array  # [K] float32, fraction
+    loss: jax.Array  # [K] float32, mean
+    f1: jax.Array  # [K] float32, mean F1 over the classes among the client's labels or predictions
+    hits: jax.Array  # [K, C] int32, true positives
+    labelled: jax.Array  # [K, C] int32, samples of the class: true positives + false negatives
+    predicted: jax.Array  # [K, C] int32, samples predicted as the class: true positives + false positives
+
+
+def _mean(value: jax.Array, weight: jax.Array, axis: int | None = None) -> jax.Array:
+    """Returns the weighted mean; values of weight 0 count nowhere, NaN included, and without any weight the mean is NaN."""
+    weight = weight.astype(jnp.float32)
+    total = jnp.sum(weight, axis)
+    return jnp.where(total > 0, jnp.sum(jnp.where(weight > 0, value * weight, 0), axis) / jnp.where(total > 0, total, 1), jnp.nan)
+
+
+def _f1(hits: jax.Array, labelled: jax.Array, predicted: jax.Array) -> jax.Array:
+    """Returns F1 = 2 tp / (2 tp + fp + fn), 0 where a class neither occurs nor is predicted."""
+    return 2 * hits / jnp.maximum(labelled + predicted, 1)
+
+
+def _macro_f1(hits: jax.Array, labelled: jax.Array, predicted: jax.Array) -> jax.Array:
+    """Returns the mean F1 over the classes (last axis) that occur or are predicted."""
+    return _mean(_f1(hits, labelled, predicted), labelled + predicted > 0, axis=-1)
+
+
+def per_client(
+    correct: jax.Array, loss: jax.Array, y: jax.Array, prediction: jax.Array, owner: jax.Array, num_clients: int, num_classes: int
+) -> ClientMetrics:
+    """Returns the metrics of every client from samples [N] with classes `y` and `prediction`; `owner` -1 counts nowhere."""
+    owner = jnp.where(owner < 0, num_clients, owner)  # out of range is dropped, negative would wrap around
+
+    def count(label, value):
+        return jnp.zeros((num_clients, num_classes), jnp.int32).at[owner, label].add(value, mode="drop")
+
+    def mean(value):
+        total = jnp.zeros(num_clients, jnp.float32).at[owner].add(value.astype(jnp.float32), mode="drop")
+        return jnp.where(samples > 0, total / jnp.maximum(samples, 1), jnp.nan)
+
+    hits, labelled, predicted = count(y, (y == prediction).astype(jnp.int32)), count(y, 1), count(prediction, 1)
+    samples = jnp.sum(labelled, axis=1)
+    f1 = _macro_f1(hits, labelled, predicted)
+    return ClientMetrics(samples=samples, accuracy=mean(correct), loss=mean(loss), f1=f1, hits=hits, labelled=labelled, predicted=predicted)
+
+
+def summarise(metrics: ClientMetrics, evaluated: jax.Array) -> dict[str, jax.Array]:
+    """Returns one number [] per metric over the clients of `evaluated [K] bool` that have test samples; NaN if there are none.
+
+    accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1 are plain means over clients; worst10_accuracy is
+    that of the worst tenth of the clients, at least one; pooled_* forget who owns a sample.
+    """
+    evaluated = evaluated & (metrics.samples > 0)
+    samples = jnp.where(evaluated, metrics.samples, 0)
+    worst = jnp.arange(evaluated.shape[0]) < jnp.maximum(jnp.sum(evaluated) // 10, 1)
+    ascending = jnp.sort(jnp.where(evaluated, metrics.accuracy, jnp.inf))
+    pooled = [jnp.sum(jnp.where(evaluated[:, None], n, 0), axis=0) for n in (metrics.hits, metrics.labelled, metrics.predicted)]
+    return {
+        "accuracy": _mean(metrics.accuracy, samples),
+        "macro_accuracy": _mean(metrics.accuracy, evaluated),
+        "worst10_accuracy": _mean(ascending, worst & (ascending < jnp.inf)),
+        "loss": _mean(metrics.loss, samples),
+        "micro_f1": _mean(metrics.f1, samples),
+        "macro_f1": _mean(metrics.f1, evaluated),
+        "pooled_micro_f1": jnp.where(jnp.any(evaluated), _f1(*(jnp.sum(n) for n in pooled)), jnp.nan),
+        "pooled_macro_f1": _macro_f1(*pooled),
+    }
+
+
+def ari(a: jax.Array, b: jax.Array, valid: jax.Array, size_a: int, size_b: int) -> jax.Array:
+    """Returns the adjusted Rand index [] of labels `a [K]`, below size_a, and `b [K]`, below size_b, over the clients `valid [K] bool`.
+
+    1 if both partitions are trivial and equal; NaN without valid clients. Negative labels are not valid. Pairs are counted in int32
+    (exact for K <= 46,341); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and Arabie 1985) has
+    a denominator without cancellation, no smaller than either product above, and so is right to float32 rounding.
+    """
+    valid = valid & (a >= 0) & (b >= 0)
+    table = jnp.zeros((size_a, size_b), jnp.int32).at[jnp.where(valid, a, size_a), b].add(1, mode="drop")
+
+    def pairs(n):
+        return jnp.sum(n * (n - 1) // 2)
+
+    in_both, in_a, in_b, total = pairs(table), pairs(table.sum(1)), pairs(table.sum(0)), pairs(table.sum())
+    counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both
+    tp, fp, fn, tn = (n / jnp.maximum(total, 1) for n in counts)
+    scale = (tp + fn) * (fn + tn) + (tp + fp) * (fp + tn)
+    index = jnp.where(scale > 0, 2 * (tp * tn - fp * fn) / jnp.where(scale > 0, scale, 1), 1.0)
+    return jnp.where(jnp.any(valid), index, jnp.nan)

@@ -1,0 +1,244 @@
+"""The files of a run directory, and the table made from them.
+
+`metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as the run goes.
+Every other file is written whole, under a temporary name first, so that no reader ever sees half a file.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedjax_cfl.errors import InputError
+
+METRICS = "metrics.jsonl"
+# what a summary copies from the last row
+LAST = (
+    "macro_accuracy", "micro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
+    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
+)  # fmt: skip
+
+
+# writing
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`, which becomes `path` when the block ends well and is removed when it does not."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """Turns arrays and NumPy or JAX scalars into JSON's own types, and NaN and infinities into None."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Writes `obj` as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
+    """Writes one row per client to clients.parquet; a column with more than one axis becomes a column of lists."""
+    arrays = {name: np.asarray(values) for name, values in columns.items()}
+    table = pa.table({name: pa.array(values if values.ndim == 1 else values.tolist()) for name, values in arrays.items()})
+    with replacing(Path(run_dir) / "clients.parquet") as temporary:
+        pyarrow.parquet.write_table(table, temporary)
+
+
+def open_metrics(run_dir: str | Path) -> IO[str]:
+    """Opens metrics.jsonl for appending, after cutting off a last line that a killed run left half written."""
+    path = Path(run_dir) / METRICS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = path.open("a+b")
+    handle.seek(0)
+    lines = handle.read().splitlines(keepends=True)
+    torn = bool(lines) and _parse(lines[-1]) is None
+    if torn:
+        handle.truncate(sum(map(len, lines[:-1])))
+    elif lines and not lines[-1].endswith(b"\n"):
+        handle.write(b"\n")
+    handle.close()
+    return path.open("a", encoding="utf-8")
+
+
+def append_row(handle: IO[str], row: dict[str, Any]) -> None:
+    """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
+    handle.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    handle.flush()
+
+
+# reading
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("round"), int) else None
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl in order of rounds; a torn last line is ignored.
+
+    A run that resumes from a checkpoint repeats the rounds after it: the later row of a round counts.
+    """
+    path = Path(run_dir) / METRICS
+    if not path.is_file():
+        raise InputError(f"no {METRICS} in {str(run_dir)!r}: expected a run directory")
+    lines = path.read_bytes().splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is None and number == len(lines):
+            break
+        if row is None:
+            raise InputError(f"{path}, line {number}: not a JSON object with an integer 'round': {line[:40].decode(errors='replace')!r}")
+        while rows and rows[-1]["round"] >= row["round"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+    """Reads summary.json, or returns None where the run has not finished."""
+    path = Path(run_dir) / "summary.json"
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(summary, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")
+    return summary
+
+
+def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Returns one value per row, [R] or [R, m] for per-group lists; NaN where it is null or absent."""
+    values = [row.get(name) for row in rows]
+    width = max((len(value) for value in values if isinstance(value, list)), default=0)
+    if not width:
+        return np.array([math.nan if value is None else value for value in values], float)
+    return np.array([value if value is not None else [None] * width for value in values], float)
+
+
+# numbers
+
+
+def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
+    """Returns the first evaluated round whose accuracy is at least `target`, or None."""
+    return next((row["round"] for row in rows if (row.get("accuracy") or 0.0) >= target), None)
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Reduces a run to its headline numbers: means skip nulls, the variance divides by n, and of equal bests the first counts."""
+    rows = plain(rows)
+    scored = [row for row in rows if row.get("accuracy") is not None]
+    best = max(scored, key=lambda row: row["accuracy"], default={})
+    tail = [row["accuracy"] for row in rows[-10:] if row.get("accuracy") is not None]
+    spread = [row["discrepancy"] for row in rows if row.get("discrepancy") is not None]
+    last = rows[-1] if rows else {}
+    return {
+        "rounds": last.get("round", 0),
+        "best_accuracy": best.get("accuracy"),
+        "best_round": best.get("round"),
+        "final_accuracy": last.get("accuracy"),
+        "last10_accuracy": float(np.mean(tail)) if tail else None,
+        "discrepancy_mean": float(np.mean(spread)) if spread else None,
+        "discrepancy_variance": float(np.var(spread)) if spread else None,
+        **{name: last.get(name) for name in LAST},
+    }
+
+
+# the terminal
+
+
+def scaled(value: float, unit: str) -> str:
+    """Formats with a decimal prefix: scaled(3.2e9, "B") is "3.20 GB"."""
+    for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= power:
+            return f"{value / power:.2f} {prefix}{unit}"
+    return f"{value:g} {unit}"
+
+
+def _cell(name: str, summary: dict[str, Any]) -> str:
+    value = summary[name]
+    if name == "best_accuracy":
+        return f"{value:.2%} (round {summary.get('best_round')})"
+    if "accuracy" in name or "_f1" in name:
+        return f"{value:.2%}"
+    if name.endswith("_per_s"):
+        return f"{value:,.1f} /s"
+    if name.endswith("_s"):
+        return f"{value:,.1f} s"
+    if "bytes" in name:
+        return scaled(value, "B")
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def final_table(summary: dict[str, Any]) -> Table:
+    """Builds the table a run ends with; what is null is left out."""
+    summary = plain(summary)
+    table = Table(title=title(summary), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    headline = {"algorithm", "dataset", "partition", "model", "preset", "seed", "best_round", "versions", "overrides"}
+    for name, value in summary.items():
+        if name not in headline and value is not None:
+            table.add_row(name.replace("_", " "), _cell(name, summary))
+    return table
+
+
+def title(summary: dict[str, Any]) -> str:
+    parts = [str(summary[name]) for name in ("algorithm", "dataset", "partition", "model") if summary.get(name) is not None]
+    return ", ".join(parts) + (f" (seed {summary['seed']})" if summary.get("seed") is not None else "")
+
+
+@contextlib.contextmanager
+def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; silent where stderr is not a terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    # the pace is a mean over an hour, because the default of 30 s is empty where evaluations are further apart
+    bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), speed_estimate_period=3600)
+    with bar:
+        task = bar.add_task("compiling", total=total_rounds, completed=start)
+
+        def show(row: dict[str, Any]) -> None:
+            row = plain(row)
+            bar.update(task, completed=row["round"])
+            accuracy, speed = row.get("accuracy"), bar.tasks[0].speed
+            groups = sum(size > 0 for size in row.get("group_sizes") or [])
+            parts = ["accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}", "1 group" if groups == 1 else f"{groups} groups"]
+            bar.update(task, description=", ".join([*parts, f"{speed:.1f} rounds/s"] if speed else parts))
+
+        yield show

@@ -1,0 +1,58 @@
+"""Which clients take part in a round: functions (key, round, num_clients) -> ids [k] int32, in order of selection, without repeats."""
+
+import random
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Select = Callable[..., jax.Array]
+
+
+def uniform(clients_per_round: int) -> Select:
+    """Draws uniformly without replacement every round (FedAvg)."""
+
+    def select(key, round, num_clients):
+        return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
+
+    return select
+
+
+def rr_then_random(clients_per_round: int) -> Select:
+    """Visits every client once in order, wrapping round, then draws uniformly (the clustered trainers of FlexCFL)."""
+    draw = uniform(clients_per_round)
+
+    def select(key, round, num_clients):
+        turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
+        return jnp.where(round * clients_per_round < num_clients, turn.astype(jnp.int32), draw(key, round, num_clients))
+
+    return select
+
+
+def listed(table: np.ndarray) -> Select:
+    """Follows a table [T, k] of client ids; a run longer than the table starts over."""
+    table = jnp.asarray(table, jnp.int32)
+
+    def select(key, round, num_clients):
+        return table[round % table.shape[0]]
+
+    return select
+
+
+def py_sample(clients_per_round: int, rounds: int, num_clients: int, seed: int = 2077, round_robin: bool = True) -> Select:
+    """Repeats the FlexCFL code's draw: Python's `random.sample` re-seeded with round + seed, after round robin if asked for."""
+    everyone = list(range(num_clients))
+
+    def row(round):
+        if round_robin and round * clients_per_round < num_clients:
+            return [(round * clients_per_round + j) % num_clients for j in range(clients_per_round)]
+        return random.Random(round + seed).sample(everyone, clients_per_round)
+
+    return listed(np.array([row(round) for round in range(rounds)]))
+
+
+def np_choice(clients_per_round: int, rounds: int, num_clients: int) -> Select:
+    """Repeats the FedProx and GrouProx codes' draw: NumPy's legacy generator seeded with the round, `choice` without replacement."""
+    draws = [np.random.RandomState(round).choice(num_clients, clients_per_round, replace=False) for round in range(rounds)]
+    return listed(np.array(draws))

@@ -1,0 +1,216 @@
+"""Data sets: each function returns a checked `Pool` of labelled samples, before they are dealt to clients."""
+
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_cfl import download, readers
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+
+FEATURES, CLASSES = 60, 10  # of the synthetic data
+SPREAD = 0.001  # added to a pixel's standard deviation, which is 0 at the border
+FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
+FASHION = ("fashion_mnist/fashion_mnist_clients00-24.npz", "fashion_mnist/fashion_mnist_clients25-49.npz")
+
+
+def digits() -> Pool:
+    """Returns scikit-learn's handwritten digits: 1,797 images 8x8 float32 in [0, 1], 10 classes. Nothing is downloaded."""
+    from sklearn.datasets import load_digits  # a slow import that the other sources do not need
+
+    bunch = load_digits()
+    return check_pool(Pool(np.float32(bunch.images / 16), bunch.target, 10), "digits")
+
+
+def mnist(standardize: bool = True, offline: bool = False) -> Pool:
+    """Returns all 70,000 images of MNIST, 28x28, 10 classes; `test` is the official split.
+
+    With `standardize`, each pixel becomes (x - mean) / (std + 0.001) over all 70,000 images, test included, as FedProx prepared
+    its data (x in 0 .. 255); else x stays uint8. Files: the four IDX files under mnist/, downloaded if missing.
+    """
+    x, y, test = _idx("mnist", download.fetch("mnist", offline))
+    return check_pool(Pool(_standardized(x, slice(None)) if standardize else x, y, 10, test=test), "mnist")
+
+
+def fashion_mnist(standardize: bool = True, offline: bool = False) -> Pool:
+    """Returns the 70,000 images of Fashion-MNIST, 28x28, 10 classes.
+
+    From the official IDX files under fashion_mnist/, `test` is the official split, and `standardize` takes mean and standard
+    deviation (+ 0.001) of each pixel from the training images. If only the two files fashion_mnist_clients*.npz are there, they
+    are read instead: the official split is lost, `test` is None, and all images are standardised together.
+    """
+    relative = [f"fashion_mnist/{file}" for file in download.REGISTRY["fashion_mnist"].files]
+    pooled = download.locate(*FASHION) if download.locate(*relative) is None else None
+    if pooled is None:
+        x, y, test = _idx("fashion_mnist", download.fetch("fashion_mnist", offline))
+        rows = ~test
+    else:
+        parts = [readers.read_npz(path, ("images", "labels")) for path in pooled]
+        x, y = (np.concatenate([part[name] for part in parts]) for name in ("images", "labels"))
+        test, rows = None, slice(None)
+    return check_pool(Pool(_standardized(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
+
+
+def femnist(classes: str = "all", offline: bool = False) -> Pool:
+    """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes (0-9, A-Z, a-z) or only the 10 "digits".
+
+    Writers left without samples are dropped. Files under femnist/: the npz file femnist_leaf_sf005_uint8.npz (x is uint8), or
+    LEAF JSON in data/{train,test} or leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's scripts make them.
+    """
+    if classes not in ("all", "digits"):
+        raise InputError(f"dataset.source.classes={classes}: expected all or digits")
+    archive = download.locate(FEMNIST)
+    folders = download.locate("femnist/data") or download.locate("femnist/leaf_json")
+    if archive is not None:
+        arrays = readers.read_npz(archive[0], ("images", "labels", "user", "split"))
+        pool = Pool(arrays["images"], arrays["labels"], 62, arrays["user"], arrays["split"] == 1)
+    elif folders is not None:
+        pool = leaf(folders[0], num_classes=62)
+        pool = pool._replace(x=pool.x.reshape(-1, 28, 28)) if pool.x[0].size == 784 else pool
+    else:
+        raise download.missing("femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)", FEMNIST)
+    if classes == "digits":
+        keep = np.flatnonzero(pool.y < 10)
+        pool = Pool(pool.x[keep], pool.y[keep], 10, pool.client[keep], None if pool.test is None else pool.test[keep])
+    return check_pool(pool._replace(client=_compact(pool.client)), "femnist")
+
+
+def synthetic(
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    clients: int = 100,
+    match_total: int | None = 75_349,
+    seed: int = 0,
+    iid: bool = False,
+) -> Pool:
+    """Returns Synthetic(alpha, beta) of FedProx: 60 features, 10 classes; `client` is the device that generated a sample.
+
+    Device k: u ~ N(0, alpha), B ~ N(0, beta) (standard deviations), W [60, 10] and b [10] ~ N(u, 1), v [60] ~ N(B, 1),
+    x ~ N(v, diag(j^-1.2)), y = argmax(x W + b), int(lognormal(4, 2)) + 50 samples. With `iid`, one W and b ~ N(0, 1) for all and
+    v = 0. Unless `match_total` is None, the sizes are redrawn until they sum to it within 1 % (75,349: FedGroup, Table 2).
+    """
+    rng = np.random.RandomState(seed)
+    sizes = _synthetic_sizes(rng, clients, match_total)
+    scale = np.arange(1, FEATURES + 1) ** -0.6
+    shared = rng.normal(0, 1, (FEATURES, CLASSES)), rng.normal(0, 1, CLASSES)
+    u, center = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
+    x, y = [], []
+    for k, size in enumerate(sizes):
+        weights, bias = shared if iid else (rng.normal(u[k], 1, (FEATURES, CLASSES)), rng.normal(u[k], 1, CLASSES))
+        v = 0 if iid else rng.normal(center[k], 1, FEATURES)
+        x.append(v + scale * rng.normal(0, 1, (size, FEATURES)))
+        y.append(np.argmax(x[-1] @ weights + bias, axis=1))
+    client = np.repeat(np.arange(clients), sizes)
+    return check_pool(Pool(np.float32(np.concatenate(x)), np.concatenate(y), CLASSES, client), "synthetic")
+
+
+def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None) -> np.ndarray:
+    """Returns the samples of each device [K]."""
+    if clients < 1:
+        raise InputError(f"dataset.source.clients={clients}: expected at least 1")
+    if total is not None and 50 * clients > total:
+        raise InputError(f"dataset.source.clients={clients}: at most {total // 50} are possible with match_total={total}, 50 samples each")
+    for _ in range(100_000):
+        sizes = rng.lognormal(4, 2, clients).astype(int) + 50
+        if total is None or abs(sizes.sum() - total) <= 0.01 * total:
+            return sizes
+    raise InputError(f"dataset.source.match_total={total}: not met in 100000 draws of {clients} sizes, expected about {400 * clients}")
+
+
+def npz(path: str, num_classes: int | None = None) -> Pool:
+    """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client` [N] and `split` [N] (0 train, 1 test).
+
+    uint8 features are read as x / 255; all others become float32 as they are.
+    """
+    arrays = readers.read_npz(Path(path).expanduser(), ("x", "y"), ("client", "split"))
+    split = arrays.get("split")
+    if split is not None and not (np.isin(split, (0, 1)).all() and split.shape == arrays["y"].shape):
+        raise InputError(f"{path}: split has shape {split.shape} or other values, expected 0 (train) or 1 (test) for each of y's samples")
+    test = None if split is None else split == 1
+    return check_pool(Pool(arrays["x"], arrays["y"], num_classes, arrays.get("client"), test), str(path))
+
+
+def leaf(path: str, num_classes: int | None = None) -> Pool:
+    """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder with train/ and test/ (then `test` is set)."""
+    root = Path(path).expanduser()
+    parts = [readers.read_leaf(part) for part in ((root / "train", root / "test") if (root / "train").is_dir() else (root,))]
+    users = sorted({user for *_, names in parts for user in names})
+    number = {user: k for k, user in enumerate(users)}
+    for x, *_ in parts:
+        if x.shape[1:] != parts[0][0].shape[1:]:
+            raise InputError(f"{path}: x in test has samples of shape {x.shape[1:]}, expected {parts[0][0].shape[1:]} as in train")
+    x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    client = np.concatenate([np.array([number[user] for user in names])[index] for _, _, index, names in parts])
+    test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
+    return check_pool(Pool(x, y, num_classes, _compact(client), test), str(path))
+
+
+def check_pool(pool: Pool, name: str) -> Pool:
+    """Returns the pool with x uint8 or float32, y and client int32, test bool, or raises an `InputError` that names the fault.
+
+    `num_classes` None means the largest label + 1. Clients are 0 .. K - 1; one without samples keeps its number.
+    """
+    x, y = np.asarray(pool.x), np.asarray(pool.y)
+    if x.dtype.kind not in "buif":
+        raise InputError(f"{name}: x has dtype {x.dtype}, expected numbers (uint8 or float32)")
+    if y.ndim != 1 or x.ndim < 1 or len(x) != len(y):
+        raise InputError(f"{name}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...] with the same N")
+    if len(x) == 0:
+        raise InputError(f"{name}: x has 0 samples, expected at least one")
+    if x.ndim == 1 or x[0].size == 0:
+        raise InputError(f"{name}: x has samples of shape {x.shape[1:]}, expected at least one feature")
+    if x.dtype != np.uint8:
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32, copy=False)
+        bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
+        if bad.any():
+            raise InputError(f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample {bad.argmax()}, expected finite values")
+    y = _whole(name, "y", y)
+    classes = int(y.max()) + 1 if pool.num_classes is None else pool.num_classes
+    if (bad := y >= classes).any():
+        raise InputError(f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1} (num_classes={classes})")
+    client = None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
+    test = None if pool.test is None else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
+    return Pool(x, y, classes, client, test)
+
+
+def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:
+    """Returns whole, non-negative numbers [N] as int32; floats such as 5.0 are accepted."""
+    if values.dtype.kind not in "buif":
+        raise InputError(f"{name}: {field} has dtype {values.dtype}, expected integers")
+    if length is not None and values.shape != (length,):
+        raise InputError(f"{name}: {field} has shape {values.shape}, expected ({length},), one entry a sample")
+    bad = ~((values >= 0) & (values < 2**31) & (values == np.floor(values)))  # NaN fails every comparison
+    if bad.any():
+        raise InputError(f"{name}: {field} is {values[bad][0]} in sample {bad.argmax()}, expected integers 0, 1, 2, ...")
+    return values.astype(np.int32)
+
+
+def _compact(client: np.ndarray) -> np.ndarray:
+    """Returns client numbers [N] without gaps, in the same order."""
+    return np.unique(client, return_inverse=True)[1].astype(np.int32)
+
+
+def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Reads train images, train labels, test images, test labels; returns x [N, 28, 28] uint8, y [N], test [N] bool."""
+    images, labels = ([readers.read_idx(path) for path in paths[first::2]] for first in (0, 1))
+    for path, array in zip(paths, (images[0], labels[0], images[1], labels[1]), strict=True):
+        if array.shape[1:] != ((28, 28) if "images" in path.name else ()):
+            raise InputError(f"{path}: shape is {array.shape}, expected {'(N, 28, 28)' if 'images' in path.name else '(N,)'}")
+    for image, label in zip(images, labels, strict=True):
+        if len(image) != len(label):
+            raise InputError(f"{name}: {len(image)} images but {len(label)} labels, expected the files of one data set")
+    return np.concatenate(images), np.concatenate(labels), np.repeat([False, True], [len(part) for part in labels])
+
+
+def _standardized(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
+    """Returns (x - mean) / (std + 0.001) per pixel as float32, with the statistics of `rows`; x is uint8 [N, ...], not scaled."""
+    chunks = range(0, len(x), 4096)  # a float64 copy of the whole array would take half a gigabyte
+    used = x[rows]
+    mean = used.mean(axis=0, dtype=np.float64)
+    square = sum((np.square(used[i : i + 4096], dtype=np.int64).sum(axis=0) for i in chunks), np.zeros(x.shape[1:], np.int64)) / len(used)
+    scale = np.sqrt(np.maximum(square - mean**2, 0)) + SPREAD
+    out = np.empty(x.shape, np.float32)
+    for i in chunks:
+        out[i : i + 4096] = (x[i : i + 4096] - mean) / scale
+    return out

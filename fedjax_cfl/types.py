@@ -1,0 +1,144 @@
+"""Data types and axis letters. No logic: read this file first.
+
+Axis letters, used in every shape comment of the package:
+K clients, S cohort slots (clients of one round, padded), m groups (static maximum), P parameters, N samples, B batch, C classes.
+A pytree with a leading axis is written like an array: `groups [m, ...]` is a parameter pytree whose every leaf has a leading axis m.
+
+Functions travel in NamedTuples, arrays in frozen dataclasses that change by `.replace`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import struct
+
+Key = jax.Array
+Params = Any  # a pytree of float arrays
+
+
+class Task(NamedTuple):
+    """A supervised problem: all that an algorithm knows of Flax."""
+
+    init: Callable[[Key], Params]  # random initial parameters
+    loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a key
+    predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
+
+
+class Pool(NamedTuple):
+    """Labelled samples on the host, before they are dealt to clients."""
+
+    x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
+    y: np.ndarray  # [N] int32, 0 .. num_classes - 1
+    num_classes: int
+    client: np.ndarray | None = None  # [N] int32, the natural owner of each sample, where the source names one
+    test: np.ndarray | None = None  # [N] bool, True in the source's own test split, where it has one
+
+
+class Holdings(NamedTuple):
+    """Who holds which sample of a pool: what a partition returns. A sample may be held more than once."""
+
+    sample: np.ndarray  # [N] int64, index into the pool
+    owner: np.ndarray  # [N] int32, client 0 .. K - 1
+    test: np.ndarray  # [N] bool, True for test samples
+
+
+@struct.dataclass
+class View:
+    """A ragged array of sample numbers in CSR form: client k holds order[start[k] : start[k] + size[k]]."""
+
+    order: jax.Array  # [N] int32, sample numbers, grouped by client
+    start: jax.Array  # [K] int32
+    size: jax.Array  # [K] int32
+
+
+@struct.dataclass
+class FederatedData:
+    """One flat pool of samples and who holds them now; never padded."""
+
+    x: jax.Array  # [N, ...] uint8 (read as x / 255) or float32
+    y: jax.Array  # [N] int32
+    owner: jax.Array  # [N] int32, -1 = not visible
+    train: View
+    test: View
+    concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
+    num_classes: int = struct.field(pytree_node=False)
+    capacity: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
+
+    @property
+    def num_clients(self) -> int:
+        """K, static."""
+        return self.train.size.shape[0]
+
+
+@struct.dataclass
+class Cohort:
+    """The clients of one round, in the slots in which they are trained."""
+
+    ids: jax.Array  # [S] int32, K in an empty slot: gathers clamp, scatters drop, weight 0
+    rank: jax.Array  # [S] int32, position in the order of selection (only `first_client` cares)
+
+
+@struct.dataclass
+class Upload:
+    """What the cohort sends back."""
+
+    delta: Params  # [S, ...], trained minus start, 0 in an empty slot
+    weight: jax.Array  # [S] float32, training samples, 0 in an empty slot
+    loss: jax.Array  # [S] float32, mean training loss over the first local epoch
+    last_loss: jax.Array  # [S] float32, the same over the last local epoch
+    steps: jax.Array  # [S] int32, local SGD steps taken
+
+
+@struct.dataclass
+class Traffic:
+    """Cumulative communication: whole models (unit u = one model) and 4-byte words of everything else."""
+
+    units_down: jax.Array  # [] int32
+    units_up: jax.Array  # [] int32
+    words_down: jax.Array  # [] int32
+    words_up: jax.Array  # [] int32
+
+
+@struct.dataclass
+class State:
+    """Everything a run carries from round to round; the checkpoint is this, the data's owner and y, and the key."""
+
+    round: jax.Array  # [] int32, rounds finished
+    groups: Params  # [m, ...]
+    server: Any  # [m, ...], the server optimizer's state of each group
+    active: jax.Array  # [m] bool
+    assignment: jax.Array  # [K] int32, -1 before the first meeting
+    traffic: Traffic
+    memory: Any  # the algorithm's own pytree, () if it has none
+
+
+@struct.dataclass
+class Info:
+    """What a round reports; nothing of it is carried."""
+
+    loss: jax.Array  # [] mean training loss of the cohort, first local epoch, weighted by samples
+    last_loss: jax.Array  # [] the same, last local epoch
+    discrepancy: jax.Array  # [] mean L2 distance of the trained models from their own group's new model
+    group_discrepancy: jax.Array  # [m], NaN for a group without participants
+    dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
+    clients: jax.Array  # [] int32, clients trained
+    steps: jax.Array  # [] int32, local SGD steps taken
+    cold: jax.Array  # [] int32, clients that met the server for the first time
+
+
+class Served(NamedTuple):
+    """Which model each client would use now."""
+
+    models: Params  # [M, ...]
+    index: jax.Array  # [K] int32 into models, -1 = the client has none yet and is not evaluated
+
+
+class Algorithm(NamedTuple):
+    """THE contract. Three pure functions; `engine.federated` builds one from parts."""
+
+    init: Callable[..., State]  # (key, data) -> state
+    round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
+    serve: Callable[..., Served]  # (state) -> models and who uses which
+    clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody

@@ -1,0 +1,140 @@
+"""Metrics against scikit-learn and numbers worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import adjusted_rand_score, f1_score
+
+from fedjax_cfl import metrics
+
+CLIENTS, CLASSES = 25, 5
+PER_CLIENT = jax.jit(metrics.per_client, static_argnums=(5, 6))
+SUMMARISE = jax.jit(metrics.summarise)
+ARI = jax.jit(metrics.ari, static_argnums=(3, 4))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """400 samples of 25 clients with few classes each; some belong to nobody, and client 3 has none."""
+    rng = np.random.default_rng(0)
+    owner = rng.integers(-1, CLIENTS, 400)
+    owner[owner == 3] = -1
+    y = (owner + rng.integers(0, 2, 400)) % CLASSES
+    prediction = np.where(rng.random(400) < 0.6, y, rng.integers(0, CLASSES, 400))
+    return owner, y, prediction, rng.random(400).astype(np.float32)
+
+
+def measure(samples):
+    owner, y, prediction, loss = samples
+    return PER_CLIENT(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
+
+
+def macro_f1(y, prediction):
+    labels = np.union1d(y, prediction)
+    return f1_score(y, prediction, average="macro", zero_division=0, labels=labels)
+
+
+def test_per_client_equals_scikit_learn(samples):
+    owner, y, prediction, loss = samples
+    got = measure(samples)
+    for k in range(CLIENTS):
+        mine = owner == k
+        assert got.samples[k] == mine.sum()
+        if mine.any():
+            np.testing.assert_allclose(got.accuracy[k], (y == prediction)[mine].mean(), rtol=1e-6)
+            np.testing.assert_allclose(got.loss[k], loss[mine].mean(), rtol=1e-5)
+            np.testing.assert_allclose(got.f1[k], macro_f1(y[mine], prediction[mine]), atol=1e-6)
+    assert np.isnan([got.accuracy[3], got.loss[3], got.f1[3]]).all()
+
+
+def test_summary_counts_only_evaluated_clients(samples):
+    owner, y, prediction, loss = samples
+    evaluated = np.arange(CLIENTS) % 6 != 0
+    got = SUMMARISE(measure(samples), jnp.asarray(evaluated))
+    clients = [k for k in np.flatnonzero(evaluated) if (owner == k).any()]
+    kept = np.isin(owner, clients)
+    size = np.array([(owner == k).sum() for k in clients])
+    accuracy = np.array([(y == prediction)[owner == k].mean() for k in clients])
+    f1 = np.array([macro_f1(y[owner == k], prediction[owner == k]) for k in clients])
+    expected = {
+        "accuracy": (y == prediction)[kept].mean(),
+        "macro_accuracy": accuracy.mean(),
+        "worst10_accuracy": np.sort(accuracy)[: len(clients) // 10].mean(),
+        "loss": loss[kept].mean(),
+        "micro_f1": np.average(f1, weights=size),
+        "macro_f1": f1.mean(),
+        "pooled_micro_f1": f1_score(y[kept], prediction[kept], average="micro"),
+        "pooled_macro_f1": macro_f1(y[kept], prediction[kept]),
+    }
+    assert len(clients) // 10 == 1 and set(got) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
+
+
+def test_worst_tenth_of_twenty_clients_is_two():
+    index = jnp.arange(CLIENTS)
+    accuracy = (19 - index) / 20
+    zeros = jnp.zeros((CLIENTS, CLASSES), jnp.int32)
+    clients = metrics.ClientMetrics(jnp.ones(CLIENTS, jnp.int32), accuracy, accuracy, accuracy, zeros, zeros, zeros)
+    np.testing.assert_allclose(SUMMARISE(clients, index < 20)["worst10_accuracy"], 0.025)
+    np.testing.assert_allclose(SUMMARISE(clients, index < 5)["worst10_accuracy"], 0.75)
+
+
+def test_nobody_evaluated_is_not_a_number(samples):
+    got = SUMMARISE(measure(samples), jnp.zeros(CLIENTS, bool))
+    assert all(np.isnan(value) for value in got.values())
+    only_empty = SUMMARISE(measure(samples), jnp.arange(CLIENTS) == 3)
+    assert all(np.isnan(value) for value in only_empty.values())
+
+
+def test_hand_numbers_of_one_client():
+    y, prediction = jnp.asarray([0, 0, 1, 2]), jnp.asarray([0, 1, 1, 3])
+    got = PER_CLIENT(y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES)
+    # Class 0: 2/3, class 1: 2/3, classes 2 and 3: 0, class 4 is in neither.
+    np.testing.assert_allclose(got.f1, [1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(got.accuracy, [0.5])
+
+
+def test_jit_equals_no_jit(samples):
+    owner, y, prediction, loss = samples
+    plain = metrics.per_client(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, measure(samples))
+
+
+@pytest.mark.parametrize("clients", [12, 5000])
+@pytest.mark.parametrize("agreement", [0.0, 0.02, 0.5, 0.98, 1.0])
+def test_ari_equals_scikit_learn(clients, agreement):
+    rng = np.random.default_rng(clients)
+    a = rng.choice(4, clients, p=[0.7, 0.1, 0.1, 0.1])
+    b = np.where(rng.random(clients) < agreement, 5 - a, rng.integers(0, 6, clients))
+    valid = rng.random(clients) < 0.9
+    got = ARI(jnp.asarray(a), jnp.asarray(b), jnp.asarray(valid), 4, 6)
+    np.testing.assert_allclose(got, adjusted_rand_score(a[valid], b[valid]), atol=1e-6)
+
+
+def test_ari_is_accurate_on_nearly_trivial_partitions():
+    a = np.zeros(5000, int)
+    b = a.copy()
+    a[:3], b[1:4] = 1, 1
+    got = ARI(jnp.asarray(a), jnp.asarray(b), jnp.ones(5000, bool), 4, 6)
+    np.testing.assert_allclose(got, adjusted_rand_score(a, b), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "merged, expected", [({}, 1.0), ({1: 0}, 0.701), ({1: 0, 3: 2}, 0.484), ({1: 0, 2: 0}, 0.319), ({1: 0, 2: 0, 3: 0}, 0)]
+)
+def test_ari_of_four_groups_of_twelve(merged, expected):
+    truth = np.arange(48) // 12
+    found = np.array([merged.get(g, g) for g in truth])
+    np.testing.assert_allclose(ARI(jnp.asarray(truth), jnp.asarray(found), jnp.ones(48, bool), 4, 4), expected, atol=5e-4)
+
+
+def test_ari_of_trivial_partitions():
+    one, alone, valid = jnp.zeros(6, int), jnp.arange(6), jnp.ones(6, bool)
+    assert ARI(one, one, valid, 6, 6) == 1
+    assert ARI(alone, alone, valid, 6, 6) == 1
+    assert ARI(one, alone, valid, 6, 6) == 0
+    assert ARI(one, alone, valid.at[1:].set(False), 6, 6) == 1
+    assert np.isnan(ARI(one, one, ~valid, 6, 6))
+    assert np.isnan(ARI(one, one - 1, valid, 6, 6))

@@ -1,0 +1,358 @@
+"""Models: exact sizes, initialisation, slow twins of the layers, and the terms of the loss."""
+
+import functools
+import pathlib
+
+import flax.linen as nn
+import hydra
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from fedjax_cfl import layers, models
+from fedjax_cfl.errors import InputError
+
+CONF = pathlib.Path(__file__).parents[1] / "conf" / "model"
+IMAGE, WORDS, FACE = (28, 28), (25, 300), (84, 84, 3)
+SIZES = [  # conf file, sample shape, classes, parameters as published or as counted from the layers
+    ("mclr", IMAGE, 10, 7_850),
+    ("mclr", (784,), 26, 20_410),
+    ("mclr", (60,), 10, 610),
+    ("mlp", (784,), 10, 101_770),
+    ("femnist_mlp", IMAGE, 10, 407_050),
+    ("femnist_mlp", IMAGE, 26, 415_258),
+    ("mnist_cnn", IMAGE, 10, 50_186),
+    ("femnist_cnn", (28, 28, 1), 10, 325_578),
+    ("fmnist_cnn", IMAGE, 10, 3_274_634),
+    ("gru", WORDS, 2, 175_938),
+    ("lstm", WORDS, 2, 232_386),
+    ("fedgroup_lstm", WORDS, 2, 243_861),
+    ("grouprox_gru", WORDS, 2, 81_857),
+    ("fesem_cnn", IMAGE, 62, 845_510),
+    ("leaf_cnn", IMAGE, 62, 6_603_710),
+    ("fesem_celeba_cnn", FACE, 2, 31_202),
+    ("lenet", IMAGE, 10, 44_426),
+    ("lenet", (32, 32, 1), 10, 61_706),
+    ("lenet", (32, 32, 3), 10, 62_006),
+]
+SMALL = [  # every conf file once, on the smallest sample it takes, to keep the compilation short
+    *((name, (4, 4), 3) for name in ("mclr", "mlp", "femnist_mlp", "mnist_cnn", "fmnist_cnn", "fesem_cnn", "leaf_cnn")),
+    ("femnist_cnn", (14, 14), 3),
+    ("fesem_celeba_cnn", (5, 6, 3), 2),
+    ("lenet", (16, 16), 3),
+    *((name, (3, 4), 2) for name in ("gru", "lstm", "fedgroup_lstm", "grouprox_gru")),
+]
+DROPOUT = {"mnist_cnn", "femnist_cnn", "gru", "lstm"}
+KEY = jax.random.key(0)
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all the time these tests take
+
+
+def build(name: str, num_classes: int) -> nn.Module:
+    """Instantiates a file of conf/model as the command line does."""
+    return hydra.utils.instantiate(OmegaConf.load(CONF / f"{name}.yaml").module, num_classes=num_classes)
+
+
+def normal(*shape):
+    """Standard normal numbers from NumPy, which compiles nothing."""
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def started(task):
+    """Initial parameters; compiled, which spares the forward pass of Flax."""
+    return jit(task.init)(KEY)
+
+
+def close(actual, expected, tolerance: float = 1e-5) -> None:
+    """Asserts that two pytrees agree up to `tolerance` of their largest value."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize(("name", "shape", "classes", "size"), SIZES)
+def test_the_number_of_parameters_is_the_published_one(name, shape, classes, size):
+    params = jax.eval_shape(models.as_task(build(name, classes), shape, classes).init, KEY)
+    assert models.count(params) == size
+    assert models.model_bytes(params) == 4 * size
+
+
+def test_every_conf_file_is_tested():
+    files = {path.stem for path in CONF.glob("*.yaml")}
+    assert files == {row[0] for row in SIZES} == {row[0] for row in SMALL}
+    assert all(OmegaConf.load(CONF / f"{name}.yaml").name == name for name in files)
+
+
+@pytest.mark.parametrize(("name", "shape", "classes"), SMALL)
+def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name, shape, classes):
+    task = models.as_task(build(name, classes), shape, classes)
+    params = started(task)
+    x = normal(6, *shape)
+    y = np.arange(6) % classes
+
+    @jit
+    def keyed(params, key):
+        def mean_loss(params):
+            losses = task.loss(params, x, y, key)
+            return losses.mean(), losses
+
+        return jax.grad(mean_loss, has_aux=True)(params)
+
+    grads, once = keyed(params, jax.random.key(2))
+    (_, again), (_, other) = keyed(params, jax.random.key(2)), keyed(params, jax.random.key(3))
+    plain, logits = jit(lambda p: (task.loss(p, x, y), task.predict(p, x)))(params)
+    assert plain.shape == once.shape == (6,) and logits.shape == (6, classes)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads) if leaf.ndim > 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, plain, logits)))
+    np.testing.assert_array_equal(once, again)
+    assert np.allclose(once, other) == np.allclose(once, plain) == (name not in DROPOUT)
+    logits = np.asarray(logits, np.float64)
+    cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(6), y]
+    penalty = sum(0.001 * np.square(params[layer]["kernel"]).sum() for layer in getattr(build(name, classes), "decayed", ()))
+    close(plain, cross_entropy + penalty)  # no dropout in either, or they would differ
+
+
+def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
+    params = started(models.as_task(models.MnistCNN(10), IMAGE, 10))
+    fans = {"Conv_0": (9 * 1, 9 * 32), "Conv_1": (9 * 32, 9 * 64), "head": (3136, 10)}
+    assert set(params) == set(fans)
+    for layer, (fan_in, fan_out) in fans.items():
+        bound = np.sqrt(6 / (fan_in + fan_out))
+        kernel = np.asarray(params[layer]["kernel"])
+        assert 0.95 * bound < np.abs(kernel).max() <= bound
+        assert abs(kernel.std() / (bound / np.sqrt(3)) - 1) < 0.1
+        assert not np.asarray(params[layer]["bias"]).any()
+
+
+def test_recurrent_layers_start_as_in_keras():
+    x = jnp.zeros((1, 2, 300))
+    for layer, gates in ((layers.GRU(64), 3), (layers.LSTM(64), 4)):
+        params = jit(layer.init)(KEY, x)["params"]
+        recurrent = np.asarray(params["recurrent_kernel"])
+        np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(64), atol=1e-5)
+        assert 0.95 < np.abs(params["kernel"]).max() / np.sqrt(6 / (300 + gates * 64)) <= 1
+        assert params["bias"].sum() == (64 if gates == 4 else 0)
+    np.testing.assert_array_equal(params["bias"], np.repeat([0, 1, 0, 0], 64))
+
+
+CONVOLUTIONS = [  # image, channels, features, kernel, stride, padding: the kinds in use on smaller images, sizes that do not divide
+    (10, 1, 32, 3, 1, "same"),
+    (8, 32, 64, 3, 1, "same"),
+    (10, 1, 32, 3, 1, "valid"),
+    (8, 32, 32, 3, 1, "valid"),
+    (12, 32, 32, 5, 2, "same"),
+    (8, 64, 64, 5, 2, "same"),
+    (12, 1, 32, 5, 1, "same"),
+    (7, 32, 64, 5, 1, "same"),
+    (12, 1, 6, 5, 1, "valid"),
+    (12, 6, 16, 5, 1, "valid"),
+    (21, 3, 32, 3, 1, "same"),
+    (11, 3, 4, 5, 2, "same"),
+    (11, 3, 4, (3, 2), (2, 3), "valid"),
+]
+
+
+@pytest.mark.parametrize(("size", "channels", "features", "kernel", "strides", "padding"), CONVOLUTIONS)
+def test_im2col_equals_lax_with_one_kernel_per_client(size, channels, features, kernel, strides, padding):
+    conv = {m: layers.Conv(features, kernel, strides, padding, m) for m in ("im2col", "lax")}
+    x = normal(2, 2, size, size, channels)  # [clients, B, H, W, C]
+    shapes = jax.eval_shape(conv["lax"].init, KEY, x[0])["params"]
+    assert shapes == jax.eval_shape(conv["im2col"].init, KEY, x[0])["params"]
+    params = jax.tree.map(lambda leaf: normal(2, *leaf.shape) / 10, shapes)
+
+    def run(method):
+        def objective(params, x):
+            out = conv[method].apply({"params": params}, x)
+            return jnp.sum(jnp.sin(3 * out)), out
+
+        return jit(jax.vmap(jax.grad(objective, argnums=(0, 1), has_aux=True)))(params, x)
+
+    close(run("im2col"), run("lax"))
+
+
+@pytest.mark.parametrize(("backend", "uses_lax"), [("cpu", False), ("gpu", False), ("tpu", True)])
+def test_the_backend_decides_how_to_convolve(monkeypatch, backend, uses_lax):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jaxpr = jax.make_jaxpr(lambda x: layers.Conv(4, 3).init(KEY, x))(jnp.zeros((1, 5, 5, 1)))
+    assert ("conv_general_dilated" in str(jaxpr)) == uses_lax
+
+
+def test_a_convolution_refuses_unknown_words():
+    for field in ({"method": "fft"}, {"padding": "full"}):
+        with pytest.raises(ValueError, match="is allowed"):
+            layers.Conv(1, 3, **field).init(KEY, jnp.zeros((1, 5, 5, 1)))
+
+
+@pytest.mark.parametrize(("shape", "padding"), [((6, 4), "valid"), ((5, 7), "valid"), ((6, 4), "same"), ((5, 7), "same"), ((1, 2), "same")])
+def test_max_pool_equals_reduce_window(shape, padding):
+    def window(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), padding.upper())
+
+    def with_gradient(pool):
+        return jit(jax.grad(lambda x: (jnp.sum(pool(x) ** 2), pool(x)), has_aux=True))(normal(2, *shape, 3) - 5)
+
+    close(with_gradient(lambda x: layers.max_pool(x, padding)), with_gradient(window))
+
+
+def test_batch_norm_uses_the_statistics_of_the_batch():
+    x = 3 + 2 * normal(4, 5, 5, 2)
+    out, params = jit(layers.BatchStatNorm().init_with_output)(KEY, x)
+    assert jax.tree.map(jnp.shape, params) == {"params": {"scale": (2,), "bias": (2,)}}
+    flat = np.asarray(x, np.float64).reshape(-1, 2)
+    close(out.reshape(-1, 2), (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-3))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def slow_gru(p, x, reverse):
+    """One sample [T, in] -> [T, h], from the equations, gate by gate."""
+    h, out = np.zeros(p["recurrent_kernel"].shape[0]), [None] * len(x)
+    (kz, kr, kc), (uz, ur, uc) = (np.split(p[name], 3, axis=1) for name in ("kernel", "recurrent_kernel"))
+    (bz, br, bc), (cz, cr, cc) = np.split(p["bias"][0], 3), np.split(p["bias"][1], 3)
+    for t in range(len(x))[:: -1 if reverse else 1]:
+        z = sigmoid(x[t] @ kz + bz + h @ uz + cz)
+        r = sigmoid(x[t] @ kr + br + h @ ur + cr)
+        h = z * h + (1 - z) * np.tanh(x[t] @ kc + bc + r * (h @ uc + cc))
+        out[t] = h
+    return np.stack(out)
+
+
+def slow_lstm(p, x, reverse):
+    """One sample [T, in] -> [T, h], from the equations, gate by gate."""
+    h = cell = np.zeros(p["recurrent_kernel"].shape[0])
+    out = [None] * len(x)
+    kernels, recurrent, biases = (np.split(p[name], 4, axis=-1) for name in ("kernel", "recurrent_kernel", "bias"))
+    for t in range(len(x))[:: -1 if reverse else 1]:
+        i, f, c, o = (x[t] @ k + h @ u + b for k, u, b in zip(kernels, recurrent, biases, strict=True))
+        cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(c)
+        h = sigmoid(o) * np.tanh(cell)
+        out[t] = h
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("layer", "slow"), [(layers.GRU, slow_gru), (layers.LSTM, slow_lstm)])
+def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
+    x = normal(3, 5, 4)
+    params = jit(layer(6).init)(KEY, x)["params"]
+    params = jax.tree.map(lambda p: p + normal(*p.shape) / 3, params)  # no bias is zero
+    outputs, last = (jit(layer(6, reverse, sequences).apply)({"params": params}, x) for sequences in (True, False))
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    expected = np.stack([slow(p, sample, reverse) for sample in x])
+    close(outputs, expected)
+    close(last, expected[:, 0 if reverse else -1])
+
+
+def test_bidirectional_model_reads_both_ways():
+    x = normal(2, 4, 3)
+    task = models.as_task(models.BiGRU(2), (4, 3), 2)
+    params = started(task)
+    logits = jit(task.predict)(params, x)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    for b in range(2):
+        h = np.concatenate([slow_gru(p["GRU_0"], x[b], False), slow_gru(p["GRU_1"], x[b], True)], axis=1)
+        h = np.concatenate([slow_gru(p["GRU_2"], h, False)[-1], slow_gru(p["GRU_3"], h, True)[0]])
+        h = np.maximum(h @ p["hidden"]["kernel"], 0)
+        close(logits[b], h @ p["head"]["kernel"])
+
+
+def test_two_logits_give_the_sigmoid_cross_entropy():
+    task = models.as_task(models.StackedLSTM(), (3, 4), 2)
+    params = started(task)
+    x = 5 * normal(4, 3, 4)
+    y = np.array([0, 1, 1, 0])
+    z, loss = jit(lambda p: (task.predict(p, x), task.loss(p, x, y)))(params)
+    assert not z[:, 0].any()
+    close(loss, np.log1p(np.exp(z[:, 1])) - y * z[:, 1])
+
+
+def test_l2_is_a_thousandth_of_the_squared_kernels():
+    x, y = normal(5, 7), np.arange(5) % 3
+    decayed, plain = models.as_task(models.MCLR(3), (7,), 3), models.as_task(models.MCLR(3), (7,), 3, l2=0)
+    params = jax.tree.map(lambda p: p + 0.5, started(plain))
+    logits = x @ np.asarray(params["head"]["kernel"]) + 0.5
+    cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(5), y]
+    close(plain.loss(params, x, y), cross_entropy)
+    close(decayed.loss(params, x, y), cross_entropy + 0.001 * np.sum(np.square(params["head"]["kernel"])))
+
+    with_l2, without = (jit(jax.grad(lambda p, task=task: task.loss(p, x, y).mean()))(params) for task in (decayed, plain))
+    close(with_l2["head"]["kernel"] - without["head"]["kernel"], 0.002 * params["head"]["kernel"], 1e-4)
+    np.testing.assert_array_equal(with_l2["head"]["bias"], without["head"]["bias"])
+    with pytest.raises(InputError, match="l2 -1: a number >= 0"):
+        models.as_task(models.MCLR(3), (7,), 3, l2=-1)
+
+
+def test_only_the_listed_layers_are_decayed():
+    sizes = {"mlp": 2, "mclr": 1, "femnist_cnn": 2, "mnist_cnn": 0, "fmnist_cnn": 0, "gru": 0, "lstm": 0}
+    for name, layers_decayed in sizes.items():
+        assert len(getattr(build(name, 3), "decayed", ())) == layers_decayed
+        assert (OmegaConf.load(CONF / f"{name}.yaml").l2 > 0) == (layers_decayed > 0)
+
+
+def test_uint8_pixels_are_read_as_fractions():
+    x = np.random.default_rng(0).integers(0, 256, (4, 28, 28), np.uint8)
+    y = np.arange(4)
+    task = models.as_task(models.LeNet(10), IMAGE, 10)
+    params = started(task)
+    fractions = x.astype(np.float32) / 255
+    close(jit(task.predict)(params, x), jit(task.predict)(params, fractions))
+    close(jit(task.loss)(params, x, y), jit(task.loss)(params, fractions[..., None], y))
+
+
+class Plain(nn.Module):
+    num_classes: int = 4
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.num_classes)(x)
+
+
+class Trained(nn.Module):
+    num_classes: int = 4
+    decayed = ("Dense_0",)
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(self.num_classes)(x))
+
+
+class Running(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+
+class Misspelt(Plain):
+    decayed = ("Dense_O",)
+
+
+def test_a_users_module_works_with_and_without_train():
+    x, y = normal(3, 5), np.array([0, 3, 1])
+    plain, trained = models.as_task(Plain(), (5,), 4), models.as_task(Trained(), (5,), 4)
+    params = started(plain)
+    np.testing.assert_array_equal(plain.loss(params, x, y, KEY), plain.loss(params, x, y))
+    assert not np.allclose(trained.loss(params, x, y, KEY), trained.loss(params, x, y))
+    close(trained.loss(params, x, y) - plain.loss(params, x, y), np.full(3, 0.001 * np.square(params["Dense_0"]["kernel"]).sum()), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "classes", "words"),
+    [
+        (models.LeNet(10), (784,), 10, r"LeNet .*\(784,\).*\[H, W\]"),
+        (models.LeNet(10), (8, 8), 10, "LeNet .*larger images"),
+        (models.FemnistCNN(10), (2, 28, 28, 1), 10, "FemnistCNN .*images"),
+        (models.BiGRU(2), (300,), 2, r"BiGRU .*\[T, features\]"),
+        (models.StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
+        (models.MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
+        (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
+        (Running(), (5,), 4, "Running .*batch_stats"),
+        (Misspelt(), (5,), 4, r"Misspelt: decayed .*did you mean 'Dense_0'"),
+        ("lenet", (28, 28), 10, "model 'lenet': a flax.linen.Module is allowed"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_line(module, shape, classes, words):
+    with pytest.raises(InputError, match=words) as caught:
+        models.as_task(module, shape, classes)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,225 @@
+"""Partitions: the recipes' published numbers, what must hold for every partition, and what is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_cfl import concept, partition
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+
+MNIST = [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
+
+
+def pool_of(counts, client=None, test=None, seed=0):
+    """Returns a pool with these label counts, in random order."""
+    y = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
+    return Pool(np.zeros((len(y), 1), np.uint8), y, len(counts), client, test)
+
+
+def labels_of(pool, holdings, clients):
+    """Returns the label counts of each client [K, C], train and test together."""
+    counts = np.zeros((clients, pool.num_classes), int)
+    np.add.at(counts, (holdings.owner, pool.y[holdings.sample]), 1)
+    return counts
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_power_law_is_fedprox_mnist(seed):
+    pool = pool_of(MNIST)
+    holdings = partition.power_law(pool, clients=1000, seed=seed)
+    counts = labels_of(pool, holdings, 1000)
+    sizes = counts.sum(axis=1)
+    assert 69_040 <= len(holdings.sample) <= 69_090 and len(np.unique(holdings.sample)) == len(holdings.sample)
+    assert sizes.min() >= 10 and 22 <= np.median(sizes) <= 26 and 1_800 <= sizes.max() <= 5_200
+    owned = (np.arange(1000)[:, None] + [0, 1]) % 10
+    assert (np.take_along_axis(counts, owned, axis=1) >= 5).all()
+    assert ((counts > 0).sum(axis=1) == 2).all()
+    np.testing.assert_array_equal(np.bincount(holdings.owner[~holdings.test]), (0.9 * sizes).astype(int))
+
+
+def test_power_law_with_other_numbers():
+    pool = pool_of([400, 300, 500])
+    holdings = partition.power_law(pool, clients=20, classes_per_client=1, seed_samples=3, test_fraction=0)
+    counts = labels_of(pool, holdings, 20)
+    assert (counts.argmax(axis=1) == np.arange(20) % 3).all() and counts.sum(axis=1).min() >= 3 and not holdings.test.any()
+
+
+def test_ditto_reproduces_its_totals():
+    test = np.arange(70_000) >= 60_000
+    holdings = partition.ditto(Pool(np.zeros((70_000, 1)), (np.arange(70_000) % 10).astype(np.int32), 10, test=test))
+    train = np.bincount(holdings.owner[~holdings.test])
+    assert (train.sum(), holdings.test.sum(), train.min(), train.max()) == (61_251, 11_254, 31, 1_378)
+    np.testing.assert_array_equal(test[holdings.sample], holdings.test)
+    assert len(np.unique(holdings.sample)) < len(holdings.sample)  # the wraps
+
+
+def test_femnist_variants():
+    pool = pool_of([4000] * 10)
+    for seed in (0, 1):
+        disjoint, released = (partition.femnist_power_law(pool, variant=v, seed=seed) for v in ("disjoint", "released"))
+        assert len(disjoint.sample) == len(released.sample)  # the same sizes
+        assert len(np.unique(disjoint.sample)) == len(disjoint.sample)
+        assert len(np.unique(released.sample)) < 0.2 * len(released.sample)
+        leaked = np.isin(released.sample[released.test], released.sample[~released.test])
+        assert leaked.mean() > 0.9
+        assert ((labels_of(pool, disjoint, 200) > 0).sum(axis=1) == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "over5", "over1", "largest", "distance"),
+    [(1, 2.7, 3.8, 0.67, 1.65), (3, 4.2, 6.4, 0.46, 1.39), (10, 6.3, 9.1, 0.29, 0.96), (100, 9.7, 10.0, 0.15, 0.34)],
+)
+def test_dirichlet_per_client_is_md_icfl(alpha, over5, over1, largest, distance):
+    pool = pool_of(MNIST)
+    holdings = partition.dirichlet_per_client(pool, clients=400, alpha=alpha, samples_per_client=1000, seed=3, test_fraction=0.2)
+    train = holdings._replace(sample=holdings.sample[~holdings.test], owner=holdings.owner[~holdings.test])
+    share = labels_of(pool, train, 400) / 1000
+    between = np.abs(share[:, None] - share[None]).sum(axis=-1).sum() / (400 * 399)
+    found = (share > 0.05).sum(axis=1).mean(), (share > 0.01).sum(axis=1).mean(), share.max(axis=1).mean(), between
+    np.testing.assert_allclose(found, (over5, over1, largest, distance), rtol=0.05)
+    assert not np.isin(holdings.sample[holdings.test], train.sample).any()  # shared, but never across train and test
+
+
+def test_dirichlet_per_client_repeats_only_what_it_must():
+    pool = pool_of([30, 30])
+    holdings = partition.dirichlet_per_client(pool, clients=8, alpha=5.0, samples_per_client=100, test_fraction=0.1)
+    assert (np.bincount(holdings.owner[~holdings.test]) == 100).all()
+    for k in range(8):
+        mine = holdings.sample[(holdings.owner == k) & ~holdings.test]
+        for label in (0, 1):
+            times = np.unique(mine[pool.y[mine] == label], return_counts=True)[1]
+            assert not len(times) or times.max() - times.min() <= 1
+
+
+def test_by_user_keeps_the_split():
+    client, test = np.array([2, 0, 0, 2, 2, 0]), np.array([False, True, False, False, True, False])
+    holdings = partition.by_user(pool_of([3, 3], client.astype(np.int32), test))
+    np.testing.assert_array_equal(client[holdings.sample], holdings.owner)
+    np.testing.assert_array_equal(test[holdings.sample], holdings.test)
+    assert sorted(holdings.sample) == list(range(6))
+
+
+EVERY = {
+    "power_law": lambda pool, k, s: partition.power_law(pool, clients=k, seed=s, seed_samples=1),
+    "femnist_power_law": lambda pool, k, s: partition.femnist_power_law(pool, clients=k, seed=s, classes_per_client=2),
+    "ditto": lambda pool, k, s: partition.ditto(pool, clients=k, seed=s, classes_per_client=2),
+    "by_user": lambda pool, k, s: partition.by_user(pool._replace(test=None), seed=s),
+    "iid": lambda pool, k, s: partition.iid(pool, clients=k, seed=s),
+    "shards": lambda pool, k, s: partition.shards(pool, clients=k, seed=s),
+    "dirichlet": lambda pool, k, s: partition.dirichlet(pool, clients=k, seed=s, alpha=0.5, min_samples=1),
+    "dirichlet_per_client": lambda pool, k, s: partition.dirichlet_per_client(pool, clients=k, seed=s, alpha=2.0, samples_per_client=20),
+    "quantity_skew": lambda pool, k, s: partition.quantity_skew(pool, clients=k, seed=s, min_samples=2),
+}
+SHARING = {"femnist_power_law", "ditto", "dirichlet_per_client"}
+COMPLETE = {"by_user", "iid", "shards", "dirichlet", "quantity_skew"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(counts=st.lists(st.integers(40, 80), min_size=2, max_size=6), clients=st.integers(2, 15), seed=st.integers(0, 2**32 - 1))
+def test_every_partition(name, counts, clients, seed):
+    total = sum(counts)
+    test = np.zeros(total, bool)
+    pool = pool_of(counts, (np.arange(total) % clients).astype(np.int32), test, seed)
+    for label in range(len(counts)):
+        test[np.flatnonzero(pool.y == label)[::5]] = True
+    holdings, again = EVERY[name](pool, clients, seed), EVERY[name](pool, clients, seed)
+    for array, same in zip(holdings, again, strict=True):
+        np.testing.assert_array_equal(array, same)
+    assert holdings.sample.dtype == np.int64 and holdings.owner.dtype == np.int32 and holdings.test.dtype == bool
+    assert holdings.owner.min() >= 0 and holdings.owner.max() < clients and (holdings.sample >= 0).all()
+    assert len(np.unique(holdings.owner)) == clients
+    if name not in SHARING:
+        assert len(np.unique(holdings.sample)) == len(holdings.sample)
+    if name in COMPLETE:
+        assert sorted(holdings.sample) == list(range(total))
+        sizes = np.bincount(holdings.owner, minlength=clients)
+        np.testing.assert_array_equal(np.bincount(holdings.owner[~holdings.test], minlength=clients), (0.9 * sizes).astype(int))
+
+
+def test_shapes_of_skew():
+    pool = pool_of([100] * 10)
+    assert ((labels_of(pool, partition.shards(pool, clients=50), 50) > 0).sum(axis=1) <= 4).all()
+    assert set(np.bincount(partition.iid(pool, clients=30).owner)) == {33, 34}
+    few, many = (np.bincount(partition.quantity_skew(pool, clients=20, sigma=s).owner).max() for s in (0.1, 2.0))
+    assert few < 80 < many
+    extreme = partition.dirichlet(pool, clients=5, alpha=1e-9, min_samples=0)
+    assert len(extreme.sample) == 1000  # the underflowing draw deals everything too
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "says"),
+    [
+        ("power_law", {"clients": 2000}, "at most 100 clients are possible with 5 samples of each of 2 classes per client"),
+        ("power_law", {"clients": 10**7}, "at most 100 clients"),
+        ("power_law", {"clients": 5, "classes_per_client": 11}, "classes_per_client=11: expected an integer, 1 .. 10"),
+        ("power_law", {"clients": 5, "sigma": 0}, "sigma=0"),
+        ("power_law", {"clients": 5, "seed_samples": 0}, "seed_samples=0"),
+        ("femnist_power_law", {"clients": 5, "variant": "broken"}, "variant=broken: expected disjoint or released"),
+        ("ditto", {}, "no test split"),
+        ("by_user", {}, "names no clients"),
+        ("iid", {"clients": 0}, "clients=0: expected an integer, 1 .. 10000000"),
+        ("ditto", {"clients": 10**12}, "clients=1000000000000"),
+        ("iid", {"clients": 2.5}, "clients=2.5"),
+        ("iid", {"clients": 1001}, "at most 1000 clients"),
+        ("iid", {"clients": 5, "seed": -1}, "seed=-1"),
+        ("iid", {"clients": 5, "test_fraction": 1}, "test_fraction=1"),
+        ("iid", {"clients": 5, "test_fraction": float("nan")}, "test_fraction=nan"),
+        ("shards", {"clients": 501}, "at most 500 clients"),
+        ("dirichlet", {"clients": 101, "alpha": 1.0}, "at most 100 clients are possible with 10 samples per client"),
+        ("dirichlet", {"clients": 90, "alpha": 0.01}, "min_samples=10: not met in 1000 draws"),
+        ("dirichlet", {"clients": 5, "alpha": 0.0}, "alpha=0.0: expected a number above 0"),
+        ("dirichlet_per_client", {"clients": 5, "alpha": float("inf"), "samples_per_client": 5}, "alpha=inf"),
+        ("dirichlet_per_client", {"clients": 5, "alpha": 1, "samples_per_client": 0}, "samples_per_client=0"),
+        ("quantity_skew", {"clients": 101}, "at most 100 clients"),
+    ],
+)
+def test_impossible(name, kwargs, says):
+    with pytest.raises(InputError) as caught:
+        getattr(partition, name)(pool_of([100] * 10), **kwargs)
+    assert "\n" not in str(caught.value) and says in str(caught.value), caught.value
+    assert str(caught.value).startswith("partition")
+
+
+IMAGES = np.random.default_rng(0).random((60, 4, 4)).astype(np.float32)
+LABELS, OWNERS = np.arange(60) % 5, (np.arange(60) % 6).astype(np.int32)
+
+
+def test_rotate():
+    for groups in (1, 2, 4):
+        x, y, groups_of = concept.rotate(IMAGES, LABELS, OWNERS, 6, 5, groups=groups, shuffle=False)
+        assert groups_of.tolist() == [k % groups for k in range(6)] and y is LABELS
+        for i in range(60):
+            np.testing.assert_array_equal(x[i], np.rot90(IMAGES[i], groups_of[OWNERS[i]] * 4 // groups))
+    colour = concept.rotate(IMAGES[..., None], LABELS, OWNERS, 6, 5, groups=2, shuffle=True, seed=1)
+    assert colour[0].shape == (60, 4, 4, 1) and sorted(colour[2]) == [0, 0, 0, 1, 1, 1]
+
+
+def test_permute_labels_and_none():
+    x, y, groups_of = concept.permute_labels(IMAGES, LABELS, OWNERS, 6, 5, groups=3, seed=4)
+    tables = []
+    for g in range(3):
+        rows = groups_of[OWNERS] == g
+        table = [set(y[rows & (LABELS == label)]) for label in range(5)]
+        assert all(len(image) == 1 for image in table) and len(set.union(*table)) == 5
+        tables.append([image.pop() for image in table])
+    assert tables[0] == [0, 1, 2, 3, 4] and tables[1] != tables[2] and tables[0] not in tables[1:] and x is IMAGES
+    assert concept.none(IMAGES, LABELS, OWNERS, 6, 5)[2].tolist() == [-1] * 6
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "groups", "says"),
+    [
+        (concept.rotate, IMAGES, 3, "expected 1, 2 or 4"),
+        (concept.rotate, IMAGES.reshape(60, 16), 2, "samples have shape (16,)"),
+        (concept.rotate, IMAGES.reshape(60, 2, 8), 2, "samples have shape (2, 8)"),
+        (concept.permute_labels, IMAGES, 121, "expected 1 .. 120"),
+        (concept.permute_labels, IMAGES, 7, "at most 6 are possible"),
+    ],
+)
+def test_bad_concepts(function, x, groups, says):
+    with pytest.raises(InputError, match="concept") as caught:
+        function(x, LABELS, OWNERS, 6, 5, groups=groups)
+    assert says in str(caught.value)

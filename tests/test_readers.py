@@ -1,0 +1,140 @@
+"""Files: what is read, and that every malformed one gives a single line naming the file, the field and what is expected."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.readers import read_idx, read_leaf, read_npz
+
+
+def idx(array, kind=8):
+    """Returns the bytes of an IDX file."""
+    return bytes([0, 0, kind, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def leaf(**users):
+    """Returns a LEAF shard of users given as (x, y)."""
+    data = {user: {"x": x, "y": y} for user, (x, y) in users.items()}
+    return {"users": list(users), "num_samples": [len(y) for _, y in users.values()], "user_data": data}
+
+
+IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+
+
+def test_idx_plain_and_gzip(tmp_path):
+    for name, content in {"a": idx(IMAGES), "b.gz": gzip.compress(idx(IMAGES))}.items():
+        (tmp_path / name).write_bytes(content)
+        np.testing.assert_array_equal(read_idx(tmp_path / name), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "magic"),
+        (b"<html>not found</html>", "magic"),
+        (idx(IMAGES, kind=0x0D), "type is 0x0d"),
+        (idx(IMAGES)[:6], "shape"),
+        (bytes([0, 0, 8, 0]), "shape"),
+        (idx(IMAGES)[:-1], "size of the data is 23 bytes, expected 24"),
+        (idx(IMAGES) + b"x", "size of the data is 25 bytes"),
+        (b"\0\0\x08\x03" + b"\xff" * 12, "size of the data"),
+        (gzip.compress(idx(IMAGES))[:-9], "gzip"),
+        (b"\x1f\x8b" + b"junk" * 9, "gzip"),
+    ],
+)
+def test_bad_idx(tmp_path, content, says):
+    (tmp_path / "f").write_bytes(content)
+    fails(says, tmp_path / "f", read_idx, tmp_path / "f")
+
+
+def test_npz(tmp_path):
+    np.savez(tmp_path / "a.npz", x=IMAGES, y=np.array([1, 2]), other=np.array([3]))
+    arrays = read_npz(tmp_path / "a.npz", ("x",), ("y", "client"))
+    assert sorted(arrays) == ["x", "y"]
+    np.testing.assert_array_equal(arrays["x"], IMAGES)
+
+
+def test_bad_npz(tmp_path):
+    np.savez(tmp_path / "good.npz", x=IMAGES)
+    np.savez(tmp_path / "object.npz", x=np.array([{"a": 1}, None], dtype=object))
+    np.save(tmp_path / "single.npy", IMAGES)
+    whole = (tmp_path / "good.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[:-30])
+    (tmp_path / "flip.npz").write_bytes(whole.replace(IMAGES.tobytes(), IMAGES[::-1].tobytes()))
+    (tmp_path / "text.npz").write_text("x,y\n1,2\n")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name, says in {
+        "absent.npz": "cannot be read",
+        "object.npz": "'x' cannot be read",
+        "single.npy": "single array",
+        "cut.npz": "cannot be read",
+        "flip.npz": "'x' cannot be read",
+        "text.npz": "not an npz",
+        "empty.npz": "cannot be read",
+    }.items():
+        fails(says, tmp_path / name, read_npz, tmp_path / name, ("x",))
+    fails("'y' is missing", tmp_path / "good.npz", read_npz, tmp_path / "good.npz", ("x", "y"))
+
+
+def test_leaf_file_folder_and_order(tmp_path):
+    (tmp_path / "1.json").write_text(json.dumps(leaf(b=([[1.0, 2], [3, 4]], [0, 1]))))
+    (tmp_path / "2.json.gz").write_bytes(gzip.compress(json.dumps(leaf(c=([], []), a=([[5, 6]], [2]))).encode()))
+    (tmp_path / "notes.txt").write_text("not a shard")
+    x, y, client, users = read_leaf(tmp_path)
+    assert users == ["a", "b", "c"] and x.dtype == np.float32 and client.dtype == np.int32
+    np.testing.assert_array_equal(x, [[5, 6], [1, 2], [3, 4]])
+    np.testing.assert_array_equal(y, [2, 0, 1])
+    np.testing.assert_array_equal(client, [0, 1, 1])
+    np.testing.assert_array_equal(read_leaf([tmp_path / "1.json", tmp_path / "2.json.gz"])[0], x)
+    assert read_leaf(str(tmp_path / "1.json"))[3] == ["b"]
+
+
+GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "'users' is missing"),
+        ({"users": [], "num_samples": []}, "'user_data' is missing"),
+        (GOOD | {"users": ["a", "c"]}, "'b', expected only names"),
+        (GOOD | {"users": ["a", "b", "c"], "num_samples": [1, 1, 1]}, "'c' is listed without data"),
+        (GOOD | {"users": ["a", "b", "b"], "num_samples": [1, 1, 1]}, "users holds a repeated"),
+        (GOOD | {"num_samples": [1]}, "num_samples has 1 entries, expected 2"),
+        (GOOD | {"num_samples": [1, 2]}, "num_samples of user 'b' is 2"),
+        (leaf(a=([[1, 2]], [0, 1])), "num_samples of user 'a'"),
+        (leaf(a=([[1, 2], [3]], [0, 1])), "x of user 'a' is ragged"),
+        (leaf(a=([[1, 2]], [0]), b=([[1, 2, 3]], [0])), "samples of shape (3,), expected (2,)"),
+        (leaf(a=([["one", "two"]], [0])), "x of user 'a' is not numeric"),
+        (leaf(a=([[1, None]], [0])), "x of user 'a' is not numeric"),
+        (leaf(a=([[1, 2]], ["z"])), "y of user 'a' is not numeric"),
+        (leaf(a=([[1, 2]], [[0]])), "y of user 'a' has shape (1, 1)"),
+        (leaf(a=([], [])), "no samples"),
+    ],
+)
+def test_bad_leaf(tmp_path, content, says):
+    (tmp_path / "f.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    fails(says, tmp_path / "f.json", read_leaf, tmp_path / "f.json")
+
+
+def test_bad_leaf_files(tmp_path):
+    fails("no *.json", tmp_path, read_leaf, tmp_path)
+    fails("cannot be read", tmp_path / "absent.json", read_leaf, tmp_path / "absent.json")
+    for name in ("1.json", "2.json"):
+        (tmp_path / name).write_text(json.dumps(GOOD))
+    fails("user 'a' is also in", tmp_path / "2.json", read_leaf, tmp_path)
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode())[:-8])
+    fails("gzip", tmp_path / "cut.json.gz", read_leaf, tmp_path / "cut.json.gz")
+
+
+def fails(says, path, function, *args):
+    """Asserts an InputError of one line that names the file and says what is wrong."""
+    with pytest.raises(InputError) as caught:
+        function(*args)
+    text = str(caught.value)
+    assert "\n" not in text and str(path) in text and says in text and "expected" in text, text

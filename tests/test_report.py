@@ -1,0 +1,258 @@
+"""Run files, summaries, plots, the comparison and the doctor, against numbers small enough to check by hand."""
+
+import csv
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from fedjax_cfl import compare, doctor, plot, report
+from fedjax_cfl.errors import InputError
+
+
+def row(number, accuracy, m=1, **more):
+    """Fabricates the metrics row of round `number`."""
+    return {
+        "round": number,
+        "accuracy": accuracy,
+        "macro_accuracy": accuracy,
+        "worst10_accuracy": accuracy,
+        "test_loss": 1 / number,
+        "train_loss": 0.5 / number,
+        "discrepancy": float(number),
+        "group_discrepancy": np.arange(m) / number,
+        "group_sizes": np.full(m, 5, np.int32),
+        "ari": None,
+        "units_up": 10 * number,
+        "units_down": 20 * number,
+        "bytes_up": 1000 * number,
+        "bytes_down": 2000 * number,
+        "wall_s": 0.5 * number,
+        **more,
+    }
+
+
+def save(run_dir, rows, finished=True, **fields):
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with report.open_metrics(run_dir) as handle:
+        for item in rows:
+            report.append_row(handle, item)
+    if finished:
+        report.write_json(run_dir / "summary.json", {**fields, **report.summarise(report.read_metrics(run_dir))})
+    return run_dir
+
+
+def test_rows_round_trip_and_nan_becomes_null(tmp_path):
+    with report.open_metrics(tmp_path) as handle:
+        report.append_row(handle, {"round": np.int32(1), "accuracy": np.float32(0.5), "group_sizes": np.array([3, 4])})
+        report.append_row(handle, {"round": 2, "accuracy": math.nan, "loss": np.float32(np.inf), "per_group": np.array([1.0, np.nan])})
+        assert len(report.read_metrics(tmp_path)) == 2, "rows must be readable while the run goes on"
+    assert report.read_metrics(tmp_path) == [
+        {"round": 1, "accuracy": 0.5, "group_sizes": [3, 4]},
+        {"round": 2, "accuracy": None, "loss": None, "per_group": [1.0, None]},
+    ]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_torn_last_line_is_ignored_and_removed_on_reopening(tmp_path):
+    save(tmp_path, [row(1, 0.1), row(2, 0.2)], finished=False)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"round": 3, "accu')
+    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2]
+    save(tmp_path, [row(3, 0.3)], finished=False)
+    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_whole_last_line_without_newline_survives_reopening(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}')
+    save(tmp_path, [row(2, 0.2)], finished=False)
+    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2]
+
+
+def test_bad_line_in_the_middle_names_file_and_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2"):
+        report.read_metrics(tmp_path)
+    with pytest.raises(InputError, match=r"no metrics\.jsonl"):
+        report.read_metrics(tmp_path / "absent")
+
+
+def test_resumed_rounds_supersede_earlier_rows(tmp_path):
+    save(tmp_path, [row(1, 0.1), row(2, 0.2), row(3, 0.3), row(2, 0.25)], finished=False)
+    assert [(item["round"], item["accuracy"]) for item in report.read_metrics(tmp_path)] == [(1, 0.1), (2, 0.25)]
+
+
+def test_summary_by_hand():
+    accuracy = [None, math.nan, 0.2, 0.6, 0.4, 0.6, 0.5]
+    spread = [None, 1, 2, 3, 4, 5, 6]
+    summary = report.summarise([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
+    assert (summary["best_accuracy"], summary["best_round"]) == (0.6, 20)
+    assert (summary["final_accuracy"], summary["rounds"], summary["units_up"]) == (0.5, 35, 350)
+    assert summary["last10_accuracy"] == pytest.approx(2.3 / 5)
+    assert (summary["discrepancy_mean"], summary["discrepancy_variance"]) == pytest.approx((3.5, 35 / 12))
+
+
+def test_last10_uses_ten_rows_and_target_round():
+    rows = [row(i, i / 100) for i in range(1, 21)]
+    assert report.summarise(rows)["last10_accuracy"] == pytest.approx(0.155)
+    assert report.rounds_to(rows, 0.07) == 7
+    assert report.rounds_to([row(1, None), *rows[1:]], 0.9) is None
+
+
+@pytest.mark.parametrize("rows", [[], [row(1, None), row(2, None)]])
+def test_summary_without_accuracy(rows):
+    summary = report.summarise(rows)
+    assert summary["best_accuracy"] is summary["best_round"] is summary["final_accuracy"] is summary["last10_accuracy"] is None
+    assert report.rounds_to(rows, 0.1) is None
+
+
+def test_writers_are_atomic(tmp_path):
+    report.write_json(tmp_path / "summary.json", {"a": np.arange(2), "b": math.nan, "c": tmp_path})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": [0, 1], "b": None, "c": str(tmp_path)}
+    report.write_clients(tmp_path, {"client": np.arange(3), "accuracy": np.array([0.1, 0.2, 0.3]), "labels": np.eye(3, dtype=np.int32)})
+    table = pyarrow.parquet.read_table(tmp_path / "clients.parquet").to_pydict()
+    assert table == {"client": [0, 1, 2], "accuracy": [0.1, 0.2, 0.3], "labels": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
+    with pytest.raises(RuntimeError), report.replacing(tmp_path / "summary.json") as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert json.loads((tmp_path / "summary.json").read_text())["a"] == [0, 1], "a failed write must leave the old file"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clients.parquet", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(i, None if i < 4 else i / 40) for i in range(1, 31)],
+        [row(i, None if i < 4 else i / 40, m=4, group_discrepancy=[None, 1.0, 2.0, i]) for i in range(1, 31)],
+        [row(i, None, m=20, macro_accuracy=None, worst10_accuracy=None) for i in range(1, 4)],
+        [row(1, 0.5, m=4)],
+        [{"round": 1}, {"round": 2}],
+        [],
+    ],
+    ids=["one group", "four groups", "twenty groups, no accuracy", "one row", "bare rows", "no rows"],
+)
+def test_curves_is_a_real_picture(tmp_path, rows):
+    save(tmp_path, rows, finished=False)
+    plot.curves(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+    height, width = imread(tmp_path / "curves.png").shape[:2]
+    assert width >= 1200 and height >= 800 and (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_final_table_shows_numbers_and_leaves_out_nulls():
+    console = Console(record=True, width=100, file=io.StringIO())
+    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **report.summarise([row(5, 0.125)]), "compile_s": np.float32(2)}
+    console.print(report.final_table(summary))
+    text = console.export_text()
+    assert "ifca, mnist (seed 3)" in text and "12.50% (round 5)" in text and "10.00 kB" in text and " ari " not in text
+
+
+def test_progress_is_silent_without_a_terminal(capfd):
+    with report.progress(10) as show:
+        show(row(5, None))
+        show(row(10, 0.5))
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_progress_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    with report.progress(10) as show:
+        show(row(5, None))
+        show(row(10, 0.5, m=2))
+    captured = capsys.readouterr()
+    assert "10/10" in captured.err and "50.00%" in captured.err and "2 groups" in captured.err and captured.out == ""
+
+
+# the comparison
+
+
+@pytest.fixture
+def multirun(tmp_path):
+    """Three algorithms by three seeds; the final accuracy is base + 0.1 * seed after two rounds."""
+    for position, (algorithm, base) in enumerate((("fedavg", 0.2), ("ifca", 0.5), ("fedgroup", 0.4))):
+        for seed in range(3):
+            top = base + 0.1 * seed
+            rows = [row(1, top - 0.1), row(2, top, ari=0.5 if algorithm == "ifca" else None)]
+            save(tmp_path / "multirun" / str(3 * position + seed), rows, algorithm=algorithm, dataset="mnist", model="mlp", seed=seed)
+    return tmp_path / "multirun"
+
+
+def test_compare_by_hand(multirun, tmp_path, capsys):
+    save(multirun / "unfinished", [row(1, 0.1)], finished=False)
+    out = tmp_path / "new" / "out"
+    assert compare.main([str(multirun), "--out", str(out), "--target", "0.4"]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped, unfinished" in printed and "30.00 ± 10.00" in printed and "rounds to 40 %" in printed
+    with (out / "compare.csv").open() as handle:
+        found = {line["algorithm"]: line for line in csv.DictReader(handle)}
+    assert list(found) == ["fedavg", "fedgroup", "ifca"]
+    for algorithm, mean in (("fedavg", 0.3), ("fedgroup", 0.5), ("ifca", 0.6)):
+        line = found[algorithm]
+        assert float(line["best_accuracy_mean"]) == pytest.approx(mean) and float(line["best_accuracy_sd"]) == pytest.approx(0.1)
+        assert float(line["last10_accuracy_mean"]) == pytest.approx(mean - 0.05)
+        assert (line["runs"], line["seeds"], line["units_mean"], line["wall_s_mean"]) == ("3", "0 1 2", "60.0", "1.0")
+    # fedavg's seeds end at 0.2, 0.3 and 0.4: only one reaches the target, in its second round
+    assert [found["fedavg"][f"rounds_to_target_{part}"] for part in ("mean", "sd", "n")] == ["2.0", "", "1"]
+    assert "2.0 (1/3)" in (out / "compare.md").read_text()
+    assert (found["fedavg"]["ari_mean"], found["ifca"]["ari_mean"]) == ("", "0.5")
+    assert imread(out / "compare.png").shape[1] >= 1200
+    assert sorted(path.name for path in out.iterdir()) == ["compare.csv", "compare.md", "compare.png"]
+
+
+def test_swept_overrides_make_sets_of_their_own(tmp_path):
+    for number, (mu, seed) in enumerate((mu, seed) for mu in ("0", "0.1") for seed in range(2)):
+        run_dir = save(tmp_path / str(number), [row(1, 0.5)], algorithm="fedprox", dataset="mnist", seed=seed)
+        (run_dir / ".hydra").mkdir()
+        (run_dir / ".hydra" / "overrides.yaml").write_text(f"- algorithm=fedprox\n- +algorithm.mu={mu}\n- rounds=9\n- seed={seed}\n")
+    groups = compare.compare([tmp_path], tmp_path)
+    assert [(group["label"], group["runs"]) for group in groups] == [("fedprox algorithm.mu=0", 2), ("fedprox algorithm.mu=0.1", 2)]
+
+
+def test_compare_copes_with_odd_runs(tmp_path, capsys):
+    save(tmp_path / "a", [row(1, None), row(2, 0.5)], algorithm="fedavg", dataset="mnist", seed=0)
+    save(tmp_path / "b", [row(2, None), row(3, 0.6)], algorithm="fedavg", dataset="mnist", seed=0)
+    save(tmp_path / "c", [], algorithm="fedavg", dataset="sent140", seed=0)
+    save(tmp_path / "d", [row(1, 0.5, units_up=None, units_down=None, bytes_up=None)], algorithm="fedavg", dataset="femnist", seed=0)
+    groups = compare.compare([tmp_path / "a", tmp_path], tmp_path)
+    assert [(group["label"], group["runs"]) for group in groups] == [("fedavg femnist", 1), ("fedavg mnist", 2), ("fedavg sent140", 1)]
+    assert "same seed more than once" in capsys.readouterr().out
+
+
+def test_compare_errors(tmp_path):
+    (tmp_path / "multirun").mkdir()
+    with pytest.raises(InputError, match="no finished run"):
+        compare.find_runs([tmp_path])
+    with pytest.raises(InputError, match="did you mean 'multirun'"):
+        compare.find_runs([tmp_path / "multirum"])
+    with pytest.raises(InputError, match="target must be"):
+        compare.compare([tmp_path], target=80)
+    (tmp_path / "multirun" / "summary.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        compare.compare([tmp_path])
+
+
+# the doctor
+
+
+def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
+    (tmp_path / "femnist").mkdir()
+    (tmp_path / "femnist" / "train.json").write_text("{}")
+    monkeypatch.setenv("FEDJAX_CFL_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "jaxlib" in printed and "fedjax-cfl download mnist" in printed and "the package can run here" in printed
+    assert "download femnist" not in printed and "download cifar10" not in printed
+
+
+def test_doctor_fails_when_something_essential_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "ESSENTIAL", ("numpy", "no-such-package-here"))
+    assert doctor.main([]) == 1
+    assert "pip install no-such-package-here" in capsys.readouterr().out

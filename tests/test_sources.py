@@ -1,0 +1,164 @@
+"""Sources: the built-in data, the user's own files, the checks of a pool, and the real files where FEDJAX_CFL_DATA names them."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from fedjax_cfl import download, sources
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+
+real = pytest.mark.skipif(not os.environ.get(download.VARIABLE), reason=f"real data: {download.VARIABLE} is not set")
+X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
+
+
+def changed(array, place, value):
+    """Returns a copy with one entry replaced."""
+    array = array.astype(np.result_type(array, type(value)))
+    array[place] = value
+    return array
+
+
+def test_digits():
+    pool = sources.digits()
+    assert pool.x.shape == (1797, 8, 8) and pool.x.dtype == np.float32 and pool.y.dtype == np.int32
+    assert pool.x.min() == 0 and pool.x.max() == 1 and pool.num_classes == 10
+
+
+def test_synthetic_matches_total_and_repeats():
+    pool, again = sources.synthetic(seed=3), sources.synthetic(seed=3)
+    assert abs(len(pool.y) - 75_349) <= 753 and pool.x.shape[1] == 60
+    np.testing.assert_array_equal(pool.x, again.x)
+    sizes = np.bincount(pool.client)
+    assert len(sizes) == 100 and sizes.min() >= 50
+
+
+def test_synthetic_distribution():
+    pool = sources.synthetic(0.5, 0.5, clients=30, match_total=None, seed=1)
+    variances = np.array([pool.x[pool.client == k].var(axis=0) for k in range(30)]).mean(axis=0)
+    np.testing.assert_allclose(variances, np.arange(1, 61) ** -1.2, rtol=0.15)
+    iid = sources.synthetic(clients=30, match_total=None, seed=1, iid=True)
+    assert np.abs(iid.x.mean(axis=0)).max() < 0.05
+    one_line("match_total=100", sources.synthetic, clients=10, match_total=100)
+    one_line("clients=0", sources.synthetic, clients=0)
+
+
+def test_npz(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y.astype(float), client=np.array([0, 0, 1, 1]), split=np.array([0, 1, 0, 1]))
+    pool = sources.npz(tmp_path / "a.npz")
+    assert pool.num_classes == 3 and pool.y.dtype == np.int32 and pool.client.tolist() == [0, 0, 1, 1]
+    assert pool.test.tolist() == [False, True, False, True]
+    one_line("num_classes=2", sources.npz, tmp_path / "a.npz", num_classes=2)
+    np.savez(tmp_path / "b.npz", x=X, y=Y, split=np.array([0, 1, 2, 1]))
+    one_line("split", sources.npz, tmp_path / "b.npz")
+
+
+def test_leaf_joins_train_and_test(tmp_path):
+    for part, users in {"train": {"b": 2, "a": 1, "empty": 0}, "test": {"b": 1, "c": 1}}.items():
+        (tmp_path / part).mkdir()
+        data = {user: {"x": [[1, 2]] * n, "y": [n] * n} for user, n in users.items()}
+        shard = {"users": list(users), "num_samples": list(users.values()), "user_data": data}
+        (tmp_path / part / "0.json").write_text(json.dumps(shard))
+    pool = sources.leaf(tmp_path)
+    assert pool.client.tolist() == [0, 1, 1, 1, 2] and pool.test.tolist() == [False] * 3 + [True] * 2
+    assert sources.leaf(tmp_path / "train").test is None
+    one_line("absent", sources.leaf, tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        (Pool(changed(X, (2, 1), np.nan), Y, 3), "x is NaN or infinite in 1 samples, first in sample 2"),
+        (Pool(changed(X, (slice(1, 3), 0), np.inf), Y, 3), "x is NaN or infinite in 2 samples, first in sample 1"),
+        (Pool(changed(X, (0, 0), 1e300), Y, 3), "x is NaN or infinite"),
+        (Pool(X, changed(Y, 1, 0.5), 3), "y is 0.5 in sample 1"),
+        (Pool(X, changed(Y, 3, np.nan), 3), "y is nan in sample 3"),
+        (Pool(X, changed(Y, 3, -1), 3), "y is -1 in sample 3"),
+        (Pool(X, Y, 2), "y is 2 in sample 2, expected 0 .. 1"),
+        (Pool(X, Y[:3], 3), "y has shape (3,)"),
+        (Pool(X, Y[:, None], 3), "y has shape (4, 1)"),
+        (Pool(X[:0], Y[:0], 3), "x has 0 samples"),
+        (Pool(X[:, :0], Y, 3), "x has samples of shape (0,)"),
+        (Pool(X[:, 0], Y, 3), "x has samples of shape ()"),
+        (Pool(X.astype(str), Y, 3), "x has dtype <U"),
+        (Pool(X.astype(object), Y, 3), "x has dtype object"),
+        (Pool(X.astype(complex), Y, 3), "x has dtype complex"),
+        (Pool(X, Y.astype(str), 3), "y has dtype <U"),
+        (Pool(X, Y, 3, client=Y[:2]), "client has shape (2,)"),
+        (Pool(X, Y, 3, client=Y - 1), "client is -1 in sample 0"),
+        (Pool(X, Y, 3, test=Y[:2] > 0), "test has shape (2,)"),
+    ],
+)
+def test_bad_pools(pool, says):
+    one_line(f"toy: {says}", sources.check_pool, pool, "toy")
+
+
+def test_missing_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.delenv(download.VARIABLE, raising=False)
+    one_line("mnist/t10k-labels-idx1-ubyte.gz", sources.mnist, offline=True)
+    one_line("fashion_mnist/train-images-idx3-ubyte.gz", sources.fashion_mnist, offline=True)
+    one_line("femnist_leaf_sf005_uint8.npz", sources.femnist)
+    one_line("classes=letters", sources.femnist, "letters")
+
+
+def test_official_split_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    rng = np.random.default_rng(0)
+    images = {"train": rng.integers(0, 256, (30, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
+    (tmp_path / "fashion_mnist").mkdir()
+    for part, array in images.items():
+        for file, a in {"images-idx3": array, "labels-idx1": np.arange(len(array), dtype=np.uint8) % 10}.items():
+            head = bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes()
+            (tmp_path / "fashion_mnist" / f"{part}-{file}-ubyte").write_bytes(head + a.tobytes())
+    pool = sources.fashion_mnist(offline=True)
+    assert pool.test.tolist() == [False] * 30 + [True] * 10
+    mean, std = images["train"].mean(axis=0), images["train"].std(axis=0)
+    np.testing.assert_allclose(pool.x[30:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5)
+    (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1]))
+    one_line("10 images but 2 labels", sources.fashion_mnist, offline=True)
+
+
+@real
+def test_real_mnist():
+    pool = sources.mnist(standardize=False, offline=True)
+    assert pool.x.shape == (70_000, 28, 28) and pool.x.dtype == np.uint8 and pool.test.sum() == 10_000
+    assert np.bincount(pool.y).tolist() == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
+    x = sources.mnist(offline=True).x
+    assert x.dtype == np.float32
+    np.testing.assert_allclose(x[:, 14, 14].std(), 1, rtol=1e-3)
+    np.testing.assert_allclose(x.mean(axis=0, dtype=np.float64), 0, atol=1e-5)
+
+
+@real
+def test_real_fashion_mnist():
+    pool = sources.fashion_mnist(standardize=False, offline=True)
+    assert np.bincount(pool.y).tolist() == [7000] * 10
+    assert abs(float(pool.x.mean()) / 255 - 0.286) < 0.0005
+
+
+@real
+def test_real_femnist():
+    pool, only = sources.femnist(offline=True), sources.femnist("digits", offline=True)
+    assert pool.x.shape[1:] == (28, 28) and pool.num_classes == 62 and pool.client.max() == 206 and pool.test.sum() == 3245
+    assert len(only.y) == 21_999 and only.num_classes == 10 and len(np.unique(only.client)) == only.client.max() + 1
+
+
+@real
+def test_real_leaf_json_agrees_with_npz():
+    folder = download.locate("femnist/leaf_json")
+    if folder is None:
+        pytest.skip("no femnist/leaf_json under the data root")
+    shards, whole = sources.leaf(folder[0], num_classes=62), sources.femnist(offline=True)
+    known = {image.tobytes() for image in whole.x}
+    assert shards.client.max() == 9
+    assert all(np.uint8(np.round(image * 255)).tobytes() in known for image in shards.x[::40])
+
+
+def one_line(says, function, *args, **kwargs):
+    """Asserts an InputError of one line that says what is wrong."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value) and says in str(caught.value), caught.value
