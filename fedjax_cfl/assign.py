@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.cluster import cosine
-from fedjax_cfl.local import BLOCK, Local, over_clients, samples_of
+from fedjax_cfl.local import BLOCK, Local, full, over_clients, samples_of
 from fedjax_cfl.traffic import traffic
 from fedjax_cfl.types import Cohort, FederatedData, State, Task
 
@@ -42,18 +42,26 @@ def training_loss(task: Task, with_l2: bool = False):
     return visit
 
 
-def lowest_loss(task: Task, local: Local, with_l2: bool = False):
-    """Each client picks the group model of lowest loss on its whole training set, ties to the lowest number (IFCA, Algorithm 1 line 6).
+def best_model(task: Task, local: Local, with_l2: bool = False):
+    """Returns choose(key, state, data, cohort) -> [S]: the group model of lowest loss on the client's training set, ties to the lowest."""
+    losses = over_clients(training_loss(task, with_l2), local.resolved())
+
+    def choose(key, state: State, data: FederatedData, cohort: Cohort):
+        loss = losses(cohort, data, state.groups)  # [S, m]
+        return jnp.argmin(jnp.where(state.active, loss, jnp.inf), axis=1).astype(jnp.int32)
+
+    return choose
+
+
+def every_round(choose):
+    """Lets `choose(key, state, data, cohort)` -> [S] group the whole cohort anew in every round (IFCA, Algorithm 1 line 6).
 
     The cohort downloads all m models (one of them is the round's own download) and names its choice in one word.
     """
-    losses = over_clients(training_loss(task, with_l2), local.resolved())
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        loss = losses(cohort, data, state.groups)  # [S, m]
-        chosen = jnp.argmin(jnp.where(state.active, loss, jnp.inf), axis=1).astype(jnp.int32)
         clients = jnp.sum(cohort.ids < data.num_clients)
-        return chosen, traffic(units_down=clients * (state.active.size - 1), words_up=clients)
+        return choose(key, state, data, cohort), traffic(units_down=clients * (state.active.size - 1), words_up=clients)
 
     return assign
 
@@ -87,7 +95,7 @@ def nearest_direction(pretrain):
     """
 
     def choose(key, state: State, data: FederatedData, newcomers: Cohort):
-        upload = pretrain(newcomers, data, (key, state.memory.start), (jnp.zeros_like(newcomers.ids), ()))
+        upload = pretrain(newcomers, data, (key, state.memory.start), full(jnp.zeros_like(newcomers.ids)))
         similarity = cosine(upload.delta, state.memory.directions)
         return jnp.argmax(jnp.where(state.memory.planted, similarity, -jnp.inf), axis=1)
 

@@ -35,6 +35,7 @@ def federate(pool: Pool, holdings: Holdings, concept: Callable | None = None, cl
         train=train,
         test=test,
         concept=jnp.asarray(groups, jnp.int32),
+        shifted=jnp.zeros(clients, bool),
         num_classes=pool.num_classes,
         capacity=int(train.size.max()),
     )

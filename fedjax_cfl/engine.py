@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl import sharding, traffic
+from fedjax_cfl import faults, traffic
 from fedjax_cfl.aggregate import group_mean, weighted_mean
-from fedjax_cfl.local import Local, over_clients
+from fedjax_cfl.local import Local, Work, dealt, over_clients
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN = range(5)
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS = range(8)
 
 
 class Start(NamedTuple):
@@ -55,12 +55,25 @@ def own_group(state: State) -> Served:
 
 
 def federated(
-    task: Task, local: Local, *, select, solve, start=None, assign=one_group, prepare=None, aggregate=weighted_mean, server=None, mix=None
+    task: Task,
+    local: Local,
+    *,
+    select,
+    solve,
+    start=None,
+    migrate=None,
+    assign=one_group,
+    prepare=None,
+    effort=None,
+    aggregate=weighted_mean,
+    server=None,
+    mix=None,
 ) -> Algorithm:
     """Composes an algorithm from parts; each part's contract stands in its own module.
 
-    Args: `start(key, data)` -> Start, whose groups fix m; `prepare(key, state, data, cohort, gid)` -> extra [S, ...];
-    `server` an optax transformation of each group's pseudo-gradient -step (default: add the step);
+    Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)` -> (state, clients moved, Traffic) before anything
+    else in a round; `prepare(key, state, data, cohort, gid)` -> extra [S, ...]; `effort(key, data, cohort)` -> share [S]
+    of the local steps completed; `server` an optax transformation of each group's pseudo-gradient -step (default: add the step);
     `mix(groups, owning)` after the server step. A method with `assign` is clustered: it serves and evaluates only clients it has met.
     """
     local = local.resolved()
@@ -68,6 +81,7 @@ def federated(
     server = server or optax.sgd(1.0)
     solve = over_clients(solve, local)
     clustered = assign is not one_group
+    troubles = local.faults.checked()
 
     def init(key, data):
         begun = start(stream(key, START), data)
@@ -83,21 +97,28 @@ def federated(
         )
 
     def round(key, state, data):
+        moved, walked = jnp.zeros((), jnp.int32), traffic.traffic()
+        if migrate:
+            state, moved, walked = migrate(stream(key, MIGRATE, state.round), state, data)
         ids = select(stream(key, SELECT, state.round), state.round, data.num_clients)
-        load = data.train.size[ids] + 16.0  # a visit costs about as much as the steps of a few samples
-        cohort = sharding.deal(ids, load, data.num_clients, local.mesh.size, local.width)
+        cohort = dealt(ids, data, local)
         gid, asked = assign(stream(key, ASSIGN, state.round), state, data, cohort)
         extra = prepare(stream(key, PREPARE, state.round), state, data, cohort, gid) if prepare else ()
-        upload = solve(cohort, data, (stream(key, TRAIN, state.round), state.groups), (gid, extra))
+        share = effort(stream(key, PREPARE, state.round), data, cohort) if effort else jnp.ones(gid.shape)
+        share = faults.slowed(troubles, stream(key, FAULTS, state.round), cohort, share)
+        attackers = faults.hostile(troubles, stream(key, FAULTS), data.num_clients)
+        seen = faults.flipped(troubles, attackers, data)
+        upload = solve(cohort, seen, (stream(key, TRAIN, state.round), state.groups), Work(gid, share, extra))
+        upload, lost = faults.suffered(troubles, stream(key, FAULTS, state.round), cohort, upload, attackers)
         assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
         step, mass = aggregate(upload, gid, cohort, extra, state.active.size)
         groups, server_state = serve_step(server, state, step, mass)
-        sent = traffic.traffic(units_down=ids.size, units_up=ids.size)
+        sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
         if mix:
             groups, exchanged = mix(groups, jnp.any(assignment[:, None] == jnp.arange(state.active.size), axis=0))
             sent = traffic.add(sent, exchanged)
-        info = report(state, groups, cohort, gid, upload)
-        total = traffic.add(state.traffic, asked, sent)
+        info = report(state, groups, cohort, gid, upload, mass).replace(shifted=jnp.sum(data.shifted), migrated=moved, lost=lost)
+        total = traffic.add(state.traffic, walked, asked, sent)
         return state.replace(round=state.round + 1, groups=groups, server=server_state, assignment=assignment, traffic=total), info
 
     return Algorithm(init, round, own_group if clustered else everybody, clustered)
@@ -115,7 +136,7 @@ def serve_step(server: optax.GradientTransformation, state: State, step, mass):
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
 
 
-def report(state: State, groups, cohort: Cohort, gid, upload) -> Info:
+def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
     """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new model||, whole and per group."""
     shift = jax.tree.map(jnp.subtract, groups, state.groups)
 
@@ -129,6 +150,8 @@ def report(state: State, groups, cohort: Cohort, gid, upload) -> Info:
     trained = (upload.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(trained, gid, (jnp.sqrt(dots(gap, gap)),), state.active.size)
     known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0
+    real = cohort.ids < state.assignment.size
+    asked = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
     clients = jnp.maximum(trained.sum(), 1.0)
     samples = jnp.maximum(upload.weight.sum(), 1.0)
     return Info(
@@ -139,5 +162,9 @@ def report(state: State, groups, cohort: Cohort, gid, upload) -> Info:
         dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
         clients=trained.sum().astype(jnp.int32),
         steps=upload.steps.sum(),
-        cold=jnp.sum((cohort.ids < state.assignment.size) & ~known).astype(jnp.int32),
+        cold=jnp.sum(real & ~known).astype(jnp.int32),
+        shifted=jnp.zeros((), jnp.int32),
+        migrated=jnp.zeros((), jnp.int32),
+        lost=None,
+        idle_groups=jnp.sum(asked & (mass == 0)).astype(jnp.int32),
     )

@@ -5,13 +5,14 @@ another, each with its own trip count: 1 on a CPU core (a client's weights stay 
 chunks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl import sharding
+from fedjax_cfl.faults import Faults
 from fedjax_cfl.objective import erm
 from fedjax_cfl.types import Cohort, FederatedData, Task, Upload
 
@@ -20,19 +21,33 @@ BLOCK = 64  # samples in one step of a pass over a client's whole training set
 
 
 class Local(NamedTuple):
-    """How clients train: plain SGD over reshuffled epochs."""
+    """How clients train: plain SGD over reshuffled epochs; and how they fail."""
 
     lr: float | jax.Array  # step size
     epochs: int  # E, passes over the client's samples
     batch_size: int  # B; the short last batch is kept
     width: int | None = None  # clients trained side by side on one device; None: 1 on a CPU, 64 on an accelerator
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
+    faults: Faults = Faults()
 
     def resolved(self) -> "Local":
         """Returns the same with mesh and width filled in for the machine."""
         mesh = self.mesh or sharding.mesh_of()
         wide = 1 if mesh.devices.flat[0].platform == "cpu" else 64
         return self._replace(mesh=mesh, width=self.width or wide)
+
+
+class Work(NamedTuple):
+    """What each client of a cohort is asked to do."""
+
+    group: jax.Array  # [S] int32, the model it starts from
+    effort: jax.Array  # [S] float32, the share of its local steps that it completes
+    extra: Any = ()  # [S, ...], what `prepare` computed for it
+
+
+def full(group) -> Work:
+    """Returns work without anything extra, all of it completed."""
+    return Work(group, jnp.ones(group.shape))
 
 
 def buckets(capacity: int) -> list[int]:
@@ -74,6 +89,12 @@ def over_clients(visit, local: Local):
         return mapped((data, shared), (cohort.ids, mine))
 
     return run
+
+
+def dealt(ids, data: FederatedData, local: Local) -> Cohort:
+    """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are: a visit costs about the steps of a few samples."""
+    load = jnp.where(ids < data.num_clients, data.train.size[jnp.minimum(ids, data.num_clients - 1)] + 16.0, 0.0)
+    return sharding.deal(ids, load, data.num_clients, local.mesh.size, local.width)
 
 
 def samples_of(client, data: FederatedData):
@@ -129,11 +150,11 @@ def shuffles(key, client, bucket, data: FederatedData, passes, tail: int):
     return lax.switch(bucket, [branch(size) for size in sizes], None)
 
 
-def sgd(task: Task, local: Local, objective=None, iterations: int | None = None, epochs=None):
+def sgd(task: Task, local: Local, objective=None, iterations: int | None = None):
     """Mini-batch SGD of one client from a received model (FedAvg's ClientUpdate; FlexCFL, Algorithm 1).
 
-    Runs `local.epochs` reshuffled epochs, or `epochs(extra)` of them, or with `iterations` that many mini-batch steps cycling through
-    reshuffled epochs. Returns visit(client, bucket, data, (key, models [m, ...]), (gid, extra)) -> Upload of one client.
+    Runs `local.epochs` reshuffled epochs, or with `iterations` that many mini-batch steps cycling through reshuffled epochs.
+    Returns visit(client, bucket, data, (key, models [m, ...]), work) -> Upload of one client.
     """
     objective = objective or erm(task)
     batch = local.batch_size
@@ -146,16 +167,17 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None,
         return -(-iterations // -(-fewest // batch))
 
     def visit(client, bucket, data, shared, mine):
-        (key, models), (gid, extra) = shared, mine
+        (key, models), (gid, effort, extra) = shared, mine
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
         count, _ = samples_of(client, data)
         table = shuffles(key, client, bucket, data, passes, batch)
         stride = jnp.array(buckets(data.capacity), jnp.int32)[bucket]
         per_epoch = jnp.maximum(-(-count // batch), 1)
-        rounds = local.epochs if epochs is None else epochs(extra)
-        steps = jnp.where(count > 0, rounds * per_epoch if iterations is None else iterations, 0)
+        planned = local.epochs * per_epoch if iterations is None else iterations
+        steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
         last = (steps - 1) // per_epoch
+        seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
 
         def step(s, carry):
             params, losses = carry
@@ -173,7 +195,7 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None,
             return params, losses + total * jnp.stack([epoch == 0, epoch == last])
 
         params, losses = lax.fori_loop(0, steps, step, (start, jnp.zeros(2)))
-        first_loss, last_loss = losses / jnp.maximum(count, 1)
+        first_loss, last_loss = losses / jnp.maximum(jnp.stack([seen, jnp.minimum((steps - last * per_epoch) * batch, count)]), 1)
         return Upload(
             delta=jax.tree.map(jnp.subtract, params, start),
             weight=count.astype(jnp.float32),
@@ -190,7 +212,7 @@ def one_gradient(task: Task, local: Local, objective=None):
     objective = objective or erm(task)
 
     def visit(client, bucket, data, shared, mine):
-        (key, models), (gid, extra) = shared, mine
+        (key, models), (gid, _, extra) = shared, mine
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
         count, first = samples_of(client, data)

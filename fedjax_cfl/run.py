@@ -16,52 +16,91 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl import evaluate, sharding, traffic
+from fedjax_cfl.drift import Drift, enlarged
+from fedjax_cfl.drift import none as no_drift
+from fedjax_cfl.engine import DRIFT, stream
 from fedjax_cfl.metrics import ClientMetrics
-from fedjax_cfl.types import Algorithm, FederatedData, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, State, Task, View
 
 
 class Result(NamedTuple):
     """What `run` returns."""
 
     state: State
+    data: FederatedData  # as the drift left it
     rows: list[dict[str, Any]]  # one per evaluation, plain Python values
     clients: ClientMetrics  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
 
 
-def rounds_of(algorithm: Algorithm, block: int):
-    """Returns f(key, state, data, count) -> (state, infos [block]): `count` <= block rounds; the rest of the infos stays zero."""
+class Shifting(NamedTuple):
+    """What of the data a drift edits, and the drift's own memory: carried from round to round, unlike the samples themselves."""
 
-    def rounds(key, state, data, count):
-        infos = jax.tree.map(lambda s: jnp.zeros((block, *s.shape), s.dtype), jax.eval_shape(algorithm.round, key, state, data)[1])
+    owner: jax.Array
+    y: jax.Array
+    train: View
+    test: View
+    shifted: jax.Array
+    memory: Any
+
+    def on(self, data: FederatedData) -> FederatedData:
+        """Returns the data as edited so far."""
+        return data.replace(owner=self.owner, y=self.y, train=self.train, test=self.test, shifted=self.shifted)
+
+
+def beginning(drift: Drift, key, data: FederatedData) -> Shifting:
+    """Returns the data's moving part before round 0, after the algorithm's own start has seen all of it."""
+    data, memory = drift.init(stream(key, DRIFT), data)
+    return Shifting(data.owner, data.y, data.train, data.test, data.shifted, memory)
+
+
+def one_round(algorithm: Algorithm, drift: Drift, key, state: State, shifting: Shifting, data: FederatedData):
+    """One shift and one round; returns (state, shifting, info)."""
+    met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
+    now, memory, shifted = drift.apply(stream(key, DRIFT), state.round, shifting.on(data), shifting.memory, met)
+    state, info = algorithm.round(key, state, now.replace(shifted=shifted))
+    return state, Shifting(now.owner, now.y, now.train, now.test, shifted, memory), info
+
+
+def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
+    """Returns f(key, state, shifting, data, count) -> (state, shifting, infos [block]): `count` <= block rounds, the other infos 0."""
+
+    def rounds(key, state, shifting, data, count):
+        def step(state, shifting):
+            return one_round(algorithm, drift, key, state, shifting, data)
+
+        infos = jax.tree.map(lambda s: jnp.zeros((block, *s.shape), s.dtype), jax.eval_shape(step, state, shifting)[2])
 
         def body(i, carry):
-            state, infos = carry
-            state, info = algorithm.round(key, state, data)
-            return state, jax.tree.map(lambda whole, part: whole.at[i].set(part), infos, info)
+            state, shifting, infos = carry
+            state, shifting, info = step(state, shifting)
+            return state, shifting, jax.tree.map(lambda whole, part: whole.at[i].set(part), infos, info)
 
-        return lax.fori_loop(0, count, body, (state, infos))
+        return lax.fori_loop(0, count, body, (state, shifting, infos))
 
     return rounds
 
 
-def advance(algorithm: Algorithm, task: Task, mesh, eval_every: int, with_auxiliary: bool = True):
-    """Returns f(key, state, data) -> (state, (infos [eval_every], metrics)): `eval_every` rounds and one evaluation."""
-    rounds = rounds_of(algorithm, eval_every)
+def advance(algorithm: Algorithm, task: Task, mesh, eval_every: int, drift: Drift | None = None, with_auxiliary: bool = True):
+    """Returns f(key, (state, shifting), data) -> ((state, shifting), (infos [eval_every], metrics)): some rounds and one evaluation."""
+    rounds = rounds_of(algorithm, drift or no_drift(), eval_every)
 
-    def step(key, state, data):
-        state, infos = rounds(key, state, data, eval_every)
-        return state, (infos, evaluate.row(algorithm, task, mesh, state, data, with_auxiliary)[0])
+    def step(key, carry, data):
+        state, shifting, infos = rounds(key, *carry, data, eval_every)
+        found, _ = evaluate.row(algorithm, task, mesh, state, shifting.on(data), with_auxiliary)
+        return (state, shifting), (infos, found)
 
     return step
 
 
-def whole(algorithm: Algorithm, task: Task, mesh, rounds: int, eval_every: int = 1):
+def whole(algorithm: Algorithm, task: Task, mesh, rounds: int, eval_every: int = 1, drift: Drift | None = None):
     """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])), T = rounds / eval_every: a run as one function of a key."""
-    step = advance(algorithm, task, mesh, eval_every)
+    step = advance(algorithm, task, mesh, eval_every, drift)
 
     def go(key, data):
-        return lax.scan(lambda state, _: step(key, state, data), algorithm.init(key, data), length=rounds // eval_every)
+        carry = algorithm.init(key, data), beginning(drift or no_drift(), key, data)
+        (state, _), found = lax.scan(lambda carry, _: step(key, carry, data), carry, length=rounds // eval_every)
+        return state, found
 
     return go
 
@@ -74,6 +113,7 @@ def run(
     *,
     rounds: int,
     eval_every: int = 1,
+    drift: Drift | None = None,
     discard: str = "rounds",
     with_auxiliary: bool = True,
     mesh=None,
@@ -86,16 +126,17 @@ def run(
     `none` never.
     """
     mesh = mesh or sharding.mesh_of()
-    data = jax.device_put(data, sharding.replicated(mesh))
-    train, test, begin, compile_s = compiled(algorithm, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
-    state = begin()
+    drift = drift or no_drift()
+    data = jax.device_put(enlarged(data, drift), sharding.replicated(mesh))
+    train, test, begin, compile_s = compiled(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
+    state, shifting = begin(key, data)
     watch = {"compile_s": compile_s, "train_s": 0.0, "eval_s": 0.0}
     rows, met, began, table = [], 0, time.perf_counter(), None
     for count in blocks(rounds, eval_every):
         started = time.perf_counter()
-        state, infos = jax.block_until_ready(train(key, state, data, count))
+        state, shifting, infos = jax.block_until_ready(train(key, state, shifting, data, count))
         trained = time.perf_counter()
-        found, table = jax.block_until_ready(test(state, data))
+        found, table = jax.block_until_ready(test(state, shifting, data))
         watch["train_s"] += trained - started
         watch["eval_s"] += time.perf_counter() - trained
         row = plain_row(state, infos, found, count, rows[-1] if rows else None)
@@ -107,7 +148,7 @@ def run(
         row["wall_s"] = time.perf_counter() - began
         rows.append(row)
         on_row(row)
-    return Result(state, rows, table, watch)
+    return Result(state, shifting.on(data), rows, table, watch)
 
 
 def blocks(rounds: int, eval_every: int) -> Iterator[int]:
@@ -116,19 +157,24 @@ def blocks(rounds: int, eval_every: int) -> Iterator[int]:
         yield min(eval_every, rounds - start)
 
 
-def compiled(algorithm, task, mesh, data, key, block, with_auxiliary):
-    """Compiles init, rounds and evaluation; returns (train, test, begin, seconds)."""
+def compiled(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
+    """Compiles the start, the rounds and the evaluation; returns (train, test, begin, seconds)."""
     everywhere = sharding.replicated(mesh)
     started = time.perf_counter()
-    init = jax.jit(algorithm.init, out_shardings=everywhere).lower(key, data).compile()
-    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), jax.eval_shape(algorithm.init, key, data))
-    train = jax.jit(rounds_of(algorithm, block), donate_argnums=1, out_shardings=everywhere).lower(key, state, data, 1).compile()
 
-    def score(state, data):
-        return evaluate.row(algorithm, task, mesh, state, data, with_auxiliary)
+    def start(key, data):
+        return algorithm.init(key, data), beginning(drift, key, data)
 
-    test = jax.jit(score, out_shardings=everywhere).lower(state, data).compile()
-    return train, test, lambda: init(key, data), time.perf_counter() - started
+    def score(state, shifting, data):
+        return evaluate.row(algorithm, task, mesh, state, shifting.on(data), with_auxiliary)
+
+    begin = jax.jit(start, out_shardings=everywhere).lower(key, data).compile()
+    shapes = jax.eval_shape(start, key, data)
+    state, shifting = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
+    rounds = jax.jit(rounds_of(algorithm, drift, block), donate_argnums=(1, 2), out_shardings=everywhere)
+    train = rounds.lower(key, state, shifting, data, 1).compile()
+    test = jax.jit(score, out_shardings=everywhere).lower(state, shifting, data).compile()
+    return train, test, begin, time.perf_counter() - started
 
 
 def plain_row(state: State, infos, found, count: int, before: dict[str, Any] | None) -> dict[str, Any]:
@@ -148,6 +194,12 @@ def plain_row(state: State, infos, found, count: int, before: dict[str, Any] | N
         "group_discrepancy": infos.group_discrepancy[-1].tolist(),
         "dissimilarity": float(infos.dissimilarity.mean()),
         "cold_clients": int(infos.cold.sum()),
+        "shifted_clients": int(infos.shifted.sum()),
+        "migrated_clients": int(infos.migrated.sum()),
+        "dropped_clients": int(infos.lost.dropped.sum()),
+        "nonfinite_clients": int(infos.lost.nonfinite.sum()),
+        "hostile_clients": int(infos.lost.hostile.sum()),
+        "idle_groups": int(infos.idle_groups.sum()),
         "units_down": int(sent.units_down),
         "units_up": int(sent.units_up),
         "bytes_down": down,

@@ -1,7 +1,7 @@
 """What a configuration may say: the checks that run before anything is loaded or trained."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,42 +42,52 @@ _not_negative = _number("a finite number >= 0", lambda value: value >= 0)
 _fraction = _number("a number between 0 and 1", lambda value: 0 <= value <= 1)
 _flag = Rule("true or false", lambda value: isinstance(value, bool))
 _text = Rule("text", lambda value: isinstance(value, str) and bool(value))
+_any_number = _number("a finite number", lambda value: True)
+_below_one = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
+_list = Rule("a list, as [1,2]", lambda value: isinstance(value, list))
+_anything = Rule("anything", lambda value: True)
 
 RULES = {
     "seed": _whole(0, 2**31 - 1),
     "rounds": _whole(1),
     "clients_per_round": _whole(1),
     "eval_every": _whole(1),
-    "eval_auxiliary": _flag,
-    "offline": _flag,
     "devices": _whole(1, or_none=True),
-    "run_dir": _text,
+    "run_dir": Rule("the name of a directory", lambda value: type(value) in (str, int) and bool(str(value).strip())),
     "discard": _one_of("rounds", "met", "none"),
     "local.lr": _positive,
-    "local.epochs": _whole(1),
+    "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),
-    "local.width": Rule("auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)),
+    "local.width": Rule("auto or a whole number from 1 to 4096", lambda value: value == "auto" or _whole(1, 4096).holds(value)),
     "model.l2": _not_negative,
+    "preset.l2": Rule("null or a finite number >= 0", lambda value: value is None or _not_negative.holds(value)),
     "algorithm.m": _whole(1),
     "algorithm.alpha": _whole(1),
     "algorithm.eta_g": _not_negative,
     "algorithm.mu": _not_negative,
     "algorithm.q": _not_negative,
     "algorithm.server_lr": _positive,
-    "algorithm.momentum": _number("a number from 0 to below 1", lambda value: 0 <= value < 1),
-    "algorithm.b1": _number("a number from 0 to below 1", lambda value: 0 <= value < 1),
-    "algorithm.b2": _number("a number from 0 to below 1", lambda value: 0 <= value < 1),
+    "algorithm.momentum": _below_one,
+    "algorithm.b1": _below_one,
+    "algorithm.b2": _below_one,
     "algorithm.tau": _positive,
     "algorithm.drop_percent": _fraction,
     "algorithm.share": _fraction,
     "algorithm.restarts": _whole(1),
     "algorithm.restart_rounds": _whole(1),
+    "dataset.source.num_classes": _whole(1, or_none=True),
+    "dataset.source.match_total": _whole(1, or_none=True),
+    "dataset.source.alpha": _not_negative,
+    "dataset.source.beta": _not_negative,
     "partition.clients": _whole(1),
     "partition.alpha": _positive,
-    "partition.test_fraction": _number("a number from 0 to below 1", lambda value: 0 <= value < 1),
+    "partition.test_fraction": _below_one,
     "partition.classes_per_client": _whole(1),
     "partition.shards_per_client": _whole(1),
     "partition.samples_per_client": _whole(1),
+    "partition.seed_samples": _whole(1),
+    "partition.min_samples": _whole(0),
+    "partition.sigma": _positive,
     "concept.groups": _whole(1),
 }
 
@@ -91,32 +101,61 @@ def leaves(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def check(config: dict) -> None:
-    """Raises InputError for the first setting of a resolved configuration that is not allowed."""
+def check_name(given: str, name: str, known: Collection[str]) -> None:
+    """Raises InputError unless `name` is one of the dotted names `known` or leads to one; `given` is the override as it was written."""
+    if any(other == name or other.startswith(f"{name}.") for other in known):
+        return
+    parent, _, last = name.rpartition(".")
+    siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
+    namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
+    hint = f" (did you mean {min(namesakes, key=len)!r}?)" if namesakes else nearest(name, siblings or known)
+    own = [other.removeprefix(f"{parent}.") for other in sorted(siblings)]
+    listed = f"; {parent} has {', '.join(own)}" if own and not hint else ""
+    raise InputError(f"{given}: unknown setting{hint}{listed}; see --help")
+
+
+def check(config: dict, default: dict[str, Any]) -> None:
+    """Raises InputError for the first setting of a resolved configuration that is not allowed.
+
+    `default` holds the value of every dotted name before it was changed: a setting without a rule of its own keeps its kind.
+    """
     for name, value in leaves(config):
-        rule = RULES.get(name)
-        if rule and not rule.holds(value):
-            raise InputError(f"{name}={value!r}: must be {rule.allowed}")
+        rule = RULES.get(name) or _like(default.get(name))
+        if value == "???":
+            raise InputError(f"{name}: must be given, as {name}=VALUE")
+        if not rule.holds(value):
+            raise InputError(f"{name}={_written(value)}: must be {rule.allowed}")
+
+
+def _like(default: Any) -> Rule:
+    kinds = {bool: _flag, int: _any_number, float: _any_number, str: _text, list: _list}
+    return kinds.get(type(default), _anything)
+
+
+def _written(value: Any) -> str:
+    """Returns a value as the command line writes it."""
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
 def check_sizes(config: dict, num_clients: int) -> None:
     """Raises InputError for settings that do not fit the number of clients the data turned out to have."""
-    asked = config["clients_per_round"]
-    if asked > num_clients:
-        raise InputError(f"clients_per_round={asked}: must be at most {num_clients}, the number of clients")
-    groups = config["algorithm"].get("m", 1)
-    if groups > num_clients:
-        raise InputError(f"algorithm.m={groups}: must be at most {num_clients}, the number of clients")
+    for name, value in (("clients_per_round", config["clients_per_round"]), ("algorithm.m", config["algorithm"].get("m", 1))):
+        if value > num_clients:
+            raise InputError(f"{name}={value}: must be at most {num_clients}, the number of clients")
 
 
 def check_run_dir(run_dir: str) -> None:
     """Raises InputError if the run directory already holds something: a run never overwrites another."""
     path = Path(run_dir)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another or remove it")
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise InputError(f"run_dir={run_dir}: cannot be used: {error.strerror}") from None
+    if taken:
+        raise InputError(f"run_dir={run_dir}: already exists and is not {'empty' if path.is_dir() else 'a directory'}; choose another")
 
 
-def unknown(name: str, options) -> str:
+def unknown(name: str, options: Iterable[str]) -> str:
     """Returns the rest of a message about an unknown name: the nearest option, or all of them."""
     options = sorted(options)
     return nearest(name, options) or f"; allowed: {', '.join(options)}"

@@ -63,6 +63,7 @@ class FederatedData:
     train: View
     test: View
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
+    shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
     num_classes: int = struct.field(pytree_node=False)
     capacity: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
 
@@ -89,6 +90,16 @@ class Upload:
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
     steps: jax.Array  # [S] int32, local SGD steps taken
+
+
+@struct.dataclass
+class Lost:
+    """What went wrong in a round."""
+
+    dropped: jax.Array  # [] int32, clients that trained but never answered
+    nonfinite: jax.Array  # [] int32, clients whose update was not finite
+    hostile: jax.Array  # [] int32, clients that attacked
+    culprit: jax.Array  # [2] int32, the first client with an update that was not finite and the number of the leaf; -1 if none
 
 
 @struct.dataclass
@@ -126,6 +137,10 @@ class Info:
     clients: jax.Array  # [] int32, clients trained
     steps: jax.Array  # [] int32, local SGD steps taken
     cold: jax.Array  # [] int32, clients that met the server for the first time
+    shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
+    migrated: jax.Array  # [] int32, clients that changed group because their data did
+    lost: Lost
+    idle_groups: jax.Array  # [] int32, groups that had clients in the cohort but nothing usable from them: their model stayed
 
 
 class Served(NamedTuple):

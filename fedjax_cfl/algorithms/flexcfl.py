@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl import cluster, sharding
+from fedjax_cfl import cluster
 from fedjax_cfl import local as training
 from fedjax_cfl.aggregate import group_mean, inter_group
 from fedjax_cfl.assign import cold_start, nearest_direction, random_group
 from fedjax_cfl.engine import Start, federated
 from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, watch
 from fedjax_cfl.objective import erm, proximal
 from fedjax_cfl.traffic import traffic
 from fedjax_cfl.types import Algorithm, Params
@@ -29,6 +30,7 @@ class Directions:
     start: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
     planted: jax.Array  # [m] bool, the group has founders
+    watch: Watch  # label counts when each client was last assigned
 
 
 def flexcfl(
@@ -46,18 +48,22 @@ def flexcfl(
     restarts: int = 10,
     mu=0.0,
     newcomers: str = "nearest",
+    dynamic: bool = True,
+    detector: str = "tv",
 ) -> Algorithm:
-    """FlexCFL; without distribution shift it is FedGroup, and with mu > 0 FedGrouProx.
+    """FlexCFL; `dynamic=False` is FedGroup, which never moves a client, and with mu > 0 FedGrouProx.
 
     Args: `alpha` founders per group; `measure` edc | edc_randomized | madc | none (each founder is a group of its own: ablation RCC);
     `eta_g` strength and `mix` form (normalized | paper) of the inter-group aggregation; `pretrain` iters:N (mini-batches) | epochs:N |
     epochs:E; `group_start` pretrained (mean of the founders' models) | initial; `restarts` of K-means++; `newcomers` nearest | random
-    (ablation RAC). Raises InputError for a value that is not listed here.
+    (ablation RAC); `detector` tv | label_w1 | counts_as_samples of the shifts that make a client start cold again (eq. 9).
+    Raises InputError for a value that is not listed here.
     """
     require("algorithm.measure", measure, ("edc", "edc_randomized", "madc", "none"))
     require("algorithm.mix", mix, ("normalized", "paper"))
     require("algorithm.group_start", group_start, ("pretrained", "initial"))
     require("algorithm.newcomers", newcomers, ("nearest", "random"))
+    require("algorithm.detector", detector, DETECTORS)
     local = local.resolved()
     trial = training.over_clients(pretraining(task, local, pretrain), local)
     mixing = None if isinstance(eta_g, int | float) and eta_g == 0 else inter_group(eta_g, mix)
@@ -67,6 +73,7 @@ def flexcfl(
         select=select,
         solve=training.sgd(task, local, proximal(mu, erm(task)) if not isinstance(mu, int | float) or mu else None),
         start=group_cold_start(task, local, trial, m, 1 if measure == "none" else alpha, measure, group_start, restarts),
+        migrate=on_shift(nearest_direction(trial), local, detector) if dynamic else None,
         assign=cold_start(nearest_direction(trial) if newcomers == "nearest" else random_group),
         mix=mixing,
     )
@@ -111,8 +118,8 @@ def group_cold_start(task, local, trial, m: int, alpha: int, measure: str, group
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
         count = min(alpha * m, data.num_clients)
         ids = jax.random.permutation(keys[1], data.num_clients)[:count].astype(jnp.int32)
-        cohort = sharding.deal(ids, data.train.size[ids] + 16.0, data.num_clients, local.mesh.size, local.width)
-        upload = trial(cohort, data, (keys[2], initial), (jnp.zeros_like(cohort.ids), ()))
+        cohort = training.dealt(ids, data, local)
+        upload = trial(cohort, data, (keys[2], initial), training.full(jnp.zeros_like(cohort.ids)))
         founders = jnp.argsort(cohort.rank)[:count]  # slots in the order of selection, whatever the devices
         found = founding_groups(keys[3], upload, founders, m, measure, restarts)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[founders].set(found.astype(jnp.int32))
@@ -121,7 +128,7 @@ def group_cold_start(task, local, trial, m: int, alpha: int, measure: str, group
         return Start(
             groups=jax.tree.map(jnp.add, initial, began),
             assignment=jnp.full(data.num_clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop"),
-            memory=Directions(initial, directions, mass > 0),
+            memory=Directions(initial, directions, mass > 0, watch(data)),
             spent=traffic(units_down=count * (1 + m), units_up=count),
         )
 
@@ -130,7 +137,7 @@ def group_cold_start(task, local, trial, m: int, alpha: int, measure: str, group
 
 def fedgroup(task, local, select, *, m: int, **options) -> Algorithm:
     """FedGroup: FlexCFL with static groups and no inter-group aggregation; `mu` > 0 is FedGrouProx."""
-    return flexcfl(task, local, select, m=m, **options)
+    return flexcfl(task, local, select, m=m, dynamic=False, **options)
 
 
 def rcc(task, local, select, *, m: int, **options) -> Algorithm:

@@ -7,14 +7,24 @@ Every round each client tries all m models on its own training data, trains the 
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from fedjax_cfl import aggregate, sharding, traffic
+from fedjax_cfl import aggregate, traffic
 from fedjax_cfl import local as training
-from fedjax_cfl.assign import lowest_loss, training_loss
+from fedjax_cfl.assign import best_model, every_round, training_loss
 from fedjax_cfl.engine import SELECT, START, TRAIN, Start, federated, random_groups, stream
 from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, watch
 from fedjax_cfl.types import Algorithm
+
+
+@struct.dataclass
+class Choices:
+    """The memory of IFCA-MIG."""
+
+    watch: Watch
+
 
 WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean, "first_client": aggregate.first_client}
 
@@ -32,12 +42,16 @@ def ifca(
     restarts: int = 1,
     restart_rounds: int = 10,
     with_l2: bool = False,
+    migrate: bool = False,
+    detector: str = "tv",
+    charge: str = "detected",
 ) -> Algorithm:
     """IFCA with `average` model | gradient (one full-batch step, divided by all participants; its `weighting` must be uniform).
 
     Starts: `random` m independent models | `reject_unbalanced` redrawn until every model attracts at least `share` of the first cohort |
     `kmeanspp_loss` models of trained clients, each next one the client worst served so far. `restarts` > 1 trains that many starts for
-    `restart_rounds` and keeps the one of lowest training loss.
+    `restart_rounds` and keeps the one of lowest training loss. `migrate` is IFCA-MIG of the FlexCFL paper: clients met before whose data
+    shifted (`detector`) download all models and choose at once; `charge` is `migrate.on_shift`'s.
     Raises InputError for an unknown choice or gradient averaging with another weighting.
     """
     starts = {
@@ -48,24 +62,38 @@ def ifca(
     require("algorithm.average", average, ("model", "gradient"))
     require("algorithm.weighting", weighting, WEIGHTINGS)
     require("algorithm.start", start, starts)
+    require("algorithm.detector", detector, DETECTORS)
+    require("algorithm.charge", charge, ("detected", "swapped"))
     if average == "gradient" and weighting != "uniform":
         raise InputError(f"algorithm.weighting={weighting}: gradient averaging divides by the participants; use weighting=uniform")
     local = local.resolved()
     by_gradient = average == "gradient"
     solve = training.one_gradient(task, local) if by_gradient else training.sgd(task, local)
     combine = aggregate.over_cohort if by_gradient else WEIGHTINGS[weighting]
-    begin = starts[start](task, m)
+    choose = best_model(task, local, with_l2)
+    move = on_shift(choose, local, detector, units_each=m, charge=charge) if migrate else None
 
     def build(begin):
-        return federated(task, local, select=select, solve=solve, start=begin, assign=lowest_loss(task, local, with_l2), aggregate=combine)
+        parts = {"start": begin, "migrate": move, "assign": every_round(choose), "aggregate": combine}
+        return federated(task, local, select=select, solve=solve, **parts)
 
+    begin = watched(starts[start](task, m)) if migrate else starts[start](task, m)
     return build(begin) if restarts == 1 else build(best_of(restarts, restart_rounds, begin, build(begin)))
+
+
+def watched(begin):
+    """Adds to a start the memory that `on_shift` needs."""
+
+    def start(key, data):
+        return begin(key, data)._replace(memory=Choices(watch(data)))
+
+    return start
 
 
 def first_cohort(local, select, key, data):
     """Returns the clients that the method's first round would select, dealt to devices."""
     ids = select(stream(key, SELECT, 0), 0, data.num_clients)
-    return sharding.deal(ids, data.train.size[ids] + 16.0, data.num_clients, local.mesh.size, local.width)
+    return training.dealt(ids, data, local)
 
 
 def reject_unbalanced(local, select, share: float, tries: int = 100):
@@ -111,7 +139,7 @@ def spread_models(local, select):
             cohort = first_cohort(local, select, key, data)
             real = cohort.ids < data.num_clients
             common = random_groups(task, 1)(key, data).groups
-            upload = train(cohort, data, (stream(key, TRAIN), common), (jnp.zeros_like(cohort.ids), ()))
+            upload = train(cohort, data, (stream(key, TRAIN), common), training.full(jnp.zeros_like(cohort.ids)))
             models = jax.tree.map(jnp.add, common, upload.delta)
             first = jnp.argmin(jnp.where(real, cohort.rank, cohort.rank.size))
 
@@ -143,7 +171,7 @@ def best_of(restarts: int, rounds: int, begin, algorithm: Algorithm):
             return begun, info.last_loss[-1], state.traffic
 
         groups, loss, spent = lax.map(attempt, jnp.arange(restarts))
-        best = jnp.argmin(loss)
-        return Start(jax.tree.map(lambda leaf: leaf[best], groups), spent=jax.tree.map(jnp.sum, spent))
+        chosen = jax.tree.map(lambda leaf: leaf[jnp.argmin(loss)], groups)
+        return begin(key, data)._replace(groups=chosen, spent=jax.tree.map(jnp.sum, spent))
 
     return start

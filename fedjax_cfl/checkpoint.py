@@ -1,0 +1,366 @@
+"""Checkpoints of a run, written whole or not at all and verified when read, and the lock of its directory. Nothing here is a pickle.
+
+A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the one saved last, whatever its step:
+  arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
+  checkpoint.json  format, step, score, identity, facts, and the name, type and shape of every leaf
+  manifest.json    the SHA-256 of every other file: Orbax alone reads a flipped byte as another number
+It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at most that one folder, for the next save to remove.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.settings import leaves
+
+FORMAT = 1
+NAME = re.compile(r"(\d+)-step-\d+")
+ARRAYS, HEADER, MANIFEST = "arrays", "checkpoint.json", "manifest.json"
+UNFINISHED = ".unfinished"  # being written or being deleted
+LOCK = ".lock"
+
+
+class Checkpoint(NamedTuple):
+    """What a restore returns."""
+
+    step: int
+    tree: Any  # the structure, types and shardings of `like`
+    facts: dict[str, Any]
+
+
+# writing
+
+
+def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, keep: int = 3, score: float | None = None) -> Path:
+    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest checkpoint of `folder`; returns its path.
+
+    `facts` is what the run wants back: counters, best so far. `identity` is what a restore must repeat: algorithm, model, sizes.
+    Afterwards the last `keep` checkpoints remain, and the one with the highest `score` (the newest of equals).
+    Raises InputError when it cannot be written; what was there before is untouched. One process of a multi-host run saves.
+    """
+    assert keep >= 1
+    folder = Path(folder).absolute()
+    named = _named(tree)
+    stored = {str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size}  # Orbax refuses empty arrays
+    header = {
+        "format": FORMAT,
+        "step": int(step),
+        "score": None if score is None or math.isnan(score) else float(score),
+        "identity": identity,
+        "facts": facts,
+        "leaves": {name: _spec(leaf) for name, leaf in named.items()},
+        "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)},
+    }
+    text = _json(header)
+    try:
+        path = _write(folder, header["step"], text, stored)
+    except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
+        raise InputError(f"checkpoint of step {step} in {folder} could not be written: {_reason(error)}") from None
+    finally:
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    _retain(folder, keep)
+    return path
+
+
+def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    before = saved(folder)
+    path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
+    staging = folder / UNFINISHED
+    _remove(staging)
+    _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
+    staging.mkdir()
+    if stored:  # Orbax refuses an empty tree
+        with _orbax() as (ocp, checkpointer):
+            checkpointer.save(staging / ARRAYS, args=ocp.args.PyTreeSave(stored))
+    _write_text(staging / HEADER, text)
+    _seal(staging)
+    os.replace(staging, path)
+    _flush(folder)
+    return path
+
+
+def _check_room(folder: Path, size: int) -> None:
+    # Orbax notices a full disk too, but leaves threads behind that print tracebacks
+    if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "x", encoding="utf-8") as handle:
+        handle.write(text)
+
+
+def _seal(path: Path) -> None:
+    """Writes the manifest of a folder and flushes all of it to the disk."""
+    inside = sorted(path.rglob("*"))
+    _write_text(path / MANIFEST, _json({file.relative_to(path).as_posix(): _digest(file) for file in inside if file.is_file()}))
+    for item in (*inside, path / MANIFEST, path):
+        _flush(item)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # not every file system can flush a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _retain(folder: Path, keep: int) -> None:
+    # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
+    # What cannot be deleted now is tried again at the next save: the new checkpoint is safe either way.
+    with contextlib.suppress(OSError):
+        for path in sorted(set(saved(folder)[:-keep]) - {best(folder)}):
+            os.replace(path, folder / UNFINISHED)
+            _remove(folder / UNFINISHED)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+# reading
+
+
+def saved(folder: str | Path) -> list[Path]:
+    """Returns the checkpoints of a folder, the newest last. Raises InputError for a folder that cannot be listed."""
+    try:
+        return sorted((path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"checkpoints in {folder}: {_reason(error)}") from None
+
+
+def _number(path: Path) -> int:
+    return int(NAME.fullmatch(path.name)[1])
+
+
+def best(folder: str | Path) -> Path | None:
+    """Returns the checkpoint with the highest score, the newest of equals; None if there is no score."""
+    scores = {path: score for path in reversed(saved(folder)) if (score := _score(path)) is not None}
+    return max(scores, key=scores.get, default=None)
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return _header(path)["score"]
+    except Exception:  # whatever damage does to a reader; such a checkpoint is not worth keeping
+        return None
+
+
+def restore(path: str | Path, like, identity: dict) -> Checkpoint:
+    """Returns one checkpoint, verified. Raises InputError if it is damaged or of a different run.
+
+    `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy, the others on the sharding they name.
+    """
+    found, reason = _attempt(Path(path), like, identity)
+    if found is None:
+        raise InputError(f"checkpoint {path} cannot be read: {reason}")
+    return found
+
+
+def restore_latest(folder: str | Path, like, identity: dict, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
+    """Returns the newest checkpoint that can be read, None if there are none; `warn` gets one line for each that is skipped.
+
+    Raises InputError if there are checkpoints and none can be read, or if the newest readable one is of a different run.
+    """
+    found = saved(folder)
+    for path in reversed(found):
+        checkpoint, reason = _attempt(path, like, identity)
+        if checkpoint is not None:
+            return checkpoint
+        warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
+    if found:
+        raise InputError(f"checkpoints in {folder}: none of {len(found)} can be read; remove the folder to start again")
+    return None
+
+
+def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
+    """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for a different run."""
+    named, identity = _named(like), json.loads(_json(identity))
+    try:
+        header = _header(path)
+        _check_same(path, header, named, identity)
+        stored = _arrays(path.absolute(), {str(n): name for n, name in enumerate(header["leaves"]) if named[name].size})
+    except InputError:
+        raise
+    except Exception as error:  # whatever damage does to a reader
+        return None, _reason(error)
+    tree = jax.tree.unflatten(jax.tree.structure(like), [_placed(header, stored, name, leaf) for name, leaf in named.items()])
+    return Checkpoint(header["step"], tree, header["facts"]), ""
+
+
+def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
+    """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
+    for name, digest in _manifest(path).items():
+        if _digest(path / name) != digest:
+            raise ValueError(f"{name} has changed since it was written")
+    if not names:
+        return {}
+    with _orbax() as (ocp, checkpointer):
+        as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
+        stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {name: stored[n] for n, name in names.items()}
+
+
+def _manifest(path: Path) -> dict[str, str]:
+    return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    text = (path / HEADER).read_bytes()
+    if hashlib.sha256(text).hexdigest() != _manifest(path)[HEADER]:
+        raise ValueError(f"{HEADER} has changed since it was written")
+    return json.loads(text)
+
+
+def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
+    if header["format"] != FORMAT:
+        raise InputError(f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}")
+    fields = dict(leaves(header["identity"])), dict(leaves(identity))
+    shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}
+    for there, here in (fields, shapes):  # a different field explains different shapes
+        names = [name for name in {**there, **here} if there.get(name, "absent") != here.get(name, "absent")]
+        if names:
+            said = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in names[:6]]
+            rest = f"; and {len(names) - 6} more" if len(names) > 6 else ""
+            raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
+
+
+def _placed(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
+    """Returns a stored array with the type and sharding of `leaf`."""
+    raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
+    if _is_key(leaf):
+        value = jax.random.wrap_key_data(value, impl=header["keys"][name])
+    assert value.shape == leaf.shape and value.dtype == leaf.dtype, name
+    if isinstance(leaf, np.ndarray | np.generic):
+        return value if isinstance(leaf, np.ndarray) else value[()]
+    return jax.device_put(value, leaf.sharding if getattr(leaf, "committed", True) else None)
+
+
+# leaves and files
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves_with_path = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves_with_path}
+    assert len(named) == len(leaves_with_path), "two leaves of one name"
+    for name, leaf in named.items():
+        assert hasattr(leaf, "dtype"), f"{name} is a {type(leaf).__name__}: a checkpoint holds arrays, facts hold plain values"
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _spec(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _plain(name: str, leaf: Any) -> np.ndarray:
+    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    assert array.dtype.isnative and not array.dtype.hasobject, f"{name}: {array.dtype} cannot be saved"
+    return array
+
+
+def _json(value: Any) -> str:
+    # No newline at the end: then every truncated file is invalid. NaN and infinities come back as they were.
+    return json.dumps(value, indent=1, default=lambda array: array.tolist())
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    if system := re.search(r"os_error_code='(\d+)'", str(error)):  # at the end of Orbax's long text
+        return os.strerror(int(system[1]))
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return " ".join(text.split())[:300]
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[tuple[Any, Any]]:
+    """Yields the module and a checkpointer that neither waits for other hosts nor logs."""
+    import orbax.checkpoint as ocp  # here: it takes a fifth of a second, and a run may save nothing
+    from absl import logging
+
+    mine = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
+    logger = logging.get_absl_logger()
+    before, logger.disabled = logger.disabled, True  # it logs a traceback for each thread of a save that fails; we report one line
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone) as checkpointer:
+            yield ocp, checkpointer
+    finally:
+        logger.disabled = before
+
+
+# one process per run directory
+
+
+@contextlib.contextmanager
+def lock(run_dir: str | Path) -> Iterator[None]:
+    """Holds a run directory, made if missing, for this process. Raises InputError that names the process that holds it.
+
+    The operating system lets go of the lock when its process ends, however it ends, so none is ever stale.
+    """
+    path = Path(run_dir) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquired(path)
+    except BlockingIOError as error:
+        raise InputError(f"run_dir={run_dir}: in use by {error.strerror}") from None
+    except OSError as error:
+        raise InputError(f"run_dir={run_dir}: cannot be locked: {_reason(error)}") from None
+    try:
+        yield
+    finally:
+        if _is_at(descriptor, path):
+            path.unlink()  # while the lock is held: who opened it meanwhile finds it gone and tries again
+        os.close(descriptor)
+
+
+def _acquired(path: Path) -> int:
+    """Returns the descriptor of the locked file, with this process's name in it. Raises BlockingIOError with the holder's name."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+                return descriptor
+            os.close(descriptor)
+        except OSError as error:
+            holder = os.read(descriptor, 300).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise BlockingIOError(error.errno, holder) if isinstance(error, BlockingIOError) else error from None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False

@@ -1,0 +1,126 @@
+"""Simulated faults of clients, fixed by the seed and counted; and the server's guard against updates that are not finite.
+
+Faults are data: which client fails in which round is drawn per client and round, whatever the algorithm, chunks or devices.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.types import Cohort, FederatedData, Lost, Upload
+
+ATTACKS = ("sign_flip", "noise", "label_flip")
+POLICIES = ("skip", "raise", "zero")
+DROPOUT, STRAGGLER, NAN, HOSTILE, NOISE = range(5)  # purposes, below the engine's own
+
+
+class Faults(NamedTuple):
+    """What goes wrong with clients, as chances per client and round (fractions), and what the server does about it."""
+
+    dropout: float = 0.0  # never answers: downloads, but uploads nothing
+    straggler: float = 0.0  # only manages a uniformly drawn part of its local steps
+    nan: float = 0.0  # sends an update that is not finite
+    byzantine: float = 0.0  # share of ALL clients that attack in every round they take part in
+    attack: str = "sign_flip"  # sign_flip: -scale * delta | noise: delta + scale * ||delta|| * unit noise | label_flip: trains on C - 1 - y
+    scale: float = 1.0
+    nonfinite: str = "skip"  # update not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the run stops, naming it)
+
+    def checked(self) -> "Faults":
+        """Returns itself. Raises InputError for a value that is not allowed."""
+        for name in ("dropout", "straggler", "nan", "byzantine"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"faults.{name}={getattr(self, name)}: must be a number from 0 to 1")
+        require("faults.attack", self.attack, ATTACKS)
+        require("faults.nonfinite", self.nonfinite, POLICIES)
+        return self
+
+
+def drawn(key, purpose: int, cohort: Cohort, chance: float):
+    """Returns [S] bool: each client of the cohort fails with this chance, by its id."""
+    keys = jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(cohort.ids)
+    return jax.vmap(jax.random.uniform)(keys) < chance
+
+
+def hostile(faults: Faults, run_key, num_clients: int):
+    """Returns [K] bool: the clients that attack, round(byzantine * K) of them, the same in every round."""
+    count = round(faults.byzantine * num_clients)
+    lots = jax.random.permutation(jax.random.fold_in(run_key, HOSTILE), num_clients)
+    return lots < count
+
+
+def slowed(faults: Faults, key, cohort: Cohort, effort):
+    """Returns the share [S] of its local steps that each client manages."""
+    if not faults.straggler:
+        return effort
+    keys = jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, STRAGGLER), client))(cohort.ids)
+    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys).T
+    return jnp.where(late < faults.straggler, effort * part, effort)
+
+
+def flipped(faults: Faults, hostile_clients, data: FederatedData) -> FederatedData:
+    """Returns the data that are trained on: under label_flip hostile clients see C - 1 - y."""
+    if not faults.byzantine or faults.attack != "label_flip":
+        return data
+    theirs = (data.owner >= 0) & hostile_clients[data.owner]
+    return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
+
+
+def attacked(faults: Faults, key, upload: Upload, by):
+    """Returns the upload with the deltas of the clients `by` [S] bool attacked."""
+    if faults.attack == "sign_flip":
+        factor = jnp.where(by, -faults.scale, 1.0)
+        return upload.replace(delta=jax.tree.map(lambda leaf: leaf * _wide(factor, leaf), upload.delta))
+    if faults.attack != "noise":
+        return upload
+    leaves, shape = jax.tree.flatten(upload.delta)
+    size = sum(leaf[0].size for leaf in leaves)
+    norm = jnp.sqrt(sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in leaves))
+    reach = jnp.where(by, faults.scale * norm / size**0.5, 0.0)
+    keys = jax.random.split(jax.random.fold_in(key, NOISE), len(leaves))
+    noisy = [leaf + _wide(reach, leaf) * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+    return upload.replace(delta=jax.tree.unflatten(shape, noisy))
+
+
+def screened(policy: str, upload: Upload):
+    """Applies the policy; returns (upload, bad [S] bool, number of the first bad leaf [S], -1 for none). Nothing that leaves here is NaN."""
+    finite = jnp.stack([jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta)])  # [L, S]
+    bad = ~jnp.all(finite, axis=0)
+
+    def mended(upload: Upload):
+        if policy == "zero":
+            delta = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta)
+            weight = upload.weight
+        else:
+            delta = jax.tree.map(lambda leaf: jnp.where(_wide(bad, leaf), 0.0, leaf), upload.delta)
+            weight = jnp.where(bad, 0.0, upload.weight)
+        losses = (jnp.where(jnp.isfinite(loss), loss, 0.0) for loss in (upload.loss, upload.last_loss))
+        return Upload(delta, weight, *losses, upload.steps)
+
+    upload = jax.lax.cond(jnp.any(bad), mended, lambda upload: upload, upload)
+    return upload, bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
+
+
+def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_clients):
+    """Lets faults happen to what the cohort sends, then screens it; returns (upload, Lost)."""
+    real = upload.weight > 0
+    attackers = real & hostile_clients[jnp.minimum(cohort.ids, hostile_clients.size - 1)] if faults.byzantine else jnp.zeros_like(real)
+    if faults.byzantine:
+        upload = attacked(faults, key, upload, attackers)
+    if faults.nan:
+        broken = real & drawn(key, NAN, cohort, faults.nan)
+        upload = upload.replace(delta=jax.tree.map(lambda leaf: jnp.where(_wide(broken, leaf), jnp.nan, leaf), upload.delta))
+    silent = real & drawn(key, DROPOUT, cohort, faults.dropout) if faults.dropout else jnp.zeros_like(real)
+    if faults.dropout:
+        gone = jax.tree.map(lambda leaf: jnp.where(_wide(silent, leaf), 0.0, leaf), upload.delta)
+        upload = upload.replace(delta=gone, weight=jnp.where(silent, 0.0, upload.weight))
+    upload, bad, layer = screened(faults.nonfinite, upload)
+    first = jnp.argmax(bad)
+    culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(jnp.int32)
+    return upload, Lost(silent.sum(), bad.sum(), attackers.sum(), culprit)
+
+
+def _wide(row, leaf):
+    """Returns `row` [S] with the axes it needs to meet `leaf` [S, ...]."""
+    return row.reshape(-1, *(1,) * (leaf.ndim - 1))

@@ -1,0 +1,60 @@
+"""Eight simulated devices, and one toy problem small enough to check by hand."""
+
+import os
+
+# XLA's optimiser costs more time than it saves on programs this small. Must be said before JAX starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "float32")
+
+SIZES = (7, 40, 0, 3, 12, 16, 1, 25, 9, 17, 2, 33, 5, 20)  # training samples: every bucket, one client without any, one with one
+TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has none
+FEATURES, CLASSES, CONCEPTS = 5, 4, 2
+
+
+@pytest.fixture(scope="session")
+def toy_pool():
+    """Well separated classes; in the odd clients, concept 1, classes 0 and 1 have changed names."""
+    rng = np.random.default_rng(0)
+    owner = np.concatenate([np.repeat(np.arange(len(SIZES)), sizes) for sizes in (SIZES, TESTS)]).astype(np.int32)
+    test = np.arange(len(owner)) >= sum(SIZES)
+    shape = rng.integers(CLASSES, size=len(owner))
+    x = 2.0 * np.eye(CLASSES, FEATURES)[shape] + 0.3 * rng.normal(size=(len(owner), FEATURES))
+    y = np.where((owner % CONCEPTS == 1) & (shape < 2), 1 - shape, shape)
+    return cfl.Pool(x.astype(np.float32), y.astype(np.int32), CLASSES, owner, test)
+
+
+@pytest.fixture(scope="session")
+def toy(toy_pool):
+    """14 clients of 0 to 40 training samples and two true groups."""
+
+    def concept(x, y, owner, clients, num_classes):
+        return x, y, np.arange(clients, dtype=np.int32) % CONCEPTS
+
+    held = cfl.Holdings(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    return cfl.federate(toy_pool, held, concept)
+
+
+@pytest.fixture(scope="session")
+def linear():
+    """Softmax regression with an L2 penalty: 24 parameters."""
+    return cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES)
+
+
+@pytest.fixture(scope="session")
+def mlp():
+    """A network of three hidden units: 34 parameters."""
+    return cfl.as_task(cfl.models.MLP(CLASSES, hidden=(3,)), (FEATURES,), CLASSES)
+
+
+@pytest.fixture(scope="session")
+def local():
+    """Two epochs, batches of 5 with a short last one, one client after another on one device."""
+    return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.mesh_of(1))

@@ -1,0 +1,529 @@
+"""Checkpoints: exact round trips, damage of every kind, other runs, kills, full disks, other device counts, and the lock."""
+
+import builtins
+import collections
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedjax_cfl import checkpoint
+from fedjax_cfl.errors import InputError
+
+IDENTITY = {"algorithm": "ifca", "model": {"name": "mlp", "l2": 0.001}, "m": 3, "dataset": "digits", "shape": (8, 8)}
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@struct.dataclass
+class Carried:
+    groups: Any
+    assignment: Any
+    memory: Any
+    static: int = struct.field(pytree_node=False, default=7)
+
+
+def everything():
+    """Builds a tree with every kind of leaf and container a run may carry, with bits that are easy to lose."""
+    params = {"w": jnp.array([[1.5, -0.0], [jnp.nan, jnp.inf]]), "b": jnp.array([1e-45, 3.4e38], jnp.float32)}
+    return Carried(
+        groups={"params": params, "half": jnp.array([1.0, 3.140625, -jnp.inf], jnp.bfloat16)},
+        assignment=jnp.array([-1, 0, 2**31 - 1], jnp.int32),
+        memory={
+            "optax": optax.adam(1e-3).init(params),
+            "empty": (),
+            "nothing": None,
+            "pair": Pair(jnp.array([True, False]), [jnp.zeros((0, 4), jnp.int32), np.uint32(2**32 - 1)]),
+            "raw key": jax.random.PRNGKey(7),
+            "keys": jax.random.split(jax.random.key(7), 3),
+            "other key": jax.random.key(1, impl="rbg"),
+            "no keys": jax.random.split(jax.random.key(7), 3)[:0],
+            "host": np.asfortranarray(np.arange(12, dtype=np.float64).reshape(3, 4)),
+            "scalar": jnp.int32(4),
+        },
+    )
+
+
+def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(leaf.dtype), leaf.shape, np.asarray(jax.random.key_data(leaf)).tobytes()
+    return str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert bits(one) == bits(other)
+        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
+
+
+def small(step):
+    """Builds a tree in which every number tells the step."""
+    return {"w": np.full((40, 5), step, np.float32), "n": np.full(3, step, np.int32)}
+
+
+def save(folder, step, **more):
+    return checkpoint.save(folder, step, small(step), {"round": step}, IDENTITY, **more)
+
+
+def latest(folder):
+    """Restores the newest checkpoint, asserts that it is whole, and returns (step, warnings)."""
+    warned = []
+    found = checkpoint.restore_latest(folder, small(0), IDENTITY, warned.append)
+    if found is None:
+        return None, warned
+    assert_same(found.tree, small(found.step))
+    assert found.facts == {"round": found.step}
+    return found.step, warned
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# what comes back
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_everything_comes_back_bit_for_bit(tmp_path, abstract):
+    tree = everything()
+    facts = {"round": 12, "best": 0.1 + 0.2, "worst": float("-inf"), "rows": [1, None, "ü"], "counter": np.int64(2**60)}
+    path = checkpoint.save(tmp_path / "a b#c?%20ü" / "deep", 12, tree, facts, IDENTITY)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, tree)
+    found = checkpoint.restore_latest(path.parent, like if abstract else tree, IDENTITY)
+    assert found.step == 12 and found.facts == {**facts, "counter": 2**60}
+    assert_same(found.tree, tree)
+    assert jax.random.key_impl(found.tree.memory["other key"]) == "rbg"
+    assert isinstance(found.tree.memory["pair"].right[1], np.uint32)
+    if not abstract:
+        assert not found.tree.assignment.committed, "free to go where the program it is given to runs"
+
+
+def test_the_tree_may_be_empty(tmp_path):
+    checkpoint.save(tmp_path, 1, ((), jnp.zeros((0, 2))), {}, {})
+    assert checkpoint.restore_latest(tmp_path, ((), jnp.ones((0, 2))), {}).tree[1].shape == (0, 2)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest(tmp_path) == (None, [])
+    assert latest(tmp_path / "missing") == (None, [])
+    (tmp_path / checkpoint.UNFINISHED).mkdir()
+    assert latest(tmp_path) == (None, []), "killed in its first save"
+
+
+def test_a_plain_number_is_not_an_array(tmp_path):
+    with pytest.raises(AssertionError, match=r"\['n'\] is a int"):
+        checkpoint.save(tmp_path, 1, {"n": 3}, {}, {})
+
+
+def test_orbax_is_imported_only_when_used():
+    code = "import sys, fedjax_cfl.checkpoint; sys.exit('orbax.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_nothing_is_a_pickle(tmp_path):
+    path = checkpoint.save(tmp_path, 1, everything(), {}, IDENTITY)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert len(files) > 3
+    for file in files:
+        start = file.read_bytes()[:2]
+        assert not (start[:1] == b"\x80" and start[1:] in {bytes([n]) for n in range(6)}), f"{file} starts like a pickle"
+    assert "import pickle" not in Path(checkpoint.__file__).read_text()
+
+
+# damage
+
+
+def damages(file):
+    """Yields (what, function) for each way to damage a file."""
+    size = file.stat().st_size
+    content = file.read_bytes()
+    for length in {0, size // 2, size - 1} - {size}:
+        yield f"cut to {length}", lambda length=length: os.truncate(file, length)
+    for place in sorted({0, size // 3, size - 1, random.Random(size).randrange(max(size, 1))}):
+        if place < size:
+            flipped = content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+            yield f"bit flipped at {place}", lambda flipped=flipped: file.write_bytes(flipped)
+    yield "deleted", file.unlink
+
+
+def test_any_damage_falls_back_and_never_gives_wrong_numbers(tmp_path):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    spare = shutil.copytree(newest, tmp_path / "spare")
+    files = [file.relative_to(newest) for file in newest.rglob("*") if file.is_file()]
+    tried = 0
+    for name in files:
+        for what, damage in damages(newest / name):
+            damage()
+            step, warned = latest(tmp_path)
+            assert step == 1, f"{name} {what}"
+            assert len(warned) == 1 and "\n" not in warned[0] and str(newest) in warned[0]
+            shutil.copy2(spare / name, newest / name)
+            tried += 1
+    assert tried > 50
+    assert latest(tmp_path) == (2, [])
+
+
+def test_every_bit_of_the_numbers_is_guarded(tmp_path):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 100)):
+        largest.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        assert latest(tmp_path)[0] == 1
+
+
+def test_missing_folders_fall_back(tmp_path):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    shutil.rmtree(newest / checkpoint.ARRAYS)
+    assert latest(tmp_path)[0] == 1
+    shutil.rmtree(newest)
+    newest.mkdir()
+    assert latest(tmp_path)[0] == 1
+    newest.rmdir()
+    newest.write_text("a file")
+    assert latest(tmp_path)[0] == 1
+
+
+def test_a_run_goes_on_after_a_fall_back(tmp_path):
+    save(tmp_path, 1)
+    for step in (2, 3):
+        (save(tmp_path, step) / checkpoint.HEADER).unlink()
+    step, warned = latest(tmp_path)
+    assert step == 1 and len(warned) == 2
+    save(tmp_path, 2)
+    assert latest(tmp_path) == (2, []), "the newest is the one saved last, not the damaged one of a later step"
+
+
+def test_nothing_readable_is_an_error(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / checkpoint.MANIFEST).write_text("[1, 2")
+    with pytest.raises(InputError, match="none of 2 can be read"):
+        latest(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        checkpoint.restore(checkpoint.saved(tmp_path)[0], small(0), IDENTITY)
+
+
+def test_what_the_manifest_does_not_name_is_ignored(tmp_path):
+    (save(tmp_path, 1) / ".DS_Store").write_text("litter")
+    (tmp_path / "notes.txt").write_text("litter")
+    assert latest(tmp_path) == (1, [])
+
+
+# another run
+
+
+def refused(folder, like, identity):
+    warned = []
+    with pytest.raises(InputError) as caught:
+        checkpoint.restore_latest(folder, like, identity, warned.append)
+    assert not warned and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_run_is_refused_with_both_values(tmp_path):
+    path = save(tmp_path, 1)
+    text = refused(tmp_path, small(0), {**IDENTITY, "algorithm": "fedprox", "m": 2})
+    assert text == f"checkpoint {path} is of a different run (algorithm: ifca there, fedprox here; m: 3 there, 2 here)"
+    assert "model.l2: 0.001 there, 0 here" in refused(tmp_path, small(0), {**IDENTITY, "model": {"name": "mlp", "l2": 0}})
+    assert "shape: [8, 8] there, absent here" in refused(tmp_path, small(0), {k: v for k, v in IDENTITY.items() if k != "shape"})
+    assert "extra: absent there, 1 here" in refused(tmp_path, small(0), {**IDENTITY, "extra": 1})
+
+
+def test_other_shapes_types_and_leaves_are_refused(tmp_path):
+    save(tmp_path, 1)
+    assert "['n']: int32[3] there, int32[4] here" in refused(tmp_path, {**small(0), "n": np.zeros(4, np.int32)}, IDENTITY)
+    half = {**small(0), "w": jnp.zeros((40, 5), jnp.bfloat16)}
+    assert "['w']: float32[40, 5] there, bfloat16[40, 5] here" in refused(tmp_path, half, IDENTITY)
+    assert "['w']: float32[40, 5] there, absent here" in refused(tmp_path, {"n": small(0)["n"]}, IDENTITY)
+    assert "and 14 more" in refused(tmp_path, {**small(0), **{str(n): np.zeros(1) for n in range(20)}}, IDENTITY)
+
+
+def test_other_key_types_are_refused(tmp_path):
+    checkpoint.save(tmp_path, 1, jax.random.key(0), {}, {})
+    assert "key<fry>[] there, key<rbg>[] here" in refused(tmp_path, jax.random.key(0, impl="rbg"), {})
+
+
+def test_a_later_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    save(tmp_path, 1)
+    monkeypatch.undo()
+    assert "has format 2; this version reads 1" in refused(tmp_path, small(0), IDENTITY)
+
+
+def test_leaves_are_found_by_name_not_by_position(tmp_path):
+    first, second = collections.namedtuple("Pair", "a b"), collections.namedtuple("Pair", "b a")
+    checkpoint.save(tmp_path, 1, first(a=np.zeros(2), b=np.ones(2)), {}, {})
+    found = checkpoint.restore_latest(tmp_path, second(a=np.zeros(2), b=np.zeros(2)), {}).tree
+    assert found.a.tolist() == [0, 0] and found.b.tolist() == [1, 1]
+
+
+# what is kept
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    for step, score in enumerate([0.1, 0.9, 0.3, float("nan"), None, 0.2]):
+        save(tmp_path, step, keep=2, score=score)
+    assert names(tmp_path) == ["000002-step-1", "000005-step-4", "000006-step-5"]
+    assert checkpoint.best(tmp_path).name == "000002-step-1"
+    best = checkpoint.restore(checkpoint.best(tmp_path), small(0), IDENTITY)
+    assert best.step == 1
+    save(tmp_path, 6, keep=1, score=0.9)
+    assert names(tmp_path) == ["000007-step-6"], "the newest of equal scores"
+
+
+def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    save(tmp_path, 5, keep=1)
+    monkeypatch.setattr(checkpoint, "_seal", fails(errno.EIO))
+    with pytest.raises(InputError):
+        save(tmp_path, 5, keep=1)
+    assert latest(tmp_path) == (5, [])
+    monkeypatch.undo()
+    save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["000002-step-5"]
+
+
+def test_numbers_sort_as_numbers(tmp_path):
+    os.rename(save(tmp_path, 1), tmp_path / "999999-step-1")
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["1000000-step-2", "999999-step-1"]
+    assert latest(tmp_path) == (2, [])
+
+
+# writing fails
+
+
+def fails(number):
+    def call(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def check_failed_save(folder, reason):
+    """Asserts that a save fails with one line, twice, and leaves the checkpoints as they were and nothing else."""
+    before = names(folder)
+    for _ in range(2):
+        with pytest.raises(InputError) as caught:
+            save(folder, 9)
+        assert str(caught.value) == f"checkpoint of step 9 in {folder} could not be written: {os.strerror(reason)}"
+    assert names(folder) == before
+    assert latest(folder) == (1, [])
+
+
+@pytest.mark.parametrize("where", ["replace", "open", "mkdir", "fsync", "free"])
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, where):
+    save(tmp_path, 1)
+    if where == "open":
+        real = builtins.open
+        full = fails(errno.ENOSPC)
+        monkeypatch.setattr(builtins, "open", lambda file, mode="r", *a, **k: (full if mode == "x" else real)(file, mode, *a, **k))
+    elif where == "free":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    else:
+        monkeypatch.setattr(Path if where == "mkdir" else os, where, fails(errno.ENOSPC))
+    check_failed_save(tmp_path, errno.ENOSPC)
+    monkeypatch.undo()
+    save(tmp_path, 2)
+    assert latest(tmp_path) == (2, [])
+
+
+def test_a_write_that_fails_inside_orbax_is_one_line(tmp_path):
+    save(tmp_path, 1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # bytes in one file
+    try:
+        check_failed_save(tmp_path, errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    save(tmp_path, 2)
+    assert latest(tmp_path) == (2, [])
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_one_line(tmp_path, monkeypatch, number):
+    save(tmp_path, 1)
+    monkeypatch.setattr(Path, "mkdir", fails(number))
+    check_failed_save(tmp_path, number)
+
+
+def test_a_folder_without_write_permission(tmp_path):
+    save(tmp_path, 1)
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("the superuser may write everywhere")
+        check_failed_save(tmp_path, errno.EACCES)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="could not be written"):
+        save(tmp_path / "file", 1)
+    with pytest.raises(InputError, match="Not a directory"):
+        latest(tmp_path / "file")
+
+
+def test_what_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "_remove", lambda path: path.exists() and fails(errno.EACCES)())
+    save(tmp_path, 2, keep=1)
+    assert latest(tmp_path) == (2, [])
+    monkeypatch.undo()
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["000003-step-3"]
+
+
+# kills
+
+
+def save_forever(folder, step, said):
+    while True:
+        step += 1
+        save(folder, step, keep=2)
+        said.value = step
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedjax_cfl.checkpoint", "orbax.checkpoint", "optax", "pytest"])
+    chance = random.Random(0)
+    step = 0
+    for _ in range(10):
+        said = context.Value("i", step)
+        process = context.Process(target=save_forever, args=(tmp_path, step, said), daemon=True)
+        process.start()
+        deadline = time.monotonic() + 60
+        while said.value == step:
+            assert time.monotonic() < deadline and process.is_alive()
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.2))
+        process.kill()
+        process.join()
+        found, warned = latest(tmp_path)
+        assert found in (said.value, said.value + 1), "a save that returned is never lost"
+        assert warned == []
+        assert len(names(tmp_path)) <= 4, "two kept, one to be deleted, one unfinished"
+        step = found
+    save(tmp_path, step + 1, keep=2)
+    assert len(names(tmp_path)) == 2
+
+
+# devices
+
+
+FOUR = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from fedjax_cfl import checkpoint
+
+one, four = sys.argv[1:]
+mesh = Mesh(np.array(jax.devices()), ("clients",))
+assert mesh.size == 4
+split, whole = NamedSharding(mesh, P("clients")), NamedSharding(mesh, P())
+like = {
+    "w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=split),
+    "key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole),
+    "b": jax.device_put(jnp.zeros(4, jnp.bfloat16), whole),
+}
+tree = checkpoint.restore_latest(one, like, {}).tree
+assert {name: leaf.sharding for name, leaf in tree.items()} == {name: leaf.sharding for name, leaf in like.items()}
+assert [shard.data.shape for shard in tree["w"].addressable_shards] == [(2, 3)] * 4
+assert np.array_equal(tree["w"], np.arange(24).reshape(8, 3))
+tree = jax.jit(lambda tree: tree | {"b": tree["b"] + 1}, donate_argnums=0)(tree)
+assert all(np.array_equal(shard.data, np.ones(4)) for shard in tree["b"].addressable_shards)
+checkpoint.save(four, 2, tree, {}, {})
+"""
+
+
+def test_one_device_and_four_read_each_other(tmp_path):
+    tree = {"w": jnp.arange(24.0).reshape(8, 3), "key": jax.random.key(5), "b": jnp.zeros(4, jnp.bfloat16)}
+    checkpoint.save(tmp_path / "one", 1, tree, {}, {})
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    environment.pop("XLA_FLAGS", None)
+    subprocess.run([sys.executable, "-c", FOUR, tmp_path / "one", tmp_path / "four"], check=True, env=environment)
+    found = checkpoint.restore_latest(tmp_path / "four", tree, {})
+    assert_same(found.tree, tree | {"b": jnp.ones(4, jnp.bfloat16)})
+    mesh = Mesh(np.array(jax.devices()[:1]), ("clients",))
+    sharding = NamedSharding(mesh, PartitionSpec("clients"))
+    found = checkpoint.restore_latest(tmp_path / "four", jax.device_put(tree, {**dict.fromkeys(tree, sharding), "key": None}), {})
+    assert found.tree["w"].sharding == sharding
+
+
+# the lock
+
+
+HOLD = """
+import sys, time
+from fedjax_cfl import checkpoint
+with checkpoint.lock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
+    run_dir = tmp_path / "new" / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=f"in use by process {holder.pid} on ") as caught, checkpoint.lock(run_dir):
+            pass
+        assert str(caught.value).startswith(f"run_dir={run_dir}: ")
+    finally:
+        holder.kill()
+        holder.wait()
+    with checkpoint.lock(run_dir):
+        assert f"process {os.getpid()} on" in (run_dir / checkpoint.LOCK).read_text(), "the dead process's lock is taken over"
+    assert names(run_dir) == [], "and nothing is left behind"
+
+
+def test_the_lock_is_not_reentrant_and_ends_with_an_error(tmp_path):
+    with pytest.raises(RuntimeError), checkpoint.lock(tmp_path):
+        with pytest.raises(InputError, match=f"process {os.getpid()}"), checkpoint.lock(tmp_path):
+            pass
+        assert (tmp_path / checkpoint.LOCK).exists(), "a refused process leaves the holder's file alone"
+        raise RuntimeError
+    with checkpoint.lock(tmp_path), checkpoint.lock(tmp_path / "other"):
+        pass
+
+
+def test_a_stale_file_and_a_removed_directory_do_no_harm(tmp_path):
+    (tmp_path / checkpoint.LOCK).write_text("process 1 on some very long name of a machine that is gone")
+    with checkpoint.lock(tmp_path):
+        assert "gone" not in (tmp_path / checkpoint.LOCK).read_text()
+    with checkpoint.lock(tmp_path / "run"):
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_directory_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be locked: (File exists|Not a directory)"), checkpoint.lock(tmp_path / "file"):
+        pass
+    monkeypatch.setattr(os, "open", fails(errno.EROFS))
+    with pytest.raises(InputError, match="cannot be locked: Read-only file system"), checkpoint.lock(tmp_path):
+        pass

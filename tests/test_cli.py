@@ -1,0 +1,268 @@
+"""The command line as its user meets it: bad input ends in one clear line, good input in a complete run directory."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from fedjax_cfl import __main__ as cli
+from fedjax_cfl import settings
+
+SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2"
+BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg"
+SUMMARY = (
+    "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy last10_accuracy macro_accuracy "
+    "micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up units_down bytes_up bytes_down client_updates local_steps "
+    "client_updates_per_s local_steps_per_s compile_s train_s eval_s peak_memory_bytes devices versions"
+)
+
+# what is typed -> words of the one line that answers
+REFUSED = {
+    # names
+    "algorithm=flexcf": "algorithm=flexcf unknown 'flexcfl'",
+    "algorithm=sgdx99": "algorithm=sgdx99 allowed: fedadagrad",
+    "dataset=digit": "dataset=digit 'digits'",
+    "model=mlpp": "model=mlpp 'mlp'",
+    "partition=dirichle": "partition=dirichle 'dirichlet'",
+    "partition=null": "partition=null unknown partition",
+    "preset=papers": "preset=papers 'paper'",
+    "concept=rotat": "concept=rotat 'rotate'",
+    "~model": "model allowed: fedgroup_lstm",
+    "round=3": "round=3 unknown 'rounds'",
+    "lr=0.1": "lr=0.1 'local.lr'",
+    "m=3": "m=3 'algorithm.m'",
+    "local.epoch=3": "local.epoch=3 'local.epochs'",
+    "lokal.lr=3": "lokal.lr=3 'local.lr'",
+    "algorithm.momentun=0.5 algorithm=fedavgm": "'momentum'",
+    "algorithm.mu=0.1": "algorithm.mu=0.1 unknown",
+    "algorithm.xyz=1": "algorithm.xyz=1 algorithm has alpha",
+    "dataset.source.pat=x dataset=npz": "dataset.source.pat=x 'dataset.source.path'",
+    "+rounds=3": "rounds",
+    "compar runs": "compar: verbs 'compare'",
+    "rounds": "rounds: KEY=VALUE",
+    "--rounds=3": "--rounds=3: without dashes",
+    "-x": "-x: no such flag",
+    "-m --cfg job": "exclude",
+    # kinds
+    "rounds=ten": "rounds=ten: whole number",
+    "rounds=2.5": "rounds=2.5: whole number",
+    "rounds=null": "rounds=null: whole number",
+    "rounds=[1]": "rounds=[1]: whole number",
+    "seed=1.5": "seed=1.5: whole number",
+    "seed=-1": "seed=-1: from 0",
+    "seed=4294967296": "seed=4294967296: from 0 to",
+    "local.lr=fast": "local.lr=fast: number > 0",
+    "local.lr=null": "local.lr=null: number > 0",
+    "eval_every=true": "eval_every=true: whole number",
+    "eval_auxiliary=maybe": "eval_auxiliary=maybe: true or false",
+    "offline=1": "offline=1: true or false",
+    "concept=rotate concept.shuffle=no_": "concept.shuffle=no_: true or false",
+    "dataset=synthetic dataset.source.iid=maybe": "dataset.source.iid=maybe: true or false",
+    "dataset.rounds=many": "dataset.rounds=many: number",
+    "model=mlp model.module.hidden=64": "model.module.hidden=64: list",
+    "model=mlp model.module.hidden=[a]": "MLP",
+    "model=mlp model.module.hidden=[-1]": "MLP",
+    "local={lr:1,epochs:x,batch_size:3}": "local.epochs=x",
+    # ranges
+    "algorithm.m=0": "algorithm.m=0: >= 1",
+    "algorithm.m=61": "algorithm.m=61: at most 60",
+    "algorithm.alpha=0": "algorithm.alpha=0: >= 1",
+    "algorithm.restarts=0": "algorithm.restarts=0: >= 1",
+    "algorithm.eta_g=-1": "algorithm.eta_g=-1: >= 0",
+    "algorithm.eta_g=inf": "algorithm.eta_g=inf: finite",
+    "algorithm=fedprox algorithm.mu=-0.1": "algorithm.mu=-0.1: >= 0",
+    "algorithm=fedprox algorithm.drop_percent=1.5": "algorithm.drop_percent=1.5: between 0 and 1",
+    "algorithm=qfedavg algorithm.q=-1": "algorithm.q=-1: >= 0",
+    "algorithm=fedavgm algorithm.momentum=1": "algorithm.momentum=1: below 1",
+    "algorithm=fedadam algorithm.tau=0": "algorithm.tau=0: > 0",
+    "algorithm=ifca algorithm.share=2": "algorithm.share=2: between 0 and 1",
+    "clients_per_round=0": "clients_per_round=0: >= 1",
+    "clients_per_round=61": "clients_per_round=61: at most 60",
+    "preset=ref clients_per_round=61": "clients_per_round=61: at most 60",
+    "local.lr=0": "local.lr=0: > 0",
+    "local.lr=-1": "local.lr=-1: > 0",
+    "local.lr=nan": "local.lr=nan: finite",
+    "local.lr=inf": "local.lr=inf: finite",
+    "local.batch_size=0": "local.batch_size=0: >= 1",
+    "local.epochs=0": "local.epochs=0: from 1",
+    "local.width=0": "local.width=0: auto",
+    "rounds=0": "rounds=0: >= 1",
+    "eval_every=0": "eval_every=0: >= 1",
+    "devices=0": "devices=0: >= 1",
+    "devices=999": "devices=999: between 1 and",
+    "preset.l2=-1": "preset.l2=-1: >= 0",
+    "partition.clients=0": "partition.clients=0: >= 1",
+    "partition.test_fraction=1": "partition.test_fraction=1: below 1",
+    "partition=dirichlet partition.alpha=0": "partition.alpha=0: > 0",
+    "concept=rotate concept.groups=3": "concept.groups=3: 1, 2 or 4",
+    "concept=permute_labels concept.groups=61": "concept.groups=61: 60",
+    # choices
+    "algorithm.measure=edd": "algorithm.measure=edd: 'edc'",
+    "algorithm.mix=norm": "algorithm.mix=norm: 'normalized'",
+    "algorithm.group_start=x": "algorithm.group_start=x: pretrained",
+    "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",
+    "algorithm.pretrain=50": "algorithm.pretrain=50: text",
+    "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
+    "algorithm=ifca algorithm.average=gradient algorithm.weighting=samples": "algorithm.weighting=samples: uniform",
+    "discard=foo": "discard=foo: rounds, met, none",
+    "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: all or digits",
+    # the grammar
+    "rounds==3": "rounds==3: KEY=VALUE",
+    "a=[1": "a=[1: KEY=VALUE",
+    "rounds=3,": "rounds=3,: KEY=VALUE",
+    "=3": "=3: KEY=VALUE",
+    "run_dir=a=b": "run_dir=a=b: quotes",
+    "rounds=${nope}": "rounds=${nope}: 'nope' not found",
+    "rounds=${rounds}": "rounds=${rounds}: recursive",
+    "rounds=${oc.env:NO_SUCH_VARIABLE}": "rounds=${oc.env:NO_SUCH_VARIABLE}: not found",
+    "rounds=${nope:3}": "rounds=${nope:3}: resolver",
+    "algorithm=fedavg,ifca": "algorithm=fedavg,ifca: -m",
+    "seed=range(0,3)": "seed=range(0,3): -m",
+    "-m seed=0,x": "seed=x: whole number",
+    "-m algorithm=fedavg,ifka": "algorithm=ifka 'ifca'",
+    "-m algorithm=flexcfl,fedavg algorithm.m=2,3": "algorithm.m=2: unknown",
+    "-m 'algorithm=glob(x*)'": "algorithm=glob(x*): no values",
+    "-m run_dir=a,b": "run_dir=a,b: not allowed",
+    "-m clients_per_round=61,62": "clients_per_round=61: at most 60",
+    "local.lr=": "local.lr=: number > 0",
+    "~local.lr": "local.lr",
+    # where a run goes
+    "run_dir=": "run_dir=: directory",
+    "run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
+    "run_dir={files}/taken": "taken: not empty",
+    "run_dir={files}/text.npz": "text.npz: not a directory",
+    "run_dir={files}/text.npz/inside": "inside: cannot",
+    "-m seed=0,1 run_dir={files}/taken": "taken: not empty",
+    "-m seed=0,1 run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
+    # data
+    "dataset=npz": "dataset.source.path: must be given",
+    "dataset=npz dataset.source.path={files}/none.npz": "none.npz: cannot be read",
+    "dataset=npz dataset.source.path={files}": "cannot be read",
+    "dataset=npz dataset.source.path={files}/text.npz": "text.npz: not an npz",
+    "dataset=npz dataset.source.path={files}/cut.npz": "cut.npz: cannot be read",
+    "dataset=npz dataset.source.path={files}/no_y.npz": "no_y.npz: 'y' is missing",
+    "dataset=npz dataset.source.path={files}/nan.npz": "nan.npz: x is NaN or infinite sample 3",
+    "dataset=npz dataset.source.path={files}/inf.npz": "inf.npz: x is NaN or infinite sample 3",
+    "dataset=npz dataset.source.path={files}/half.npz": "half.npz: y is 0.5",
+    "dataset=npz dataset.source.path={files}/negative.npz": "negative.npz: y is -1",
+    "dataset=npz dataset.source.path={files}/huge.npz": "huge.npz: y is",
+    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=2": "good.npz: num_classes=2",
+    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=0": "num_classes=0: >= 1",
+    "dataset=npz dataset.source.path={files}/object.npz": "object.npz: 'y' cannot be read",
+    "dataset=npz dataset.source.path={files}/words.npz": "words.npz: y expected integers",
+    "dataset=npz dataset.source.path={files}/text_x.npz": "text_x.npz: x expected numbers",
+    "dataset=npz dataset.source.path={files}/short.npz": "short.npz: y has shape (39,)",
+    "dataset=npz dataset.source.path={files}/empty.npz": "empty.npz: 0 samples",
+    "dataset=npz dataset.source.path={files}/flat.npz": "flat.npz: at least one feature",
+    "dataset=npz dataset.source.path={files}/owners.npz": "owners.npz: client has shape",
+    "dataset=npz dataset.source.path={files}/split.npz": "split.npz: split",
+    "dataset=npz dataset.source.path={files}/all_test.npz": "training sample",
+    "dataset=npz dataset.source.path={files}/good.npz": "partition.clients=100: at most 4",
+    "dataset=npz dataset.source.path={files}/good.npz partition=by_user": "partition=by_user: no clients",
+    "dataset=leaf dataset.source.path={files}/none": "none: cannot be read",
+    "dataset=leaf dataset.source.path={files}/good.npz": "good.npz: not JSON",
+    "dataset=mnist offline=true": "mnist (offline): not found",
+    "dataset=femnist offline=true": "femnist (offline): not found",
+    # what does not fit together
+    "model=mnist_cnn dataset=synthetic": "model=mnist_cnn (60,)",
+    "model=gru": "model=gru (8, 8)",
+    "model=fedgroup_lstm": "model=fedgroup_lstm (2, 10)",
+    "concept=rotate dataset=synthetic": "concept=rotate: square images",
+    "partition=by_user": "partition=by_user: no clients",
+    "partition=ditto": "partition=ditto: test split",
+    "dataset.clients=5000": "partition.clients=5000: at most 174",
+    "partition=iid dataset.clients=2000": "partition.clients=2000: at most 1797",
+    "partition=shards dataset.clients=1000": "partition.clients=1000: at most 898",
+    "partition=dirichlet dataset.clients=180": "partition.clients=180: at most 179",
+    "partition=quantity_skew dataset.clients=180": "partition.clients=180: at most 179",
+    "partition=dirichlet partition.alpha=0.001": "partition.min_samples=10: not met",
+    "partition.classes_per_client=11": "partition.classes_per_client=11: 1 .. 10",
+    "model.module._target_=no_such.Model": "model.module._target_=no_such.Model: cannot be imported",
+
+    "model.module._target_=fedjax_cfl.models.None_": "fedjax_cfl.models.None_: cannot be imported",
+    "model.module._target_=builtins.dict": "flax.linen.Module",
+    "+model.module.depth=3": "model.module: 'depth'",
+    "algorithm._target_=no.such": "algorithm._target_=no.such: cannot be imported",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Input files, most of them with one fault each."""
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 5)).astype(np.float32), np.arange(40) % 3
+    holes = {name: x.copy() for name in ("nan", "inf")}
+    for name, array in holes.items():
+        array[3, 1] = float(name)
+    client = np.repeat([0, 1, 2, 4], 10)  # nobody is client 3
+    split = np.tile([0, 0, 0, 0, 1], 8)
+    some = np.where(client == 4, 1, np.where(client == 2, 0, split))  # client 4 never trains, client 2 has no test samples
+    arrays = {
+        "good": {"x": x, "y": y},
+        "owned": {"x": x, "y": y, "client": client, "split": some},
+        "pixels": {"x": rng.integers(0, 256, (40, 4, 3, 2), np.uint8), "y": y},
+        "no_y": {"x": x},
+        **{name: {"x": array, "y": y} for name, array in holes.items()},
+        "half": {"x": x, "y": y + 0.5},
+        "negative": {"x": x, "y": y - 1},
+        "huge": {"x": x, "y": y * 10**9},
+        "object": {"x": x, "y": np.array([{}] * 40, object)},
+        "words": {"x": x, "y": np.array(["cat"] * 40)},
+        "text_x": {"x": x.astype(str), "y": y},
+        "short": {"x": x, "y": y[:39]},
+        "empty": {"x": x[:0], "y": y[:0]},
+        "flat": {"x": x[:, 0], "y": y},
+        "owners": {"x": x, "y": y, "client": client[:5]},
+        "split": {"x": x, "y": y, "split": split + 1},
+        "all_test": {"x": x, "y": y, "client": client, "split": split * 0 + 1},
+    }
+    for name, content in arrays.items():
+        np.savez(folder / f"{name}.npz", **content)
+    (folder / "cut.npz").write_bytes((folder / "good.npz").read_bytes()[:-200])
+    (folder / "text.npz").write_text("hello")
+    (folder / "taken").mkdir()
+    (folder / "taken" / "keep.txt").write_text("precious")
+    return folder
+
+
+@pytest.fixture
+def fedjax_cfl(files, tmp_path, tmp_path_factory, monkeypatch, capsys):
+    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "no_cache"))
+    monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
+
+    def call(line: str):
+        monkeypatch.setattr(sys, "argv", ["fedjax-cfl", *shlex.split(line.replace("{files}", str(files)))])
+        try:
+            status = cli.main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def one_line(error: str) -> None:
+    """Asserts that what went to stderr is one line of our own."""
+    assert error.startswith("fedjax-cfl: ") and error.count("\n") == 1 and error.endswith("\n"), error
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_refused_in_one_line(line, fedjax_cfl, files, tmp_path):
+    status, _, error = fedjax_cfl(line)
+    assert status == 2
+    one_line(error)
+    missing = [word for word in REFUSED[line].split() if word not in error]
+    assert not missing, error
+    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in (files / "taken").iterdir()] == ["keep.txt"]

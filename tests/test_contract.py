@@ -1,0 +1,196 @@
+"""Every file of conf/algorithm is built the way the command line builds it and put through the same checks."""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import hydra
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+import fedjax_cfl as cfl
+from fedjax_cfl import __main__ as main
+
+ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
+COHORT, GROUPS, ROUNDS = 6, 2, 15
+SETTINGS = {
+    "dataset": "npz",
+    "partition": "by_user",
+    "model": "mclr",
+    "devices": 1,
+    "rounds": ROUNDS,
+    "clients_per_round": COHORT,
+    "dataset.groups": GROUPS,
+    "dataset.alpha": 3,
+    "local.lr": 0.2,
+    "local.epochs": 2,
+    "local.batch_size": 5,
+}
+
+
+class Case(NamedTuple):
+    """One algorithm, and 15 rounds of it on the toy problem."""
+
+    algorithm: cfl.Algorithm
+    task: cfl.Task
+    data: cfl.FederatedData
+    mesh: Any
+    init: Any  # compiled
+    round: Any  # compiled
+    states: list  # [ROUNDS + 1]
+    infos: list  # [ROUNDS]
+
+
+@pytest.fixture(scope="module")
+def build(toy_pool, tmp_path_factory):
+    """Composes a configuration on the toy data: build(algorithm, preset) -> (algorithm, task, data, mesh)."""
+    path = tmp_path_factory.mktemp("toy") / "toy.npz"
+    np.savez(path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=toy_pool.test.astype(int))
+    settings = [f"{name}={value}" for name, value in SETTINGS.items()] + [f"dataset.source.path={path}"]
+
+    @functools.cache
+    def build(algorithm, preset="clean"):
+        config = hydra.compose("config", [*settings, f"algorithm={algorithm}", f"preset={preset}"])
+        algorithm, task, data, mesh, *_ = main.build(config, OmegaConf.to_container(config, resolve=True))
+        return algorithm, task, data, mesh
+
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
+        yield build
+
+
+@pytest.fixture(scope="module", params=ALGORITHMS)
+def case(request, build):
+    algorithm, task, data, mesh = build(request.param)
+    init, one_round = jax.jit(algorithm.init), jax.jit(algorithm.round)
+    key = jax.random.key(0)
+    states, infos = [init(key, data)], []
+    for _ in range(ROUNDS):
+        state, info = one_round(key, states[-1], data)
+        states.append(state)
+        infos.append(info)
+    return Case(algorithm, task, data, mesh, init, one_round, states, infos)
+
+
+def test_catalogue():
+    assert {"fedavg", "fedprox", "flexcfl", "ifca"} <= set(ALGORITHMS)
+    assert PRESETS == ["clean", "paper", "ref"]
+
+
+def test_finite(case):
+    chex.assert_tree_all_finite(case.states)
+    chex.assert_tree_all_finite([info.replace(group_discrepancy=jnp.zeros(())) for info in case.infos])
+
+
+def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
+    for before, after, info in zip(case.states, case.states[1:], case.infos, strict=False):
+        nan = np.isnan(info.group_discrepancy)
+        assert not nan.all()
+        idle = jax.tree.map(lambda leaf, nan=nan: leaf[nan], (before.groups, after.groups))
+        chex.assert_trees_all_equal(*idle)
+
+
+def test_loss_falls(case):
+    losses = [float(info.loss) for info in case.infos]
+    assert np.mean(losses[-4:]) < 0.85 * np.mean(losses[:2]), losses
+
+
+def test_training_helps_within_a_round(case):
+    assert all(info.last_loss <= info.loss for info in case.infos)
+
+
+def test_state_keeps_structure_shape_and_dtype(case):
+    for state in case.states[1:]:
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, case.states[0])
+    assert [int(state.round) for state in case.states] == list(range(ROUNDS + 1))
+
+
+def test_a_round_never_retraces(case):
+    assert case.round._cache_size() == 1
+    assert case.init._cache_size() == 1
+
+
+def test_jit_equals_no_jit(case):
+    eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)
+    chex.assert_trees_all_close(eager, (case.states[3], case.infos[2]), rtol=1e-4, atol=1e-5)
+
+
+def test_scan_equals_python_loop(case):
+    def scanned(key, state, data):
+        return jax.lax.scan(lambda state, _: case.algorithm.round(key, state, data), state, length=4)
+
+    state, infos = jax.jit(scanned)(jax.random.key(0), case.states[0], case.data)
+    chex.assert_trees_all_close(state, case.states[4], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(infos, jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "flexcfl"])
+def test_whole_equals_run(build, name):
+    algorithm, task, data, mesh = build(name)
+    key = jax.random.key(0)
+    state, (infos, metrics) = jax.jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
+    ran = cfl.run(algorithm, task, data, key, rounds=4, eval_every=2, discard="none", mesh=mesh)
+    chex.assert_trees_all_close(state, ran.state, rtol=1e-5, atol=1e-6)
+    assert [row["round"] for row in ran.rows] == [2, 4]
+    for column in ("accuracy", "macro_accuracy", "test_loss", "auxiliary_accuracy", "group_sizes"):
+        np.testing.assert_allclose(metrics[column], [row[column] for row in ran.rows], rtol=1e-5)
+    for column, value in (("train_loss", infos.loss[:, -1]), ("discrepancy", infos.discrepancy.mean(1))):
+        np.testing.assert_allclose(value, [row[column] for row in ran.rows], rtol=1e-5)
+
+
+def test_resume_equals_uninterrupted(case):
+    saved = jax.tree.map(np.asarray, case.states[3])
+    state = jax.tree.map(jnp.asarray, saved)
+    for info in case.infos[3:6]:
+        state, again = case.round(jax.random.key(0), state, case.data)
+        chex.assert_trees_all_equal(again, info)
+    chex.assert_trees_all_equal(state, case.states[6])
+    assert case.round._cache_size() == 1
+
+
+def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
+    for before, after, info in zip(case.states, case.states[1:], case.infos, strict=False):
+        assert any(np.any(old != new) for old, new in zip(jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True))
+        assert np.sum(before.assignment != after.assignment) <= COHORT
+        assert 0 < info.clients <= COHORT
+        assert info.cold == np.sum((before.assignment < 0) & (after.assignment >= 0))
+
+
+def test_traffic_is_sane(case):
+    for before, after in zip(case.states, case.states[1:], strict=False):
+        spent = jax.tree.map(lambda new, old: int(new - old), after.traffic, before.traffic)
+        assert spent.units_up == COHORT
+        assert spent.units_down >= COHORT
+        assert min(spent.words_down, spent.words_up) >= 0
+        if not case.algorithm.clustered:
+            assert spent.units_down == COHORT
+
+
+def test_serves_clients_models_that_exist(case):
+    for state in case.states:
+        models, index = case.algorithm.serve(state)
+        count = {leaf.shape[0] for leaf in jax.tree.leaves(models)}
+        assert len(count) == 1
+        assert index.shape == (case.data.num_clients,)
+        assert -1 <= index.min() and index.max() < count.pop()
+    assert (index >= 0).all(), "15 rounds of 6 meet all 14 clients"
+
+
+def test_same_key_same_result_another_key_another(case):
+    again, other = (case.round(key, case.init(key, case.data), case.data) for key in map(jax.random.key, (0, 1)))
+    chex.assert_trees_all_equal(again, (case.states[1], case.infos[0]))
+    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(again[0].groups), jax.tree.leaves(other[0].groups), strict=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_builds_under_every_preset(build, algorithm, preset):
+    built, _, data, _ = build(algorithm, preset)
+    key = jax.random.key(0)
+    state = jax.eval_shape(built.init, key, data)
+    after, _ = jax.eval_shape(built.round, key, state, data)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)

@@ -1,0 +1,97 @@
+"""Shift detectors against SciPy and by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import wasserstein_distance
+
+from fedjax_cfl import detect
+
+C = 10
+DETECTORS = (detect.tv, detect.label_w1, detect.counts_as_samples)
+
+
+def row(**counts):
+    """Returns one client's counts [1, C]: row(c3=50) holds 50 samples of label 3."""
+    out = np.zeros((1, C), np.int32)
+    for name, count in counts.items():
+        out[0, int(name[1:])] = count
+    return jnp.asarray(out)
+
+
+HALVES = row(c0=50, c1=50)
+SIZE = jnp.array([100])
+
+
+def test_hand_numbers():
+    elsewhere, uneven = row(c8=50, c9=50), row(c0=60, c1=40)
+    assert detect.count_wasserstein(HALVES, elsewhere) == 0 and detect.count_wasserstein(HALVES, uneven) == 2.0
+    assert not detect.counts_as_samples(elsewhere, HALVES, SIZE) and not detect.counts_as_samples(uneven, HALVES, SIZE)  # 2.0 is tau
+    assert detect.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
+    assert detect.total_variation(HALVES, elsewhere) == 1 and detect.tv(elsewhere, HALVES, SIZE)
+    assert detect.label_wasserstein(HALVES, elsewhere) == 8 and detect.label_w1(elsewhere, HALVES, SIZE)
+    assert detect.label_wasserstein(row(c3=7), row(c4=2)) == 1
+
+
+def test_thresholds_are_strict():
+    n = np.arange(5, 3001, 5)  # a fifth of n is a whole number: equality must not be rounded up
+    kept = np.stack([n, 0 * n], axis=1)
+    for more, expected in ((0, False), (1, True)):
+        moved = n // 5 + more
+        assert (detect.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected).all()
+        assert (detect.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n) == expected).all()
+    assert detect.label_w1(row(c0=4, c6=1), row(c0=5), None) and not detect.label_w1(row(c0=4, c3=1), row(c0=5), None)
+    assert not detect.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
+    assert detect.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
+
+
+def test_size_and_names_of_labels():
+    double = 2 * HALVES
+    assert not detect.tv(double, HALVES, SIZE) and not detect.label_w1(double, HALVES, SIZE)
+    assert detect.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
+    swapped = row(c0=50, c9=50)  # 50 samples of label 1 became label 9
+    assert detect.tv(swapped, HALVES, SIZE) and detect.label_w1(swapped, HALVES, SIZE)
+    assert not detect.counts_as_samples(swapped, HALVES, SIZE)
+
+
+def test_a_quarter_released_flags_everybody_by_counts_and_nobody_by_shares():
+    full = jnp.asarray(np.random.default_rng(0).integers(0, 20, (30, C)) * 4)
+    size = full.sum(1)
+    assert detect.counts_as_samples(full // 4, full, size).all()
+    assert not detect.tv(full // 4, full, size).any()
+
+
+def test_clients_without_samples():
+    nothing = row()
+    for detector in DETECTORS:
+        assert not detector(nothing, nothing, jnp.array([0]))
+    for detector in (detect.tv, detect.label_w1):
+        assert not detector(nothing, HALVES, SIZE) and detector(HALVES, nothing, SIZE)
+    assert detect.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
+
+
+COUNTS = st.lists(st.lists(st.integers(0, 300), min_size=C, max_size=C).filter(any), min_size=2, max_size=2)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(both=COUNTS)
+def test_distances_equal_scipy(both):
+    now, then = np.array(both)
+    labels = np.arange(C)
+    args = jnp.asarray(both)[:1], jnp.asarray(both)[1:]
+    np.testing.assert_allclose(detect.label_wasserstein(*args)[0], wasserstein_distance(labels, labels, now, then), atol=1e-5)
+    np.testing.assert_allclose(detect.count_wasserstein(*args)[0], wasserstein_distance(now, then), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(detect.total_variation(*args)[0], abs(now / now.sum() - then / then.sum()).sum() / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_rows_are_independent_and_the_function_compiles(detector):
+    rng = np.random.default_rng(1)
+    now, then = jnp.asarray(rng.integers(0, 30, (40, C))), jnp.asarray(rng.integers(0, 30, (40, C)))
+    found = jax.jit(detector)(now, then, then.sum(1))
+    assert found.dtype == bool and found.shape == (40,) and found.any() and not detector(now, now, now.sum(1)).any()
+    for k in range(0, 40, 9):
+        assert detector(now[k : k + 1], then[k : k + 1], then[k : k + 1].sum(1)) == found[k]
