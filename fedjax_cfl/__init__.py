@@ -1,9 +1,10 @@
 """Clustered federated learning in JAX. Start with `types.py`, then `engine.py`."""
 
-from fedjax_cfl import algorithms, concept, models, partition, select, sources
+from fedjax_cfl import algorithms, concept, drift, models, partition, select, sources
 from fedjax_cfl.data import federate
 from fedjax_cfl.engine import federated
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.faults import Faults
 from fedjax_cfl.local import Local
 from fedjax_cfl.models import as_task
 from fedjax_cfl.run import advance, run, whole
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Faults",
     "FederatedData",
     "Holdings",
     "Info",
@@ -29,6 +31,7 @@ __all__ = [
     "algorithms",
     "as_task",
     "concept",
+    "drift",
     "federate",
     "federated",
     "mesh_of",

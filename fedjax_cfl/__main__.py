@@ -6,12 +6,13 @@ The only file that imports hydra; nothing below it sees a configuration object.
 import functools
 import importlib.metadata
 import inspect
-import itertools
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import hydra
+import jax
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,14 +23,15 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedjax_cfl import compare, doctor, download, plot, report, settings
-from fedjax_cfl.errors import InputError, nearest
+import fedjax_cfl as cfl
+from fedjax_cfl import compare, doctor, download, paper, report, session, settings
+from fedjax_cfl.errors import InputError, RunError, nearest
+from fedjax_cfl.lock import lock
 
 HERE = Path(__file__).resolve().parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # inside a wheel, or a checkout
-VERBS = {"compare": compare.main, "download": download.main, "doctor": doctor.main}
+VERBS = {"compare": compare.main, "download": download.main, "doctor": doctor.main, "paper": functools.partial(paper.main, conf=CONF)}
 ASIDE = ("help", "hydra_help", "shell_completion", "info")  # flags that show something instead of running
-PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core")
 
 
 def main() -> int:
@@ -39,6 +41,9 @@ def main() -> int:
     try:
         if arguments and arguments[0] in VERBS:
             return VERBS[arguments[0]](arguments[1:])
+        if arguments == ["--version"]:
+            print(f"fedjax-cfl {importlib.metadata.version('fedjax-cfl')}")
+            return 0
         sys.argv[1:] = precheck(arguments)
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         return 0
@@ -77,13 +82,12 @@ def precheck(arguments: list[str]) -> list[str]:
             for other in options[1:]:
                 check([*first[:number], other, *first[number + 1 :]])
     if given.multirun:  # the runs of a sweep are numbered folders of one directory, which Hydra knows by another name
-        renamed = [text.replace("run_dir=", "hydra.sweep.dir=", 1) if text.startswith("run_dir=") else text for text in given.overrides]
-        swept = [str(override.value()) for override in asked if override.key_or_group in ("run_dir", "hydra.sweep.dir")]
-        for folder in swept:
-            settings.check_run_dir(folder)
-        return flags + renamed
-    if not given.cfg:
-        settings.check_run_dir(str(config["run_dir"]))
+        for number, override in enumerate(asked):
+            if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
+                settings.make_dir(settings.check_run_dir(str(override.value())))
+                given.overrides[number] = f"hydra.sweep.dir={override.get_value_string()}"
+    elif not given.cfg:
+        settings.check_run_dir(str(config["run_dir"]), config["resume"])
     return flags + given.overrides
 
 
@@ -124,7 +128,14 @@ def _values(override: Override, multirun: bool) -> list[str]:
 
 @functools.cache
 def _groups() -> dict[str, list[str]]:
+    """Returns the options of every group of choices."""
     return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+
+
+@functools.cache
+def _default(chosen: tuple[str, ...]) -> dict:
+    """Returns every setting by its dotted name, as it is when nothing but these options of groups is chosen."""
+    return dict(settings.leaves(OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)))
 
 
 def check(overrides: list[str]) -> dict:
@@ -132,24 +143,21 @@ def check(overrides: list[str]) -> dict:
     groups, asked = _groups(), [parsed(text) for text in overrides]
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
-        name, value = override.key_or_group, str(override.value())
+        name, value = override.key_or_group, override.input_line.partition("=")[2].strip("'\"")
         if value not in groups[name]:
             raise InputError(f"{name}={value}: unknown {name}{settings.unknown(value, groups[name])}")
     try:
-        default = dict(
-            settings.leaves(OmegaConf.to_container(hydra.compose("config", [override.input_line for override in chosen]), resolve=True))
-        )
+        default = _default(tuple(override.input_line for override in chosen))
         for override in asked:
-            name = override.key_or_group
-            if not (override.is_add() or override.is_force_add() or override.is_hydra_override() or override in chosen):
-                settings.check_name(override.input_line, name, [*default, *groups])
+            if not (override in chosen or override.is_add() or override.is_force_add() or override.is_hydra_override()):
+                settings.check_name(override.input_line, override.key_or_group, [*default, *groups], override.is_delete())
         config = OmegaConf.to_container(hydra.compose("config", overrides), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         wrong = next((o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)), None)
         reason = str(cause).splitlines()[0]
         raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
-    settings.check(config, default)
+    settings.check(config, default, [override.key_or_group for override in asked])
     return config
 
 
@@ -159,30 +167,26 @@ def job(config: DictConfig) -> None:
     alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = Path(str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir).absolute()
     try:
+        session.use_compile_cache()
         parts = build(config, resolved)
-        record(config, run_dir)
-        train(resolved, run_dir, *parts)
+        with lock(settings.make_dir(run_dir)):
+            start = session.resumed(resolved, run_dir, *parts)
+            record(config, run_dir)
+            chosen, overrides = HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
+            status = session.train(resolved, chosen, overrides, run_dir, *parts, start)
+        if status:
+            sys.exit(status)
+    except RunError as error:
+        refuse(error)
+        sys.exit(1)
     except InputError as error:
-        if not alone:
-            tidy(run_dir)
+        if not alone and sorted(path.name for path in run_dir.parent.rglob("*")) == sorted(["multirun.yaml", run_dir.name]):
+            shutil.rmtree(run_dir.parent)  # of a sweep that never began Hydra has left just these two
         sys.exit(refuse(error))
 
 
-def tidy(run_dir: Path) -> None:
-    """Removes the directory of a run of a sweep that never began, and the sweep's own if that was all."""
-    sweep = run_dir.parent
-    run_dir.rmdir()
-    if [file.name for file in sweep.iterdir()] == ["multirun.yaml"]:
-        (sweep / "multirun.yaml").unlink()
-        sweep.rmdir()
-
-
 def build(config: DictConfig, resolved: dict):
-    """Returns (algorithm, task, data, mesh) from a configuration. Raises InputError for data or sizes that do not fit."""
-    import jax
-
-    import fedjax_cfl as cfl
-
+    """Returns (algorithm, task, data, drift, mesh) from a configuration. Raises InputError for data or sizes that do not fit."""
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
         cfl.use_cpu_cores()
     jax.config.update("jax_default_matmul_precision", "float32")  # accelerators would otherwise round inputs to TF32 or bfloat16
@@ -190,136 +194,47 @@ def build(config: DictConfig, resolved: dict):
     pool = made("dataset.source", config.dataset.source)
     concept = functools.partial(made, "concept", config.concept)
     data = cfl.federate(pool, made("partition", config.partition, pool), concept)
-    settings.check_sizes(resolved, data.num_clients)
+    settings.check_sizes(resolved, data.num_clients, int(data.test.size.sum()))
     module = made("model.module", config.model.module, num_classes=pool.num_classes)
     l2 = config.model.get("l2", 0.0) if config.preset.l2 is None else config.preset.l2
-    task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
+    try:
+        task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
+    except InputError as error:
+        raise InputError(f"model={config.model.name}: {error}") from None
     width = None if config.local.width == "auto" else config.local.width
     batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
-    local = cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh)
+    faults = cfl.Faults(**resolved["faults"])
+    local = cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults)
     fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
     select = made("algorithm.select", config.algorithm.select, **fixed)
     rest = {name: value for name, value in resolved["algorithm"].items() if name not in ("name", "select")}
-    return made("algorithm", OmegaConf.create(rest), task, local, select), task, data, mesh
+    return made("algorithm", OmegaConf.create(rest), task, local, select), task, data, made("drift", config.drift), mesh
 
 
 def made(field: str, node: DictConfig, *arguments, **options):
     """Calls the function that a node's `_target_` names, with the node's other values; its own errors stay its own."""
     target = node.get("_target_")
     try:
-        function = instantiate(node, _partial_=True)
+        function = instantiate(node, _partial_=True, _convert_="all")
     except HydraException as error:
         while error.__cause__:
             error = error.__cause__
         raise InputError(f"{field}._target_={target}: cannot be imported: {error}") from None
     try:
         inspect.signature(function.func).bind(*arguments, **function.keywords, **options)
-    except TypeError as error:
-        raise InputError(f"{field}: {target} {error}") from None
+    except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
+        raise InputError(f"{field}._target_={target}: {error}") from None
     return function(*arguments, **options)
 
 
 def record(config: DictConfig, run_dir: Path) -> None:
     """Writes what was asked for to .hydra/, as Hydra itself would."""
     folder = run_dir / ".hydra"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"run_dir={run_dir}: cannot be made: {error.strerror}") from None
+    folder.mkdir(exist_ok=True)
     overrides = HydraConfig.get().overrides.task
     for name, value in (("config", config), ("overrides", OmegaConf.create(list(overrides))), ("hydra", HydraConfig.get())):
         with report.replacing(folder / f"{name}.yaml") as temporary:
             OmegaConf.save(value, temporary)
-
-
-def train(config: dict, run_dir: Path, algorithm, task, data, mesh) -> None:
-    """Runs, shows progress, and writes metrics.jsonl, clients.parquet, summary.json and curves.png."""
-    import jax
-    import numpy as np
-    from rich.console import Console
-
-    from fedjax_cfl import run
-    from fedjax_cfl.data import describe
-
-    console = Console()
-    console.print(opening(config, describe(data), mesh), soft_wrap=True)
-    with report.open_metrics(run_dir) as handle, report.progress(config["rounds"]) as show:
-
-        def on_row(row):
-            report.append_row(handle, row)
-            show(row)
-
-        key = jax.random.key(config["seed"])
-        options = {"rounds": config["rounds"], "eval_every": config["eval_every"], "discard": config["discard"]}
-        result = run(algorithm, task, data, key, **options, with_auxiliary=config["eval_auxiliary"], mesh=mesh, on_row=on_row)
-    table, served = result.clients, algorithm.serve(result.state).index
-    columns = {"client": np.arange(data.num_clients), "group": served, "concept": data.concept, "train_samples": data.train.size}
-    report.write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
-    summary = summarise(config, result, mesh)
-    report.write_json(run_dir / "summary.json", summary)
-    plot.curves(run_dir)
-    console.print(report.final_table(spoken(summary)))
-    if algorithm.clustered and summary["best_accuracy"] is None:
-        console.print(f"no accuracy yet: discard={config['discard']} waits until every client has been met; more rounds, or discard=none")
-    console.print(f"written to {run_dir}", soft_wrap=True, markup=False)
-
-
-def opening(config: dict, sizes: dict, mesh) -> str:
-    """Returns the first line a run prints: the method, the data and the machine."""
-    few = [
-        f"{sizes[f'clients_without_{side}']:,} clients without {side} samples"
-        for side in ("train", "test")
-        if sizes[f"clients_without_{side}"]
-    ]
-    parts = [
-        f"{sizes['clients']:,} clients",
-        f"{sizes['classes']:,} classes",
-        f"{sizes['train_samples']:,} train and {sizes['test_samples']:,} test samples",
-        f"{sizes['min_train']:,} to {sizes['max_train']:,} train samples a client (median {sizes['median_train']:,g})",
-        *few,
-        f"{mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}",
-    ]
-    return f"{config['algorithm']['name']} on {config['dataset']['name']}: {', '.join(parts)}"
-
-
-def spoken(summary: dict) -> dict:
-    """Returns a summary as its reader wants it: rates beside their counts, one line for the seconds, no lists."""
-    shown = {name: value for name, value in summary.items() if not name.endswith(("_s", "_mean", "_variance")) and name != "concept"}
-    for name in ("client_updates", "local_steps"):
-        shown[name] = f"{summary[name]:,} ({summary[f'{name}_per_s']:,.0f} /s)"
-    seconds = {"compiling": "compile_s", "training": "train_s", "evaluating": "eval_s"}
-    shown["seconds"] = ", ".join(f"{what} {summary[name]:.2f}" for what, name in seconds.items())
-    shown["group_sizes"] = ", ".join(map(str, summary["group_sizes"]))
-    shown["peak_memory"] = report.scaled(shown.pop("peak_memory_bytes"), "B")
-    shown["devices"] = ", ".join(shown.pop("devices"))
-    return shown
-
-
-def summarise(config: dict, result, mesh) -> dict:
-    """Returns the contents of summary.json."""
-    from fedjax_cfl import run
-
-    chosen = HydraConfig.get().runtime.choices
-    names = {group: chosen[group] for group in ("algorithm", "dataset", "partition", "model", "concept", "preset")}
-    numbers = report.summarise(result.rows)
-    seconds = max(result.times["train_s"], 1e-9)
-    devices = [f"{count} x {kind}" for kind, count in _counted(device.device_kind for device in mesh.devices.flat)]
-    return {
-        **names,
-        "seed": config["seed"],
-        **numbers,
-        "client_updates_per_s": numbers["client_updates"] / seconds,
-        "local_steps_per_s": numbers["local_steps"] / seconds,
-        **result.times,
-        "peak_memory_bytes": sys.modules[run.__module__].peak_memory_bytes(),
-        "devices": devices,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
-        "overrides": list(HydraConfig.get().overrides.task),
-    }
-
-
-def _counted(items):
-    return [(item, len(list(same))) for item, same in itertools.groupby(sorted(items))]
 
 
 if __name__ == "__main__":

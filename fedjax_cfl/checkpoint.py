@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written whole or not at all and verified when read, and the lock of its directory. Nothing here is a pickle.
+"""Checkpoints of a run, written whole or not at all and verified when read. Nothing here is a pickle.
 
 A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the one saved last, whatever its step:
   arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
@@ -9,7 +9,6 @@ It is written as `.unfinished`, flushed to the disk and renamed: a killed run le
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -32,7 +31,6 @@ FORMAT = 1
 NAME = re.compile(r"(\d+)-step-\d+")
 ARRAYS, HEADER, MANIFEST = "arrays", "checkpoint.json", "manifest.json"
 UNFINISHED = ".unfinished"  # being written or being deleted
-LOCK = ".lock"
 
 
 class Checkpoint(NamedTuple):
@@ -53,7 +51,7 @@ def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, ke
     Afterwards the last `keep` checkpoints remain, and the one with the highest `score` (the newest of equals).
     Raises InputError when it cannot be written; what was there before is untouched. One process of a multi-host run saves.
     """
-    assert keep >= 1
+    assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
     named = _named(tree)
     stored = {str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size}  # Orbax refuses empty arrays
@@ -167,6 +165,15 @@ def _score(path: Path) -> float | None:
         return None
 
 
+def arrays(path: str | Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left out. For reading a finished run's models."""
+    path = Path(path).absolute()
+    specs = _header(path)["leaves"]
+    return _arrays(
+        path, {str(n): name for n, (name, spec) in enumerate(specs.items()) if "0" not in re.findall(r"\d+", spec.partition("[")[2])}
+    )
+
+
 def restore(path: str | Path, like, identity: dict) -> Checkpoint:
     """Returns one checkpoint, verified. Raises InputError if it is damaged or of a different run.
 
@@ -250,12 +257,11 @@ def _placed(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -
     """Returns a stored array with the type and sharding of `leaf`."""
     raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
-    if _is_key(leaf):
-        value = jax.random.wrap_key_data(value, impl=header["keys"][name])
-    assert value.shape == leaf.shape and value.dtype == leaf.dtype, name
+    assert value.shape == raw.shape and value.dtype == raw.dtype, name
     if isinstance(leaf, np.ndarray | np.generic):
         return value if isinstance(leaf, np.ndarray) else value[()]
-    return jax.device_put(value, leaf.sharding if getattr(leaf, "committed", True) else None)
+    value = jax.device_put(value, leaf.sharding if getattr(leaf, "committed", True) else None)
+    return jax.random.wrap_key_data(value, impl=header["keys"][name]) if _is_key(leaf) else value
 
 
 # leaves and files
@@ -316,51 +322,3 @@ def _orbax() -> Iterator[tuple[Any, Any]]:
             yield ocp, checkpointer
     finally:
         logger.disabled = before
-
-
-# one process per run directory
-
-
-@contextlib.contextmanager
-def lock(run_dir: str | Path) -> Iterator[None]:
-    """Holds a run directory, made if missing, for this process. Raises InputError that names the process that holds it.
-
-    The operating system lets go of the lock when its process ends, however it ends, so none is ever stale.
-    """
-    path = Path(run_dir) / LOCK
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquired(path)
-    except BlockingIOError as error:
-        raise InputError(f"run_dir={run_dir}: in use by {error.strerror}") from None
-    except OSError as error:
-        raise InputError(f"run_dir={run_dir}: cannot be locked: {_reason(error)}") from None
-    try:
-        yield
-    finally:
-        if _is_at(descriptor, path):
-            path.unlink()  # while the lock is held: who opened it meanwhile finds it gone and tries again
-        os.close(descriptor)
-
-
-def _acquired(path: Path) -> int:
-    """Returns the descriptor of the locked file, with this process's name in it. Raises BlockingIOError with the holder's name."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
-                return descriptor
-            os.close(descriptor)
-        except OSError as error:
-            holder = os.read(descriptor, 300).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise BlockingIOError(error.errno, holder) if isinstance(error, BlockingIOError) else error from None
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False

@@ -82,3 +82,19 @@ def describe(data: FederatedData) -> dict[str, float]:
         "clients_without_train": int((train == 0).sum()),
         "clients_without_test": int((test == 0).sum()),
     }
+
+
+def sentence(data: FederatedData) -> str:
+    """Returns the same numbers in words; clients without samples are mentioned where there are any."""
+    n = describe(data)
+    without = [
+        f"{n[f'clients_without_{side}']:,} clients without {side} samples" for side in ("train", "test") if n[f"clients_without_{side}"]
+    ]
+    parts = [
+        f"{n['clients']:,} clients",
+        f"{n['classes']:,} classes",
+        f"{n['train_samples']:,} train and {n['test_samples']:,} test samples",
+        f"{n['min_train']:,} to {n['max_train']:,} train samples a client (median {n['median_train']:g})",
+        *without,
+    ]
+    return ", ".join(parts)

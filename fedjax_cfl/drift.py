@@ -79,6 +79,7 @@ def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
         one, two = _only(real & (drawn.coin < p), first, second, data.num_clients)
         heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
         shifted = heir != clients
+        data = data.replace(concept=data.concept[heir])  # the truth about a client's data moves with them
         return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])), memory, shifted
 
     return Drift(_no_memory, apply)
@@ -108,6 +109,7 @@ def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -
         stay = jnp.broadcast_to(jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape)
         heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")  # [K, C]
         shifted = jnp.any(heir != stay, axis=1)
+        data = data.replace(concept=jnp.where(shifted, -1, data.concept))  # from now on of mixed origin
         return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y])), memory, shifted
 
     return Drift(_no_memory, apply, _most_by_label)

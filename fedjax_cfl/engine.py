@@ -121,7 +121,7 @@ def federated(
         total = traffic.add(state.traffic, walked, asked, sent)
         return state.replace(round=state.round + 1, groups=groups, server=server_state, assignment=assignment, traffic=total), info
 
-    return Algorithm(init, round, own_group if clustered else everybody, clustered)
+    return Algorithm(init, round, own_group if clustered else everybody, clustered, troubles.nonfinite)
 
 
 def serve_step(server: optax.GradientTransformation, state: State, step, mass):

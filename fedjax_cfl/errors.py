@@ -8,6 +8,14 @@ class InputError(ValueError):
     """Bad config, data, file or checkpoint. The command line prints it as one line and exits with status 2."""
 
 
+class RunError(RuntimeError):
+    """A run cannot go on. The command line prints it as one line and exits with status 1."""
+
+
+class NonFiniteUpdate(RunError):
+    """A client sent an update that is not finite and `faults.nonfinite` is raise; names round, client and layer."""
+
+
 def require(field: str, value, options: Iterable[str]) -> None:
     """Raises InputError unless `value` is one of `options`."""
     if value not in options:

@@ -84,7 +84,7 @@ def attacked(faults: Faults, key, upload: Upload, by):
 
 
 def screened(policy: str, upload: Upload):
-    """Applies the policy; returns (upload, bad [S] bool, number of the first bad leaf [S], -1 for none). Nothing that leaves here is NaN."""
+    """Applies the policy; returns (upload, bad [S] bool, number of the first bad leaf [S], -1 for none). No NaN leaves here."""
     finite = jnp.stack([jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta)])  # [L, S]
     bad = ~jnp.all(finite, axis=0)
 

@@ -141,6 +141,13 @@ def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Holding
     return _collect([part[~pool.test[part]] for part in held], [part[pool.test[part]] for part in held])
 
 
+def auto(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+    """Deals as `by_user` where the pool names natural owners, else as `dirichlet`."""
+    if pool.client is not None:
+        return by_user(pool, seed=seed, test_fraction=test_fraction)
+    return dirichlet(pool, clients=clients, alpha=alpha, min_samples=min_samples, seed=seed, test_fraction=test_fraction)
+
+
 def iid(pool: Pool, *, clients: int, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = _check(clients, seed, test_fraction)

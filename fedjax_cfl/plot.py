@@ -90,9 +90,9 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     dress(axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients")
 
 
-def curves(run_dir: str | Path) -> None:
+def curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
-    rows, summary = read_metrics(run_dir), read_summary(run_dir) or {}
+    rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)

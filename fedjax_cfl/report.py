@@ -127,6 +127,13 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def cut_metrics(run_dir: str | Path, last: int) -> None:
+    """Drops the rows after round `last`, which a resumed run will write again."""
+    kept = [row for row in read_metrics(run_dir) if row["round"] <= last] if (Path(run_dir) / METRICS).exists() else []
+    with replacing(Path(run_dir) / METRICS) as temporary:
+        temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
+
+
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """Reads summary.json, or returns None where the run has not finished."""
     path = Path(run_dir) / "summary.json"

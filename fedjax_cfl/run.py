@@ -7,7 +7,7 @@ same two halves from Python, so that numbers appear while the run goes on.
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +19,9 @@ from fedjax_cfl import evaluate, sharding, traffic
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.engine import DRIFT, stream
+from fedjax_cfl.errors import NonFiniteUpdate
 from fedjax_cfl.metrics import ClientMetrics
 from fedjax_cfl.types import Algorithm, FederatedData, State, Task, View
-
-
-class Result(NamedTuple):
-    """What `run` returns."""
-
-    state: State
-    data: FederatedData  # as the drift left it
-    rows: list[dict[str, Any]]  # one per evaluation, plain Python values
-    clients: ClientMetrics  # the last evaluation, [K]
-    times: dict[str, float]  # seconds: compile_s, train_s, eval_s
 
 
 class Shifting(NamedTuple):
@@ -40,26 +31,33 @@ class Shifting(NamedTuple):
     y: jax.Array
     train: View
     test: View
+    concept: jax.Array
     shifted: jax.Array
     memory: Any
 
     def on(self, data: FederatedData) -> FederatedData:
         """Returns the data as edited so far."""
-        return data.replace(owner=self.owner, y=self.y, train=self.train, test=self.test, shifted=self.shifted)
+        return data.replace(**{name: value for name, value in self._asdict().items() if name != "memory"})
 
 
 def beginning(drift: Drift, key, data: FederatedData) -> Shifting:
     """Returns the data's moving part before round 0, after the algorithm's own start has seen all of it."""
     data, memory = drift.init(stream(key, DRIFT), data)
-    return Shifting(data.owner, data.y, data.train, data.test, data.shifted, memory)
+    return moving(data, memory)
+
+
+def moving(data: FederatedData, memory) -> Shifting:
+    """Takes the moving part out of the data."""
+    return Shifting(**{name: getattr(data, name) for name in Shifting._fields if name != "memory"}, memory=memory)
 
 
 def one_round(algorithm: Algorithm, drift: Drift, key, state: State, shifting: Shifting, data: FederatedData):
     """One shift and one round; returns (state, shifting, info)."""
     met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
     now, memory, shifted = drift.apply(stream(key, DRIFT), state.round, shifting.on(data), shifting.memory, met)
-    state, info = algorithm.round(key, state, now.replace(shifted=shifted))
-    return state, Shifting(now.owner, now.y, now.train, now.test, shifted, memory), info
+    now = now.replace(shifted=shifted)
+    state, info = algorithm.round(key, state, now)
+    return state, moving(now, memory), info
 
 
 def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
@@ -105,6 +103,28 @@ def whole(algorithm: Algorithm, task: Task, mesh, rounds: int, eval_every: int =
     return go
 
 
+class Snapshot(NamedTuple):
+    """Where a run stands after an evaluation: what a checkpoint keeps. The arrays are only valid until the run goes on."""
+
+    state: State
+    shifting: Shifting
+    facts: dict[str, Any]  # counters and seconds so far, see COUNTERS
+
+
+class Result(NamedTuple):
+    """What `run` returns."""
+
+    state: State
+    data: FederatedData  # as the drift left it
+    rows: list[dict[str, Any]]  # one per evaluation, plain Python values
+    clients: ClientMetrics  # the last evaluation, [K]
+    times: dict[str, float]  # seconds: compile_s, train_s, eval_s
+
+
+COUNTERS = {"met": 0, "client_updates": 0, "local_steps": 0, "wall_s": 0.0, "compile_s": 0.0, "train_s": 0.0, "eval_s": 0.0}
+TIMES = ("compile_s", "train_s", "eval_s")
+
+
 def run(
     algorithm: Algorithm,
     task: Task,
@@ -117,73 +137,92 @@ def run(
     discard: str = "rounds",
     with_auxiliary: bool = True,
     mesh=None,
-    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+    start: Snapshot | None = None,
+    on_start: Callable[[Snapshot], None] = lambda snapshot: None,
+    on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
 ) -> Result:
-    """Runs `rounds` rounds with an evaluation after every `eval_every` of them and after the last.
+    """Runs up to round `rounds`, from `start` or from the beginning, with an evaluation after every `eval_every` rounds and the last.
 
-    `on_row` gets each evaluation's row as soon as it is known. `discard` (D17) hides a clustered method's accuracy while its first rounds
-    do not cover everybody: `rounds` while a round began with clients not met (the FlexCFL code), `met` while there are such clients,
-    `none` never.
+    `on_start` gets where the run stands before its first round, `on_row` each evaluation's row as soon as it is known, and where the run
+    stands then; the run ends early if it returns true. `discard` (D17) hides a clustered method's accuracy while its first rounds do not
+    cover everybody: `rounds` while a round began with clients not met (the FlexCFL code), `met` while there are such clients, `none` never.
+    Raises NonFiniteUpdate where the faults ask for it.
     """
-    mesh = mesh or sharding.mesh_of()
-    drift = drift or no_drift()
+    mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
     data = jax.device_put(enlarged(data, drift), sharding.replicated(mesh))
-    train, test, begin, compile_s = compiled(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
-    state, shifting = begin(key, data)
-    watch = {"compile_s": compile_s, "train_s": 0.0, "eval_s": 0.0}
-    rows, met, began, table = [], 0, time.perf_counter(), None
-    for count in blocks(rounds, eval_every):
+    began = time.perf_counter()
+    begin, train, test = programs(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
+    begin = begin.compile() if start is None else None
+    compile_s = time.perf_counter() - began
+    state, shifting, facts = start or (*begin(key, data), dict(COUNTERS))
+    facts = facts | {"compile_s": facts["compile_s"] + compile_s}
+    on_start(Snapshot(state, shifting, facts))
+    rows, done, table = [], int(state.round), None
+    while done < rounds:
+        count = min(eval_every - done % eval_every, rounds - done)
         started = time.perf_counter()
         state, shifting, infos = jax.block_until_ready(train(key, state, shifting, data, count))
         trained = time.perf_counter()
         found, table = jax.block_until_ready(test(state, shifting, data))
-        watch["train_s"] += trained - started
-        watch["eval_s"] += time.perf_counter() - trained
-        row = plain_row(state, infos, found, count, rows[-1] if rows else None)
-        everybody = data.num_clients
-        covered = row["evaluated_clients"] if discard == "met" else met
-        if algorithm.clustered and discard != "none" and covered < everybody:
+        ended = time.perf_counter()
+        row = plain_row(state, infos, found, count, facts)
+        covered = row["evaluated_clients"] if discard == "met" else facts["met"]
+        if algorithm.clustered and discard != "none" and covered < data.num_clients:
             row["accuracy"] = None
-        met = row["evaluated_clients"]
-        row["wall_s"] = time.perf_counter() - began
+        seconds = {"wall_s": ended - started, "train_s": trained - started, "eval_s": ended - trained}
+        facts = facts | {name: facts[name] + value for name, value in seconds.items()}
+        facts |= {"met": row["evaluated_clients"], "client_updates": row["client_updates"], "local_steps": row["local_steps"]}
+        row["wall_s"] = facts["wall_s"]
+        done += count
         rows.append(row)
-        on_row(row)
-    return Result(state, shifting.on(data), rows, table, watch)
+        stop = on_row(row, Snapshot(state, shifting, facts))
+        complain(algorithm, state, infos, count)
+        if stop:
+            break
+    if table is None:  # a finished run was taken up again
+        _, table = test(state, shifting, data)
+    return Result(state, shifting.on(data), rows, table, {name: facts[name] for name in TIMES})
 
 
-def blocks(rounds: int, eval_every: int) -> Iterator[int]:
-    """Yields the number of rounds before each evaluation; the last may be fewer."""
-    for start in range(0, rounds, eval_every):
-        yield min(eval_every, rounds - start)
+def complain(algorithm: Algorithm, state: State, infos, count: int) -> None:
+    """Raises NonFiniteUpdate for the first update of a block that was not finite, if that is the policy."""
+    if algorithm.nonfinite != "raise":
+        return
+    culprits = np.asarray(infos.lost.culprit)[:count]
+    for place in np.flatnonzero(culprits[:, 0] >= 0):
+        client, leaf = culprits[place]
+        layer = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(state.groups)[leaf][0], simple=True, separator="/")
+        raise NonFiniteUpdate(f"round {int(state.round) - count + place + 1}: client {client} sent a non-finite update of {layer}")
 
 
-def compiled(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
-    """Compiles the start, the rounds and the evaluation; returns (train, test, begin, seconds)."""
+def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key) -> tuple[State, Shifting]:
+    """Returns shapes, types and shardings of a run's state and moving data: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(lambda key, data: (algorithm.init(key, data), beginning(drift, key, data)), key, enlarged(data, drift))
     everywhere = sharding.replicated(mesh)
-    started = time.perf_counter()
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
 
-    def start(key, data):
-        return algorithm.init(key, data), beginning(drift, key, data)
+
+def programs(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
+    """Returns the three programs of a run: the start, lowered; the rounds and the evaluation, compiled."""
+    everywhere = sharding.replicated(mesh)
 
     def score(state, shifting, data):
         return evaluate.row(algorithm, task, mesh, state, shifting.on(data), with_auxiliary)
 
-    begin = jax.jit(start, out_shardings=everywhere).lower(key, data).compile()
-    shapes = jax.eval_shape(start, key, data)
-    state, shifting = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
+    state, shifting = standing(algorithm, drift, mesh, data, key)
     rounds = jax.jit(rounds_of(algorithm, drift, block), donate_argnums=(1, 2), out_shardings=everywhere)
     train = rounds.lower(key, state, shifting, data, 1).compile()
     test = jax.jit(score, out_shardings=everywhere).lower(state, shifting, data).compile()
-    return train, test, begin, time.perf_counter() - started
+    begin = jax.jit(lambda key, data: (algorithm.init(key, data), beginning(drift, key, data)), out_shardings=everywhere)
+    return begin.lower(key, data), train, test
 
 
-def plain_row(state: State, infos, found, count: int, before: dict[str, Any] | None) -> dict[str, Any]:
+def plain_row(state: State, infos, found, count: int, before: dict[str, Any]) -> dict[str, Any]:
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the block's mean discrepancy, everything sent so far."""
     state_round, sent, infos, found = jax.device_get((state.round, state.traffic, infos, found))
     infos = jax.tree.map(lambda values: values[:count], infos)
     model_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.groups))
     down, up = traffic.in_bytes(sent, model_bytes)
-    before = before or {"client_updates": 0, "local_steps": 0}
     row = {name: value.tolist() for name, value in found.items()}
     return {
         "round": int(state_round),

@@ -54,6 +54,15 @@ RULES = {
     "eval_every": _whole(1),
     "devices": _whole(1, or_none=True),
     "run_dir": Rule("the name of a directory", lambda value: type(value) in (str, int) and bool(str(value).strip())),
+    "resume": _one_of("auto", "must", "never"),
+    "checkpoint.every": _whole(1),
+    "checkpoint.minutes": _positive,
+    "checkpoint.keep": _whole(1),
+    "faults.dropout": _fraction,
+    "faults.straggler": _fraction,
+    "faults.nan": _fraction,
+    "faults.byzantine": _fraction,
+    "faults.scale": _not_negative,
     "discard": _one_of("rounds", "met", "none"),
     "local.lr": _positive,
     "local.epochs": _whole(1, 100_000),
@@ -101,25 +110,30 @@ def leaves(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def check_name(given: str, name: str, known: Collection[str]) -> None:
-    """Raises InputError unless `name` is one of the dotted names `known` or leads to one; `given` is the override as it was written."""
-    if any(other == name or other.startswith(f"{name}.") for other in known):
-        return
+def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
+    """Raises InputError unless `name` is one of the dotted names `known` or leads to one; `given` is the override as it was written.
+
+    Only an argument of a `_target_` can be removed.
+    """
     parent, _, last = name.rpartition(".")
+    if any(other == name or other.startswith(f"{name}.") for other in known):
+        if removed and (f"{parent}._target_" not in known or last in ("_target_", "name", "select")):
+            raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
+        return
     siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
     namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
     hint = f" (did you mean {min(namesakes, key=len)!r}?)" if namesakes else nearest(name, siblings or known)
-    own = [other.removeprefix(f"{parent}.") for other in sorted(siblings)]
-    listed = f"; {parent} has {', '.join(own)}" if own and not hint else ""
-    raise InputError(f"{given}: unknown setting{hint}{listed}; see --help")
+    own = sorted({other[len(parent) + 1 :].partition(".")[0] for other in siblings} - {"_target_", "_partial_", "name"})
+    listed = f"; {parent} has {', '.join(own)}" if own else "; see --help"
+    raise InputError(f"{given}: unknown setting{hint}{listed}")
 
 
-def check(config: dict, default: dict[str, Any]) -> None:
-    """Raises InputError for the first setting of a resolved configuration that is not allowed.
+def check(config: dict, default: dict[str, Any], asked: Collection[str] = ()) -> None:
+    """Raises InputError for the first setting of a resolved configuration that is not allowed, beginning with those `asked` for.
 
     `default` holds the value of every dotted name before it was changed: a setting without a rule of its own keeps its kind.
     """
-    for name, value in leaves(config):
+    for name, value in sorted(leaves(config), key=lambda leaf: leaf[0] not in asked):
         rule = RULES.get(name) or _like(default.get(name))
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
@@ -137,22 +151,41 @@ def _written(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
-def check_sizes(config: dict, num_clients: int) -> None:
-    """Raises InputError for settings that do not fit the number of clients the data turned out to have."""
+def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
+    """Raises InputError for settings that do not fit the clients and test samples the data turned out to have."""
+    if not test_samples:
+        raise InputError("partition: no client holds a test sample, so that nothing can be scored; raise partition.test_fraction")
     for name, value in (("clients_per_round", config["clients_per_round"]), ("algorithm.m", config["algorithm"].get("m", 1))):
         if value > num_clients:
             raise InputError(f"{name}={value}: must be at most {num_clients}, the number of clients")
 
 
-def check_run_dir(run_dir: str) -> None:
-    """Raises InputError if the run directory already holds something: a run never overwrites another."""
+RUN_FILES = {".hydra", ".lock", "metrics.jsonl", "checkpoints"}  # what an unfinished run has in its directory
+
+
+def check_run_dir(run_dir: str, resume: str) -> Path:
+    """Returns the path of a run directory. Raises InputError if it holds something that `resume` (auto | must | never) does not allow."""
     path = Path(run_dir)
     try:
-        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        if path.exists() and not path.is_dir():
+            raise InputError(f"run_dir={run_dir}: already exists and is not a directory; choose another")
+        names = {inside.name for inside in path.iterdir()} - {".lock"} if path.exists() else set()
     except OSError as error:
         raise InputError(f"run_dir={run_dir}: cannot be used: {error.strerror}") from None
-    if taken:
-        raise InputError(f"run_dir={run_dir}: already exists and is not {'empty' if path.is_dir() else 'a directory'}; choose another")
+    if resume == "must" and "checkpoints" not in names:
+        raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
+    if names and (resume == "never" or not ("checkpoints" in names or names <= RUN_FILES)):
+        raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
+    return path
+
+
+def make_dir(path: Path) -> Path:
+    """Makes a run directory and returns its path."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run_dir={path}: cannot be made: {error.strerror}") from None
+    return path
 
 
 def unknown(name: str, options: Iterable[str]) -> str:

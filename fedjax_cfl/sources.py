@@ -9,6 +9,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
 FEATURES, CLASSES = 60, 10  # of the synthetic data
+MOST_CLASSES = 1_000_000  # a label beyond this is no label, and tables of classes should not end in a lack of memory
 SPREAD = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
 FASHION = ("fashion_mnist/fashion_mnist_clients00-24.npz", "fashion_mnist/fashion_mnist_clients25-49.npz")
@@ -169,6 +170,8 @@ def check_pool(pool: Pool, name: str) -> Pool:
     classes = int(y.max()) + 1 if pool.num_classes is None else pool.num_classes
     if (bad := y >= classes).any():
         raise InputError(f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1} (num_classes={classes})")
+    if classes > MOST_CLASSES:
+        raise InputError(f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below {MOST_CLASSES}")
     client = None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
     test = None if pool.test is None else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
     return Pool(x, y, classes, client, test)

@@ -157,3 +157,4 @@ class Algorithm(NamedTuple):
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
     serve: Callable[..., Served]  # (state) -> models and who uses which
     clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody
+    nonfinite: str = "skip"  # what the run does about updates that are not finite, see `faults.Faults`

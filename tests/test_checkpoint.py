@@ -1,4 +1,4 @@
-"""Checkpoints: exact round trips, damage of every kind, other runs, kills, full disks, other device counts, and the lock."""
+"""Checkpoints: exact round trips, damage of every kind, other runs, kills, full disks, and other device counts."""
 
 import builtins
 import collections
@@ -472,58 +472,3 @@ def test_one_device_and_four_read_each_other(tmp_path):
     sharding = NamedSharding(mesh, PartitionSpec("clients"))
     found = checkpoint.restore_latest(tmp_path / "four", jax.device_put(tree, {**dict.fromkeys(tree, sharding), "key": None}), {})
     assert found.tree["w"].sharding == sharding
-
-
-# the lock
-
-
-HOLD = """
-import sys, time
-from fedjax_cfl import checkpoint
-with checkpoint.lock(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(100)
-"""
-
-
-def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
-    run_dir = tmp_path / "new" / "run"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=f"in use by process {holder.pid} on ") as caught, checkpoint.lock(run_dir):
-            pass
-        assert str(caught.value).startswith(f"run_dir={run_dir}: ")
-    finally:
-        holder.kill()
-        holder.wait()
-    with checkpoint.lock(run_dir):
-        assert f"process {os.getpid()} on" in (run_dir / checkpoint.LOCK).read_text(), "the dead process's lock is taken over"
-    assert names(run_dir) == [], "and nothing is left behind"
-
-
-def test_the_lock_is_not_reentrant_and_ends_with_an_error(tmp_path):
-    with pytest.raises(RuntimeError), checkpoint.lock(tmp_path):
-        with pytest.raises(InputError, match=f"process {os.getpid()}"), checkpoint.lock(tmp_path):
-            pass
-        assert (tmp_path / checkpoint.LOCK).exists(), "a refused process leaves the holder's file alone"
-        raise RuntimeError
-    with checkpoint.lock(tmp_path), checkpoint.lock(tmp_path / "other"):
-        pass
-
-
-def test_a_stale_file_and_a_removed_directory_do_no_harm(tmp_path):
-    (tmp_path / checkpoint.LOCK).write_text("process 1 on some very long name of a machine that is gone")
-    with checkpoint.lock(tmp_path):
-        assert "gone" not in (tmp_path / checkpoint.LOCK).read_text()
-    with checkpoint.lock(tmp_path / "run"):
-        shutil.rmtree(tmp_path / "run")
-
-
-def test_a_directory_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be locked: (File exists|Not a directory)"), checkpoint.lock(tmp_path / "file"):
-        pass
-    monkeypatch.setattr(os, "open", fails(errno.EROFS))
-    with pytest.raises(InputError, match="cannot be locked: Read-only file system"), checkpoint.lock(tmp_path):
-        pass

@@ -12,10 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import settings
 
-SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2"
-BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg"
+SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2 devices=1"
+BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
 SUMMARY = (
     "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy last10_accuracy macro_accuracy "
     "micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up units_down bytes_up bytes_down client_updates local_steps "
@@ -26,7 +25,7 @@ SUMMARY = (
 REFUSED = {
     # names
     "algorithm=flexcf": "algorithm=flexcf unknown 'flexcfl'",
-    "algorithm=sgdx99": "algorithm=sgdx99 allowed: fedadagrad",
+    "algorithm=zzz": "algorithm=zzz allowed: fedadagrad",
     "dataset=digit": "dataset=digit 'digits'",
     "model=mlpp": "model=mlpp 'mlp'",
     "partition=dirichle": "partition=dirichle 'dirichlet'",
@@ -39,7 +38,7 @@ REFUSED = {
     "m=3": "m=3 'algorithm.m'",
     "local.epoch=3": "local.epoch=3 'local.epochs'",
     "lokal.lr=3": "lokal.lr=3 'local.lr'",
-    "algorithm.momentun=0.5 algorithm=fedavgm": "'momentum'",
+    "algorithm.momentun=0.5 algorithm=fedavgm": "'algorithm.momentum'",
     "algorithm.mu=0.1": "algorithm.mu=0.1 unknown",
     "algorithm.xyz=1": "algorithm.xyz=1 algorithm has alpha",
     "dataset.source.pat=x dataset=npz": "dataset.source.pat=x 'dataset.source.path'",
@@ -119,9 +118,9 @@ REFUSED = {
     "=3": "=3: KEY=VALUE",
     "run_dir=a=b": "run_dir=a=b: quotes",
     "rounds=${nope}": "rounds=${nope}: 'nope' not found",
-    "rounds=${rounds}": "rounds=${rounds}: recursive",
+    "rounds=${rounds}": "rounds=${rounds}: Recursive",
     "rounds=${oc.env:NO_SUCH_VARIABLE}": "rounds=${oc.env:NO_SUCH_VARIABLE}: not found",
-    "rounds=${nope:3}": "rounds=${nope:3}: resolver",
+    "rounds=${nope:3}": "rounds=${nope:3}: nope",
     "algorithm=fedavg,ifca": "algorithm=fedavg,ifca: -m",
     "seed=range(0,3)": "seed=range(0,3): -m",
     "-m seed=0,x": "seed=x: whole number",
@@ -164,6 +163,7 @@ REFUSED = {
     "dataset=npz dataset.source.path={files}/split.npz": "split.npz: split",
     "dataset=npz dataset.source.path={files}/all_test.npz": "training sample",
     "dataset=npz dataset.source.path={files}/good.npz": "partition.clients=100: at most 4",
+    "dataset=npz dataset.source.path={files}/owned.npz algorithm=ifca algorithm.m=6 clients_per_round=2": "algorithm.m=6: at most 5",
     "dataset=npz dataset.source.path={files}/good.npz partition=by_user": "partition=by_user: no clients",
     "dataset=leaf dataset.source.path={files}/none": "none: cannot be read",
     "dataset=leaf dataset.source.path={files}/good.npz": "good.npz: not JSON",
@@ -171,12 +171,13 @@ REFUSED = {
     "dataset=femnist offline=true": "femnist (offline): not found",
     # what does not fit together
     "model=mnist_cnn dataset=synthetic": "model=mnist_cnn (60,)",
-    "model=gru": "model=gru (8, 8)",
+    "partition.test_fraction=0": "no client holds a test sample",
+    "model=gru dataset=synthetic": "model=gru (60,)",
     "model=fedgroup_lstm": "model=fedgroup_lstm (2, 10)",
     "concept=rotate dataset=synthetic": "concept=rotate: square images",
     "partition=by_user": "partition=by_user: no clients",
     "partition=ditto": "partition=ditto: test split",
-    "dataset.clients=5000": "partition.clients=5000: at most 174",
+    "dataset.clients=5000": "partition.clients=5000: at most 172",
     "partition=iid dataset.clients=2000": "partition.clients=2000: at most 1797",
     "partition=shards dataset.clients=1000": "partition.clients=1000: at most 898",
     "partition=dirichlet dataset.clients=180": "partition.clients=180: at most 179",
@@ -184,10 +185,9 @@ REFUSED = {
     "partition=dirichlet partition.alpha=0.001": "partition.min_samples=10: not met",
     "partition.classes_per_client=11": "partition.classes_per_client=11: 1 .. 10",
     "model.module._target_=no_such.Model": "model.module._target_=no_such.Model: cannot be imported",
-
     "model.module._target_=fedjax_cfl.models.None_": "fedjax_cfl.models.None_: cannot be imported",
-    "model.module._target_=builtins.dict": "flax.linen.Module",
-    "+model.module.depth=3": "model.module: 'depth'",
+    "model.module._target_=builtins.dict": "builtins.dict",
+    "+model.module.depth=3": "model.module 'depth'",
     "algorithm._target_=no.such": "algorithm._target_=no.such: cannot be imported",
 }
 
@@ -264,5 +264,189 @@ def test_bad_input_is_refused_in_one_line(line, fedjax_cfl, files, tmp_path):
     one_line(error)
     missing = [word for word in REFUSED[line].split() if word not in error]
     assert not missing, error
-    assert list(tmp_path.iterdir()) == []
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in (files / "taken").iterdir()] == ["keep.txt"]
+
+
+@pytest.mark.parametrize("line", ["dataset=mnist", "dataset=femnist"])
+def test_a_data_folder_that_does_not_exist_is_refused(line, fedjax_cfl, monkeypatch):
+    monkeypatch.setenv("FEDJAX_CFL_DATA", "/no/such/folder")
+    status, _, error = fedjax_cfl(line)
+    assert status == 2 and "FEDJAX_CFL_DATA: no folder /no/such/folder" in error
+    one_line(error)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused(fedjax_cfl, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    status, _, error = fedjax_cfl("run_dir=locked/run")
+    assert status == 2 and "cannot be made" in error
+
+
+def test_a_module_that_cannot_be_imported_is_refused(fedjax_cfl, tmp_path):
+    (tmp_path / "broken_module.py").write_text("import no_such_package")
+    status, _, error = fedjax_cfl("model.module._target_=broken_module.Model")
+    assert status == 2 and "broken_module.Model: cannot be imported: No module named 'no_such_package'" in error
+    one_line(error)
+
+
+# composition
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """Returns f(line) -> (resolved configuration, chosen options), as a run would see them."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    def compose(line: str):
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
+            cli.check(line.split())
+            config = hydra.compose("config", line.split(), return_hydra_config=True)
+            chosen = config.hydra.runtime.choices
+            return OmegaConf.to_container(OmegaConf.masked_copy(config, ["algorithm", "partition", "model", "rounds", "local"])), chosen
+
+    return compose
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (cli.CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("dataset", options("dataset"))
+def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, composed):
+    path = " dataset.source.path=x" if dataset in ("npz", "leaf") else ""
+    _, chosen = composed(f"dataset={dataset}{path}")
+    assert chosen["partition"] in options("partition") and chosen["model"] in options("model")
+    for line in (f"dataset={dataset} partition=iid model=lenet{path}", f"model=lenet partition=iid dataset={dataset}{path}"):
+        config, chosen = composed(line)
+        assert (chosen["partition"], chosen["model"]) == ("iid", "lenet")
+        assert config["partition"]["_target_"].endswith(".iid") and config["model"]["name"] == "lenet"
+
+
+@pytest.mark.parametrize("algorithm", options("algorithm"))
+def test_every_algorithm_composes_with_every_preset(algorithm, composed):
+    for preset in options("preset"):
+        config, chosen = composed(f"algorithm={algorithm} preset={preset}")
+        assert chosen["algorithm"] == config["algorithm"]["name"] == algorithm
+
+
+@pytest.mark.parametrize("group", ["concept", "drift", "experiment", "model", "partition"])
+def test_every_option_composes(group, composed):
+    for option in options(group):
+        assert composed(f"{group}={option}")[1][group] == option
+
+
+# what works
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
+    for name in ("one", "two"):
+        status, out, error = fedjax_cfl(f"{SMALL} rounds=5 eval_every=2 concept=rotate concept.groups=2 run_dir={name}")
+        assert status == 0 and error == ""
+    assert out.startswith("flexcfl on digits: 8 clients, 10 classes,") and "without" not in out.splitlines()[0]
+    assert all(f" {words} " in out for words in ("best accuracy", "clients per group", "data sent", "peak memory", "devices"))
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert set(SUMMARY.split()) <= set(summary)
+    assert summary["algorithm"] == "flexcfl" and summary["partition"] == "power_law" and summary["rounds"] == 5
+    assert -1 <= summary["ari"] <= 1 and 0 <= summary["best_accuracy"] <= 1 and sum(summary["group_sizes"]) == 8
+    first, second = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [row["round"] for row in first] == [2, 4, 5]
+    assert [row | {"wall_s": 0} for row in first] == [row | {"wall_s": 0} for row in second]
+    clients = pyarrow.parquet.read_table(tmp_path / "one" / "clients.parquet")
+    assert clients.num_rows == 8 and {"client", "group", "concept", "train_samples", "test_samples", "accuracy"} <= set(
+        clients.column_names
+    )
+    assert (tmp_path / "one" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(path.name for path in (tmp_path / "one" / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
+    status, out, _ = fedjax_cfl(f"{SMALL} rounds=1")
+    assert status == 0 and "no accuracy yet: discard=rounds" in out
+
+
+def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
+    status, _, error = fedjax_cfl(
+        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 devices=1 run_dir=sweep -m"
+    )
+    assert status == 0 and error == ""
+    runs = [json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text()) for number in range(4)]
+    assert {(run["algorithm"], run["seed"]) for run in runs} == {(name, seed) for name in ("fedavg", "fedsgd") for seed in (0, 1)}
+    status, out, _ = fedjax_cfl("compare sweep --out sweep")
+    assert status == 0 and "fedavg" in out and "fedsgd" in out and (tmp_path / "sweep" / "compare.csv").is_file()
+    assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another
+
+
+def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, tmp_path):
+    status, out, error = fedjax_cfl(f"dataset=npz dataset.source.path={{files}}/owned.npz {BARE} run_dir=run")
+    assert status == 0 and error == ""
+    line = out.splitlines()[0]
+    assert line.startswith("fedavg on npz: 5 clients, 3 classes,")
+    assert "2 clients without train samples, 2 clients without test samples" in line
+    assert pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")["train_samples"].to_pylist() == [8, 8, 10, 0, 0]
+
+
+def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):
+    line = f"dataset=npz dataset.source.path={{files}}/pixels.npz {BARE} dataset.clients=4 partition.min_samples=2 model=mlp"
+    status, out, error = fedjax_cfl(f"{line} local.batch_size=1000000000 run_dir=5")  # a full batch, and a name that reads as a number
+    assert status == 0 and error == "" and "4 clients, 3 classes, " in out and (tmp_path / "5" / "summary.json").is_file()
+
+
+def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
+    (tmp_path / "my_models.py").write_text(
+        "import flax.linen as nn\n\n\nclass Tiny(nn.Module):\n    num_classes: int\n    width: int = 4\n\n    @nn.compact\n"
+        "    def __call__(self, x):\n        return nn.Dense(self.num_classes)(nn.Dense(self.width)(x.reshape(len(x), -1)))\n"
+    )
+    status, _, error = fedjax_cfl(f"model.module._target_=my_models.Tiny +model.module.width=3 dataset.clients=8 {BARE} run_dir=run")
+    assert status == 0 and error == ""
+
+
+def test_drift_reaches_the_run(fedjax_cfl, tmp_path):
+    status, _, error = fedjax_cfl(f"drift=swap_all drift.p=1 dataset.clients=8 {BARE} run_dir=run")
+    assert status == 0 and error == ""
+    fedjax_cfl(f"dataset.clients=8 {BARE} run_dir=still")
+    assert rows(tmp_path / "run")[-1]["train_loss"] != rows(tmp_path / "still")[-1]["train_loss"]
+
+
+def test_help_and_the_whole_configuration(fedjax_cfl):
+    status, out, _ = fedjax_cfl("--help")
+    assert status in (0, None)
+    for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
+        assert f"{group}: {', '.join(options(group))}" in out
+    assert max(map(len, out.splitlines())) < 180 and "Traceback" not in out
+    status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
+    assert status == 0 and "fedjax_cfl.algorithms.ifca" in out
+    assert fedjax_cfl("--version")[1].startswith("fedjax-cfl ")
+
+
+def test_doctor_and_download(fedjax_cfl):
+    assert fedjax_cfl("doctor")[0] == 0
+    status, _, error = fedjax_cfl("download mnits")
+    assert status == 2 and "'mnist'" in error
+    one_line(error)
+    assert fedjax_cfl("compare no_such_folder")[0] == 2
+
+
+# the real thing, from a folder of its own
+
+
+@pytest.mark.parametrize("line", ["algorithm=flexcf", "clients_per_round=61", "-m clients_per_round=61,62"])
+def test_the_process_ends_with_2_and_no_traceback(line, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "fedjax_cfl", *line.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    one_line(done.stderr)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_process_runs_from_anywhere(tmp_path):
+    command = [sys.executable, "-m", "fedjax_cfl", *f"dataset.clients=8 {BARE}".split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("fedavg-digits-") and (run_dir / "summary.json").is_file()

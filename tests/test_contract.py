@@ -1,6 +1,7 @@
 """Every file of conf/algorithm is built the way the command line builds it and put through the same checks."""
 
 import functools
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import chex
@@ -55,7 +56,7 @@ def build(toy_pool, tmp_path_factory):
     @functools.cache
     def build(algorithm, preset="clean"):
         config = hydra.compose("config", [*settings, f"algorithm={algorithm}", f"preset={preset}"])
-        algorithm, task, data, mesh, *_ = main.build(config, OmegaConf.to_container(config, resolve=True))
+        algorithm, task, data, *_, mesh = main.build(config, OmegaConf.to_container(config, resolve=True))
         return algorithm, task, data, mesh
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)), pytest.MonkeyPatch.context() as patch:
@@ -87,7 +88,7 @@ def test_finite(case):
 
 
 def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
-    for before, after, info in zip(case.states, case.states[1:], case.infos, strict=False):
+    for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
         nan = np.isnan(info.group_discrepancy)
         assert not nan.all()
         idle = jax.tree.map(lambda leaf, nan=nan: leaf[nan], (before.groups, after.groups))
@@ -153,7 +154,7 @@ def test_resume_equals_uninterrupted(case):
 
 
 def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
-    for before, after, info in zip(case.states, case.states[1:], case.infos, strict=False):
+    for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
         assert any(np.any(old != new) for old, new in zip(jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True))
         assert np.sum(before.assignment != after.assignment) <= COHORT
         assert 0 < info.clients <= COHORT
@@ -161,7 +162,7 @@ def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
 
 
 def test_traffic_is_sane(case):
-    for before, after in zip(case.states, case.states[1:], strict=False):
+    for before, after in pairwise(case.states):
         spent = jax.tree.map(lambda new, old: int(new - old), after.traffic, before.traffic)
         assert spent.units_up == COHORT
         assert spent.units_down >= COHORT

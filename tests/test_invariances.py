@@ -1,0 +1,213 @@
+"""What must not matter: how clients share a device, how many devices there are, the order of the cohort, where samples lie in memory."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+import fedjax_cfl as cfl
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl import local as training
+from fedjax_cfl import select
+from fedjax_cfl.types import Cohort
+
+KEY = jax.random.key(5)
+ROUNDS, CLIENTS = 3, 14
+ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
+METHODS = {
+    "fedavg": lambda task, local, select: zoo.fedavg(task, local, select),
+    "fedprox with stragglers": lambda task, local, select: zoo.fedprox(task, local, select, mu=0.1, drop_percent=0.5),
+    "qfedavg": lambda task, local, select: zoo.qfedavg(task, local, select, q=1.0),
+    "ifca": lambda task, local, select: zoo.ifca(task, local, select, m=2),
+    "flexcfl": lambda task, local, select: zoo.flexcfl(task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False),
+}
+TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])  # client 2 has no data, client 6 one sample
+
+
+def play(method, task, local, data, tables=(TABLE,)):
+    """Returns [(state, infos)] of three rounds from the start, for each table of cohorts; compiled once."""
+
+    def go(table, data):
+        algorithm = METHODS[method](task, local, select.listed(table))
+        state = algorithm.init(KEY, data)
+        return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), state, length=ROUNDS)
+
+    go = jax.jit(go)
+    return [go(jnp.asarray(table), data) for table in tables]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def usual(method, toy, mlp, local):
+    """One device, one client at a time, cohorts as selected; and three results on the same program with other inputs."""
+    rng = np.random.default_rng(0)
+    shuffled = [rng.permuted(TABLE, axis=1) for _ in range(2)]
+    assert all((a != TABLE).any(axis=1).all() for a in shuffled)
+    return play(method, mlp, local, toy, (TABLE, *shuffled))
+
+
+def assert_same(one, other):
+    chex.assert_trees_all_equal(one[0].assignment, other[0].assignment)
+    chex.assert_trees_all_equal(one[0].traffic, other[0].traffic)
+    chex.assert_trees_all_close(one, other, **ROUNDING)
+
+
+def test_order_of_the_cohort(usual):
+    for other in usual[1:]:
+        assert_same(other, usual[0])
+
+
+@pytest.mark.parametrize("width", [2, 5, 7])
+def test_width(usual, method, toy, mlp, local, width):
+    assert_same(play(method, mlp, local._replace(width=width), toy)[0], usual[0])
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_devices(usual, method, toy, mlp, local, devices):
+    width = 1 if devices == 8 else 2
+    assert_same(play(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width), toy)[0], usual[0])
+
+
+def test_capacity(usual, method, toy, mlp, local):
+    assert_same(play(method, mlp, local, toy.replace(capacity=2 * toy.capacity + 1))[0], usual[0])
+
+
+def moved(data, seed=0):
+    """The same data with the samples at other places of the pool: every client still holds the same samples in the same order."""
+    place = np.random.default_rng(seed).permutation(data.y.size)  # sample i goes to place[i]
+    source = np.argsort(place)
+
+    def follow(view):
+        return view.replace(order=jnp.asarray(place[view.order], jnp.int32))
+
+    arrays = {name: getattr(data, name)[source] for name in ("x", "y", "owner")}
+    return data.replace(train=follow(data.train), test=follow(data.test), **arrays)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ifca", "flexcfl"], indirect=True)
+def test_places_in_the_pool(usual, method, toy, mlp, local):
+    """No draw looks at a sample's number, only at its place among the samples of its client."""
+    assert_same(play(method, mlp, local, moved(toy))[0], usual[0])
+
+
+@pytest.mark.parametrize("method", ["fedavg", "qfedavg", "ifca", "flexcfl"], indirect=True)
+def test_a_client_without_data_changes_nothing(method, toy, mlp, local):
+    """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has them notices."""
+    with_it, without = TABLE[:1], np.array([[1, 4, 9, 13, 0, 7]])
+    (one, infos), (other, expected) = (play(method, mlp, local, toy, (table,))[0] for table in (with_it, without))
+    chex.assert_trees_all_close(one.groups, other.groups, **ROUNDING)
+    chex.assert_trees_all_close(infos.replace(cold=0), expected.replace(cold=0), **ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def everyone(toy, mlp, local):
+    """Trains the clients in given slots: f(ids [14]) -> Upload [14]."""
+    models = jax.vmap(mlp.init)(jax.random.split(KEY, 2))
+    train = training.over_clients(training.sgd(mlp, local), local)
+
+    def go(ids, gid):
+        cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
+        return train(cohort, toy, (KEY, models), training.full(gid))
+
+    return jax.jit(go)
+
+
+def test_empty_slots_do_nothing(everyone, toy):
+    upload = everyone(jnp.full(CLIENTS, toy.num_clients), jnp.arange(CLIENTS) % 2)
+    for leaf in jax.tree.leaves(upload):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+def flipped(tree):
+    return jax.tree.map(lambda leaf: leaf[::-1], tree)
+
+
+def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
+    ids, gid = jnp.arange(CLIENTS), jnp.arange(CLIENTS) % 2
+    upload = everyone(ids, gid)
+    np.testing.assert_array_equal(upload.weight, toy.train.size)
+    np.testing.assert_array_equal(upload.steps, 2 * -(-toy.train.size // 5))
+    idle = toy.train.size == 0
+    assert idle.sum() == 1
+    for leaf in jax.tree.leaves(upload):
+        np.testing.assert_array_equal(leaf[idle], 0)
+        assert (jnp.abs(leaf[~idle]).reshape(CLIENTS - 1, -1).max(1) > 0).all()
+    backwards = everyone(ids[::-1].at[3].set(toy.num_clients), gid[::-1])
+    others = jnp.delete(ids, CLIENTS - 4)
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[others], sent) for sent in (upload, flipped(backwards))))
+
+
+def test_a_round_without_data_keeps_the_model(toy, mlp, local):
+    algorithm = zoo.fedavgm(mlp, local, select.listed(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
+    one_round = jax.jit(algorithm.round)
+    before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
+    after, info = one_round(KEY, before, toy)
+    chex.assert_trees_all_equal((after.groups, after.server), (before.groups, before.server))
+    assert info.clients == info.steps == info.loss == info.discrepancy == 0
+    assert jnp.isnan(info.group_discrepancy).all()
+
+
+PERMUTATIONS = jax.jit(training.permutations, static_argnums=(2, 3))
+
+
+def words(seed):
+    return jax.random.bits(jax.random.key(seed), (2,))
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33, 64])
+def test_every_pass_is_a_permutation_of_its_own(count):
+    rows = np.asarray(PERMUTATIONS(words(count), jnp.int32(count), 64, 20))
+    np.testing.assert_array_equal(np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (20, 1)))
+    if count >= 15:
+        assert len(np.unique(rows[:, :count], axis=0)) == 20
+
+
+def test_permutations_of_another_client_are_others():
+    one, other = (PERMUTATIONS(words(seed), jnp.int32(33), 64, 20) for seed in (0, 1))
+    assert (one[:, :33] != other[:, :33]).mean() > 0.9
+
+
+@pytest.mark.parametrize("size", [32, 128, 2**13])
+def test_permutations_do_not_depend_on_the_size(size):
+    expected = PERMUTATIONS(words(0), jnp.int32(27), 64, 4)[:, :27]
+    np.testing.assert_array_equal(PERMUTATIONS(words(0), jnp.int32(27), size, 4)[:, :27], expected)
+
+
+@pytest.mark.parametrize("count", [5, 300, 2**13])
+def test_long_permutations_agree_with_packed_ones(count):
+    packed, long = (PERMUTATIONS(words(7), jnp.int32(count), size, 2)[:, :count] for size in (2**13, 2**14))
+    np.testing.assert_array_equal(long, packed)
+
+
+def test_a_long_permutation_is_one():
+    count = 2**13 + 1000
+    rows = np.asarray(PERMUTATIONS(words(7), jnp.int32(count), 2**14, 2))
+    np.testing.assert_array_equal(np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (2, 1)))
+    assert (rows[0, :count] != rows[1, :count]).mean() > 0.9
+
+
+def test_permutations_are_uniform():
+    """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients; a fair draw fails one time in a thousand."""
+    every = jax.vmap(lambda key: training.permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
+    rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
+    for factor in (4 ** np.arange(4), 4 ** np.arange(4)[::-1] * [0, 0, 1, 1]):  # whole orders, and the last two places alone
+        _, seen = np.unique(rows @ factor, return_counts=True)
+        expected = len(rows) / len(seen)
+        assert len(seen) == (24 if factor.all() else 12)
+        assert np.sum((seen - expected) ** 2 / expected) < chi2.ppf(0.999, len(seen) - 1)
+
+
+def test_successive_passes_are_independent():
+    """The first sample of a pass says nothing about the first of the next: chi-square over the 25 pairs."""
+    every = jax.vmap(lambda key: training.permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
+    first = np.asarray(every(jax.random.split(jax.random.key(1), 100)))
+    _, seen = np.unique(first[:, :-1] * 5 + first[:, 1:], return_counts=True)
+    expected = seen.sum() / 25
+    assert len(seen) == 25
+    assert np.sum((seen - expected) ** 2 / expected) < chi2.ppf(0.999, 24)

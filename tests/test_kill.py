@@ -1,0 +1,88 @@
+"""A run that is killed again and again ends exactly as one that never was.
+
+pytest tests/test_kill.py -m slow -s        50 kills, about 10 minutes on 2 cores; prints what it survived
+"""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from fedjax_cfl import checkpoint, report
+
+TIMINGS = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s", "peak_memory_bytes", "overrides"}
+
+
+def command(run_dir, rounds, every):
+    settings = ["dataset.clients=30", "model=mclr", "drift=swap_all", "faults.nan=0.05", "faults.dropout=0.1", f"rounds={rounds}"]
+    return [sys.executable, "-m", "fedjax_cfl", *settings, f"checkpoint.every={every}", f"run_dir={run_dir}"]
+
+
+def finish(run_dir, rounds, every):
+    done = subprocess.run(command(run_dir, rounds, every), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def killed(run_dir, rounds, every, kills, rng, longest):
+    """Kills the run `kills` times at random moments; returns rounds trained twice because a kill came before their checkpoint."""
+    lost = 0
+    for _ in range(kills):
+        process = subprocess.Popen(command(run_dir, rounds, every), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            process.wait(rng.uniform(1.0, longest))
+            assert process.returncode == 0, process.stderr.read()
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        rows = report.read_metrics(run_dir) if (run_dir / report.METRICS).exists() else []
+        newest = checkpoint.saved(run_dir / "checkpoints")
+        step = int(newest[-1].name.rpartition("-")[2]) if newest else 0
+        lost += max(0, (rows[-1]["round"] if rows else 0) - step)
+    else:
+        return lost, kills
+    return lost, _
+
+
+def outcome(run_dir):
+    """Returns everything a run leaves that does not depend on the clock."""
+    rows = [{name: value for name, value in row.items() if name not in TIMINGS} for row in report.read_metrics(run_dir)]
+    summary = {name: value for name, value in json.loads((run_dir / "summary.json").read_text()).items() if name not in TIMINGS}
+    clients = pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
+    arrays = checkpoint.saved(run_dir / "checkpoints")[-1]
+    return rows, summary, clients, checkpoint.arrays(arrays)
+
+
+def compare(tmp_path, rounds, every, kills, longest, seed):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    finish(whole, rounds, every)
+    started = time.monotonic()
+    lost, survived = killed(torn, rounds, every, kills, random.Random(seed), longest)
+    if not (torn / "summary.json").exists():
+        finish(torn, rounds, every)
+    rows, summary, clients, arrays = outcome(whole)
+    again = outcome(torn)
+    assert [row["round"] for row in again[0]] == list(range(1, rounds + 1)), "every round once"
+    assert again[0] == rows and again[1] == summary
+    np.testing.assert_equal(again[2], clients)
+    assert arrays.keys() == again[3].keys()
+    different = sum(not np.array_equal(arrays[name], again[3][name], equal_nan=True) for name in arrays)
+    assert different == 0
+    print(f"\nkills survived {survived}, rounds trained twice {lost} of {rounds}, arrays different {different} of {len(arrays)}, "
+          f"{time.monotonic() - started:.0f} s")  # fmt: skip
+    return survived
+
+
+def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
+    assert compare(tmp_path, rounds=30, every=2, kills=3, longest=8.0, seed=0) > 0
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path):
+    assert compare(tmp_path, rounds=600, every=1, kills=50, longest=9.0, seed=1) == 50

@@ -1,0 +1,198 @@
+"""The algebra between methods: with the right numbers one method is another."""
+
+from itertools import pairwise
+
+import chex
+import hydra
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from fedjax_cfl import __main__ as main
+from fedjax_cfl import aggregate, select
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl.algorithms import fedopt
+
+KEY = jax.random.key(3)
+COHORT = select.uniform(6)
+SAME = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def play(algorithm, data, rounds=3, state=None):
+    """Returns (state, infos) after some rounds, from the algorithm's own start unless a state is given."""
+    state = jax.jit(algorithm.init)(KEY, data) if state is None else state
+    one_round, infos = jax.jit(algorithm.round), []
+    for _ in range(rounds):
+        state, info = one_round(KEY, state, data)
+        infos.append(info)
+    return state, infos
+
+
+def assert_same(one, other, **tolerance):
+    """Compares the models, the groups' numbers and the reports of two runs."""
+    tolerance = tolerance or SAME
+    chex.assert_trees_all_close(one[0].groups, other[0].groups, **tolerance)
+    chex.assert_trees_all_close(one[1], other[1], **tolerance)
+
+
+def assert_differ(one, other):
+    """A reduction means something only if the two methods are not the same anyway."""
+    leaves = zip(jax.tree.leaves(one[0].groups), jax.tree.leaves(other[0].groups), strict=True)
+    assert any(float(jnp.max(jnp.abs(a - b))) > 1e-3 for a, b in leaves)
+
+
+def length(tree):
+    return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
+
+
+@pytest.fixture(scope="module")
+def averaged(toy, linear, local):
+    """Three rounds of FedAvg."""
+    return play(zoo.fedavg(linear, local, COHORT), toy)
+
+
+@pytest.fixture(scope="module")
+def plainly_averaged(toy, linear, local):
+    """Three rounds of FedAvg with plain means."""
+    return play(zoo.fedavg(linear, local, COHORT, aggregate=aggregate.uniform_mean), toy)
+
+
+@pytest.mark.parametrize("mu", [0.0, jnp.zeros(())], ids=["number", "array"])
+def test_fedprox_without_pull_is_fedavg(toy, linear, local, averaged, mu):
+    assert_same(play(zoo.fedprox(linear, local, COHORT, mu=mu), toy), averaged)
+
+
+def test_fedprox_without_stragglers_trains_everybody_fully(toy, linear, local, averaged):
+    rounds_to_nobody = zoo.fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.01)
+    assert_same(play(rounds_to_nobody, toy), averaged)
+
+
+def test_stragglers_do_less(toy, linear, local, averaged):
+    half = play(zoo.fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.5), toy)
+    assert all(slow.steps < full.steps for slow, full in zip(half[1], averaged[1], strict=True))
+    assert_differ(half, averaged)
+
+
+def test_a_strong_pull_keeps_clients_near(toy, linear, local, averaged):
+    begun = jax.jit(zoo.fedavg(linear, local, COHORT).init)(KEY, toy)
+    moved = []
+    for mu in (0.0, 0.5, 4.0):
+        state, _ = play(zoo.fedprox(linear, local, COHORT, mu=jnp.float32(mu)), toy, 1, begun)
+        moved.append(length(jax.tree.map(jnp.subtract, state.groups, begun.groups)))
+    assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
+
+
+def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_averaged):
+    assert_same(play(zoo.ifca(linear, local, COHORT, m=1, weighting="samples"), toy), averaged)
+    assert_same(play(zoo.ifca(linear, local, COHORT, m=1), toy), plainly_averaged)
+    assert_differ(averaged, plainly_averaged)
+
+
+def test_qfedavg_without_fairness_is_the_plain_mean(toy, linear, local, plainly_averaged):
+    assert_same(play(zoo.qfedavg(linear, local, COHORT, q=0.0), toy), plainly_averaged)
+
+
+def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
+    assert_differ(play(zoo.qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
+
+
+@pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
+def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
+    whole_set = local._replace(epochs=1, batch_size=batch_size)
+    assert_same(play(zoo.fedavg(linear, whole_set, COHORT), toy), play(zoo.fedsgd(linear, local, COHORT), toy))
+
+
+def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
+    """Toy client 2 has no data: present it divides nothing."""
+    state, infos = play(zoo.ifca(linear, local, COHORT, m=1, average="gradient"), toy)
+    plain = local._replace(epochs=1, batch_size=64)
+    assert_same((state, infos), play(zoo.fedavg(linear, plain, COHORT, aggregate=aggregate.uniform_mean), toy))
+
+
+def test_fedavgm_without_momentum_is_fedavg(toy, linear, local, averaged):
+    assert_same(play(zoo.fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
+
+
+def test_fedavgm_sums_up_old_steps(toy, linear, local):
+    """With momentum 0.5 the second step is the mean update plus half the first step."""
+    plain, heavy = zoo.fedavg(linear, local, COHORT), zoo.fedavgm(linear, local, COHORT, momentum=0.5)
+    states = [play(heavy, toy, rounds)[0] for rounds in (0, 1, 2)]
+    alone, _ = play(plain, toy, 1, play(plain, toy, 0)[0].replace(round=states[1].round, groups=states[1].groups))
+    first, second = (jax.tree.map(jnp.subtract, b.groups, a.groups) for a, b in pairwise(states))
+    mean = jax.tree.map(jnp.subtract, alone.groups, states[1].groups)
+    chex.assert_trees_all_close(second, jax.tree.map(lambda mean, first: mean + 0.5 * first, mean, first), **SAME)
+
+
+def test_fedadam_without_memory_takes_sign_steps(toy, linear, local):
+    begun, _ = play(zoo.fedavg(linear, local, COHORT), toy, 0)
+    plain, _ = play(zoo.fedavg(linear, local, COHORT), toy, 1, begun)
+    adam = zoo.fedadam(linear, local, COHORT, server_lr=0.125, b1=0.0, b2=0.0, tau=1e-12)
+    signed, _ = play(adam, toy, 1)
+    step = jax.tree.map(jnp.subtract, plain.groups, begun.groups)
+    assert all(float(jnp.abs(leaf).min()) > 1e-6 for leaf in jax.tree.leaves(step))
+    expected = jax.tree.map(lambda old, step: old + 0.125 * jnp.sign(step), begun.groups, step)
+    chex.assert_trees_all_close(signed.groups, expected, **SAME)
+
+
+@pytest.mark.parametrize("name", ["fedadagrad", "fedadam", "fedyogi"])
+def test_adaptive_servers_by_hand(name):
+    """Two steps of Algorithm 2 on one number, g = 3 then -1, from v = tau^2."""
+    b1, b2, tau, lr = (0.0 if name == "fedadagrad" else 0.9), 0.99, 0.5, 0.1
+    second = {
+        "fedadagrad": lambda v, g: v + g**2,
+        "fedadam": lambda v, g: b2 * v + (1 - b2) * g**2,
+        "fedyogi": lambda v, g: v - (1 - b2) * g**2 * np.sign(v - g**2),
+    }[name]
+    server = server_of(name, server_lr=lr, b1=b1, tau=tau, **({} if name == "fedadagrad" else {"b2": b2}))
+    x, m, v = 10.0, 0.0, tau**2
+    params = jnp.full((1,), 10.0)
+    state = server.init(params)
+    for step in (3.0, -1.0):
+        m, v = b1 * m + (1 - b1) * step, second(v, step)
+        x += lr * m / (np.sqrt(v) + tau)
+        update, state = server.update(jnp.full((1,), -step), state, params)
+        params = params + update
+        np.testing.assert_allclose(params, [x], rtol=1e-6)
+
+
+def server_of(name, **options):
+    """Returns the server optimizer that a method of the FedOpt family passes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fedopt, "with_server", lambda task, local, select, server: server)
+        return getattr(fedopt, name)(None, None, None, **options)
+
+
+def test_fedgroup_is_flexcfl_without_shift(toy, linear, local):
+    cohort = select.rr_then_random(6)
+    static = play(zoo.fedgroup(linear, local, cohort, m=2, alpha=3), toy)
+    moving = play(zoo.flexcfl(linear, local, cohort, m=2, alpha=3), toy)
+    assert_same(static, moving)
+    chex.assert_trees_all_equal((static[0].assignment, static[0].traffic), (moving[0].assignment, moving[0].traffic))
+    assert len(set(static[0].assignment.tolist())) >= 2
+
+
+def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local):
+    alone, plain = zoo.flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False), zoo.fedavg(linear, local, COHORT)
+    begun, _ = play(alone, toy, 0)
+    assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
+
+
+def test_mixing_of_strength_zero_changes_nothing_but_the_bill(toy, linear, local):
+    cohort, options = select.rr_then_random(6), {"m": 2, "alpha": 3, "dynamic": False}
+    without = play(zoo.flexcfl(linear, local, cohort, eta_g=0.0, **options), toy)
+    mixed = play(zoo.flexcfl(linear, local, cohort, eta_g=jnp.float32(0), **options), toy)
+    assert_same(without, mixed)
+    assert mixed[0].traffic.units_down - without[0].traffic.units_down == 3 * 2
+    assert_differ(without, play(zoo.flexcfl(linear, local, cohort, eta_g=0.5, **options), toy))
+
+
+def test_hypocluster_is_ifca_weighted_by_samples():
+    def composed(*overrides):
+        return OmegaConf.to_container(hydra.compose("config", ["dataset=digits", *overrides]), resolve=True)["algorithm"]
+
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)):
+        one, other = composed("algorithm=hypocluster"), composed("algorithm=ifca", "algorithm.weighting=samples")
+        assert one.pop("name") != other.pop("name")
+        assert one == other != composed("algorithm=ifca")

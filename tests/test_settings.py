@@ -1,0 +1,78 @@
+"""The checks of a configuration: what each setting may be, and what is said when it is not."""
+
+import pytest
+
+from fedjax_cfl import settings
+from fedjax_cfl.errors import InputError
+
+KNOWN = ["rounds", "local.lr", "local.epochs", "dataset.lr", "algorithm._target_", "algorithm.m", "algorithm.measure", "algorithm.name"]
+
+
+def refusal(function, *arguments) -> str:
+    """Returns the one line that refuses."""
+    with pytest.raises(InputError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", settings.RULES)
+def test_every_rule_says_what_is_allowed_and_refuses_nonsense(name):
+    for value in (float("nan"), float("inf"), -1, True, "nonsense", [], ""):
+        if name == "run_dir" and value in (-1, "nonsense"):
+            continue
+        assert not settings.RULES[name].holds(value), value
+    assert settings.RULES[name].allowed
+
+
+def test_a_setting_without_a_rule_keeps_its_kind():
+    default = {"a.flag": True, "a.number": 1.5, "a.word": "x", "a.list": [1], "a.free": None}
+    settings.check({"a": {"flag": False, "number": 2, "word": "y", "list": [], "free": "anything", "new": [3]}}, default)
+    for name, value, shown in (
+        ("flag", "no", "no"),
+        ("number", True, "true"),
+        ("number", None, "null"),
+        ("word", 3, "3"),
+        ("list", 3, "3"),
+    ):
+        assert refusal(settings.check, {"a": {name: value}}, default).startswith(f"a.{name}={shown}: must be ")
+
+
+def test_what_was_asked_for_is_blamed_first():
+    config = {"rounds": 0, "dataset": {"rounds": "none"}}
+    assert refusal(settings.check, config, {"dataset.rounds": 3}).startswith("rounds=0")
+    assert refusal(settings.check, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith("dataset.rounds=none")
+
+
+def test_a_missing_value_is_asked_for():
+    assert refusal(settings.check, {"path": "???"}, {}) == "path: must be given, as path=VALUE"
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("lr", "'local.lr'"),
+        ("round", "'rounds'"),
+        ("local.epoch", "'local.epochs'"),
+        ("algorithm.xq", "algorithm has m, measure"),
+        ("q.w", "--help"),
+    ],
+)
+def test_an_unknown_name_leads_to_the_nearest(name, hint):
+    assert hint in refusal(settings.check_name, f"{name}=1", name, KNOWN)
+
+
+def test_a_node_may_be_given_whole_and_only_arguments_removed():
+    settings.check_name("local={}", "local", KNOWN)
+    settings.check_name("~algorithm.m", "algorithm.m", KNOWN, True)
+    for name in ("rounds", "local.lr", "local", "algorithm._target_", "algorithm.name"):
+        assert "is needed" in refusal(settings.check_name, f"~{name}", name, KNOWN, True)
+
+
+def test_run_directories(tmp_path):
+    settings.check_run_dir(str(tmp_path / "new"))
+    settings.check_run_dir(str(tmp_path))  # empty
+    (tmp_path / "file").write_text("")
+    assert "not empty" in refusal(settings.check_run_dir, str(tmp_path))
+    assert "not a directory" in refusal(settings.check_run_dir, str(tmp_path / "file"))
+    assert "cannot be used" in refusal(settings.check_run_dir, str(tmp_path / ("x" * 300)))
