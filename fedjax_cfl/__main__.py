@@ -84,7 +84,7 @@ def precheck(arguments: list[str]) -> list[str]:
     if given.multirun:  # the runs of a sweep are numbered folders of one directory, which Hydra knows by another name
         for number, override in enumerate(asked):
             if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
-                settings.make_dir(settings.check_run_dir(str(override.value())))
+                settings.make_dir(settings.check_run_dir(str(override.value()), "never"))
                 given.overrides[number] = f"hydra.sweep.dir={override.get_value_string()}"
     elif not given.cfg:
         settings.check_run_dir(str(config["run_dir"]), config["resume"])
@@ -101,11 +101,11 @@ def parsed(text: str) -> Override:
         raise InputError(f"{text}: neither KEY=VALUE nor one of the verbs {', '.join(VERBS)}{nearest(text, VERBS)}")
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # also numbers of thousands of digits, and thousands of brackets
         override = None
     if override is None or not override.key_or_group:
         raise InputError(
-            f"""{text}: cannot be read as KEY=VALUE; a value with any of ,=()[]{{}}:' in it needs quotes, as in 'run_dir="a,b"'"""
+            f"""{text[:200]}: cannot be read as KEY=VALUE; a value with any of ,=()[]{{}}:' in it needs quotes, as in 'run_dir="a,b"'"""
         )
     return override
 

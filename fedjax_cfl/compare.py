@@ -33,6 +33,9 @@ MEASURES = {
     "units": ("models down + up", 1, 0),
     "wall_s": ("wall s", 1, 1),
 }
+NUMBERS = (*MEASURES, "accuracy", "discrepancy", "units_down", "units_up", "bytes_down", "bytes_up")  # what is read from a row or summary
+MOST_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
+LARGEST = 1e18  # of a number; a curve through greater ones cannot be drawn
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
@@ -57,13 +60,62 @@ def _overrides(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
     file = run_dir / ".hydra" / "overrides.yaml"
     if lines is None and file.is_file():
         # a flat YAML list of strings, so that no YAML parser is needed
-        lines = [line[2:].strip().strip("'\"") for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+        lines = [
+            line[2:].strip().strip("'\"")
+            for line in _file(file).read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.startswith("- ")
+        ]
+        _check_texts(file, lines)
     pairs = (str(line).lstrip("+~").partition("=") for line in lines or [])
     return {name: value for name, _, value in pairs if name not in IDENTITY and name.split(".")[-1] != "seed" and name[:6] != "hydra."}
 
 
+def _file(path: Path) -> Path:
+    """Returns the path of a file of a run, if it can be read whole."""
+    try:
+        if not path.is_file():
+            raise InputError(f"{path}: file is missing or no regular file, expected one as a run writes it")
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(f"{path}: file has {path.stat().st_size} bytes, expected at most {MOST_BYTES}")
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise InputError(f"{path}: file cannot be read ({error.strerror}), expected a readable file") from None
+
+
+def _check_texts(path: Path, texts: Any) -> None:
+    """Raises InputError unless `texts` are lines that a table and a plot can show."""
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.isprintable() and len(text) <= 1000 for text in texts):
+        raise InputError(f"{path}: overrides or names are no plain text, expected what a run writes")
+
+
+def _check_numbers(path: Path, holder: dict[str, Any]) -> None:
+    """Raises InputError unless the numbers of a row or summary are numbers, or null."""
+    for name in (*NUMBERS, "round"):
+        value = holder.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST):
+            where = f", round {holder['round']}" if name != "round" and "round" in holder else ""
+            raise InputError(f"{path}{where}: {name} is no number up to {LARGEST:g}, expected what a run writes")
+
+
+def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the summary and the rows of a run, checked: their files may have been edited, or be of something else."""
+    summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS
+    try:
+        summary, rows = read_summary(_file(summary_file).parent), read_metrics(_file(metrics_file).parent)
+    except RecursionError:
+        raise InputError(f"{run_dir}: {METRICS} or summary.json is nested too deeply, expected what a run writes") from None
+    names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
+    _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
+    _check_texts(summary_file, summary.get("overrides") or [])
+    _check_numbers(summary_file, summary)
+    for row in rows:
+        _check_numbers(metrics_file, row)
+    return summary, rows
+
+
 def _load(run_dir: Path, target: float | None) -> dict[str, Any]:
-    summary, rows = read_summary(run_dir), read_metrics(run_dir)
+    summary, rows = _read(run_dir)
     last = rows[-1] if rows else {}
     sent = [last[name] for name in ("units_down", "units_up") if last.get(name) is not None]
     return {
@@ -164,7 +216,7 @@ def _plot(out: Path, groups: list[dict[str, Any]]) -> None:
     drawn = [_mean_curve(group["members"], cost) for group in groups]
     largest = max((float(np.nanmax(curve[1], initial=0.0)) for curve in drawn), default=0.0)
     scale, unit = next(pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if largest >= pair[0] or pair[0] == 1)
-    scale, label = (scale, f"communication, down + up ({unit})") if cost == "bytes" else (1, "communication, down + up (models)")
+    scale, heading = (scale, f"communication, down + up ({unit})") if cost == "bytes" else (1, "communication, down + up (models)")
     columns = min(4, len(groups))
     figure = Figure(figsize=(13, 5.2 + 0.25 * math.ceil(len(groups) / columns)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -172,12 +224,13 @@ def _plot(out: Path, groups: list[dict[str, Any]]) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     palette = colours(7)  # yellow, the eighth, is too pale for a line
     for position, (group, (rounds, sent, mean, sd)) in enumerate(zip(groups, drawn, strict=True)):
+        label = group["label"].replace("$", r"\$")  # matplotlib would read formulas between them
         style = {"color": palette[position % 7], "linestyle": ("-", "--", ":", "-.")[position // 7 % 4]}
         for axes, x in ((left, rounds), (right, sent / scale)):
-            axes.plot(x, mean, linewidth=1.9, marker="o" if len(x) <= 20 else "", markersize=4, label=group["label"], **style)
+            axes.plot(x, mean, linewidth=1.9, marker="o" if len(x) <= 20 else "", markersize=4, label=label, **style)
             axes.fill_between(x, mean - sd, mean + sd, color=style["color"], alpha=0.18, linewidth=0)
     dress(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
-    dress(right, "Accuracy against communication", label, "")
+    dress(right, "Accuracy against communication", heading, "")
     for axes in (left, right):
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -200,11 +253,16 @@ def compare(paths: Iterable[str | Path], out: str | Path | None = None, target: 
     measures = [name for name in MEASURES if name != "rounds_to_target" or target is not None]
     header = ["runs of", "n", *(f"rounds to {100 * target:g} %" if name == "rounds_to_target" else MEASURES[name][0] for name in measures)]
     lines = [_cells(group, measures) for group in groups]
-    _print(header, lines)
     out = Path(out or ".")
-    out.mkdir(parents=True, exist_ok=True)
-    _write_tables(out, groups, header, lines)
-    _plot(out, groups)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _print(header, lines)
+        _write_tables(out, groups, header, lines)
+        _plot(out, groups)
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made if need be") from None
     print(f"wrote compare.csv, compare.md and compare.png in {out}")
     return groups
 

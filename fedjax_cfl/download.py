@@ -57,9 +57,10 @@ def cache() -> Path:
 
 def roots() -> list[Path]:
     """Returns the folders that are searched, in order."""
-    named = [Path(name).expanduser() for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name.strip()]
+    # those of pathlib raise errors of their own, for ~nobody and for names that are too long
+    named = [Path(os.path.expanduser(name)) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name.strip()]
     for folder in named:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise InputError(f"{VARIABLE}: no folder {folder}, expected existing folders separated by {os.pathsep!r}")
     return [*named, cache()]
 
@@ -76,7 +77,7 @@ def locate(*relative_paths: str) -> list[Path] | None:
 def _find(relative: str) -> Path | None:
     """Returns the first root's copy of one file."""
     names = dict.fromkeys((relative, relative.removesuffix(".gz")))
-    return next((root / name for root in roots() for name in names if (root / name).exists()), None)
+    return next((root / name for root in roots() for name in names if os.path.lexists(root / name)), None)
 
 
 def missing(name: str, *relative_paths: str) -> InputError:

@@ -37,10 +37,14 @@ class Faults(NamedTuple):
         return self
 
 
+def own_keys(key, purpose: int, cohort: Cohort):
+    """Returns a key [S] for each client of the cohort, by its id."""
+    return jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(cohort.ids)
+
+
 def drawn(key, purpose: int, cohort: Cohort, chance: float):
     """Returns [S] bool: each client of the cohort fails with this chance, by its id."""
-    keys = jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(cohort.ids)
-    return jax.vmap(jax.random.uniform)(keys) < chance
+    return jax.vmap(jax.random.uniform)(own_keys(key, purpose, cohort)) < chance
 
 
 def hostile(faults: Faults, run_key, num_clients: int):
@@ -54,8 +58,7 @@ def slowed(faults: Faults, key, cohort: Cohort, effort):
     """Returns the share [S] of its local steps that each client manages."""
     if not faults.straggler:
         return effort
-    keys = jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, STRAGGLER), client))(cohort.ids)
-    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys).T
+    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(own_keys(key, STRAGGLER, cohort)).T
     return jnp.where(late < faults.straggler, effort * part, effort)
 
 
@@ -67,7 +70,7 @@ def flipped(faults: Faults, hostile_clients, data: FederatedData) -> FederatedDa
     return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
 
 
-def attacked(faults: Faults, key, upload: Upload, by):
+def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     """Returns the upload with the deltas of the clients `by` [S] bool attacked."""
     if faults.attack == "sign_flip":
         factor = jnp.where(by, -faults.scale, 1.0)
@@ -78,9 +81,12 @@ def attacked(faults: Faults, key, upload: Upload, by):
     size = sum(leaf[0].size for leaf in leaves)
     norm = jnp.sqrt(sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in leaves))
     reach = jnp.where(by, faults.scale * norm / size**0.5, 0.0)
-    keys = jax.random.split(jax.random.fold_in(key, NOISE), len(leaves))
-    noisy = [leaf + _wide(reach, leaf) * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-    return upload.replace(delta=jax.tree.unflatten(shape, noisy))
+    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(own_keys(key, NOISE, cohort))  # [S, leaves]
+
+    def noisy(number, leaf):
+        return leaf + _wide(reach, leaf) * jax.vmap(lambda key: jax.random.normal(key, leaf.shape[1:]))(keys[:, number])
+
+    return upload.replace(delta=jax.tree.unflatten(shape, [noisy(number, leaf) for number, leaf in enumerate(leaves)]))
 
 
 def screened(policy: str, upload: Upload):
@@ -107,7 +113,7 @@ def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_client
     real = upload.weight > 0
     attackers = real & hostile_clients[jnp.minimum(cohort.ids, hostile_clients.size - 1)] if faults.byzantine else jnp.zeros_like(real)
     if faults.byzantine:
-        upload = attacked(faults, key, upload, attackers)
+        upload = attacked(faults, key, cohort, upload, attackers)
     if faults.nan:
         broken = real & drawn(key, NAN, cohort, faults.nan)
         upload = upload.replace(delta=jax.tree.map(lambda leaf: jnp.where(_wide(broken, leaf), jnp.nan, leaf), upload.delta))
@@ -116,7 +122,7 @@ def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_client
         gone = jax.tree.map(lambda leaf: jnp.where(_wide(silent, leaf), 0.0, leaf), upload.delta)
         upload = upload.replace(delta=gone, weight=jnp.where(silent, 0.0, upload.weight))
     upload, bad, layer = screened(faults.nonfinite, upload)
-    first = jnp.argmax(bad)
+    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))  # by selection, whatever the slots
     culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(jnp.int32)
     return upload, Lost(silent.sum(), bad.sum(), attackers.sum(), culprit)
 

@@ -1,32 +1,61 @@
 """Readers of the three file formats: IDX (MNIST), npz, and LEAF JSON.
 
-A malformed file raises an `InputError` of one line: the file, the field, what is expected. Nothing in a file is ever executed.
+A malformed file raises an `InputError` of one line: the file, the field, what is expected. Nothing in a file is ever executed or
+written, and no size is believed: memory is taken only for what the file on disk can hold, unpacked at most `MOST_BYTES`.
 """
 
+import contextlib
 import gzip
 import json
 import math
+import os
+import stat
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
 from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
+MOST_BYTES = 2**31  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+PACKING = 1032  # deflate packs at most so much into one byte
+PIECE = 2**20  # bytes read at once
+OBJECTS = {b",": 40, b"[": 64, b"{": 64, b":": 200}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
+LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
-def _bytes(path: Path) -> bytes:
-    """Returns the content of a file, unpacked if it is gzipped (by its first two bytes, so that a renamed file is read too)."""
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed file is read too), and the most bytes it can hold."""
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
+            raise InputError(f"{path}: file cannot be read (not a regular file), expected a readable file")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                yield gzip.GzipFile(fileobj=file), min(PACKING * size, MOST_BYTES)
+            else:
+                yield file, min(size, MOST_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: gzip stream is truncated or damaged ({error}), expected a complete .gz file") from error
+        raise InputError(f"{path}: gzip stream is truncated or damaged ({_line(error)}), expected a complete .gz file") from error
     except OSError as error:
-        raise InputError(f"{path}: file cannot be read ({error.strerror or error}), expected a readable file") from error
+        raise InputError(f"{path}: file cannot be read ({_line(error)}), expected a readable file") from error
+    except InputError:
+        raise
+    except (ValueError, MemoryError) as error:  # a name that is none, such as one with a zero byte
+        raise InputError(f"{str(path)!r}: file cannot be read ({_line(error)}), expected a readable file") from error
+
+
+def _read(file: IO[bytes], most: int) -> bytearray:
+    """Returns at most `most` bytes; memory grows with what is there, not with what is asked for."""
+    content = bytearray()
+    while len(content) < most and (piece := file.read(min(PIECE, most - len(content)))):
+        content += piece
+    return content
 
 
 def read_idx(path: PathLike) -> np.ndarray:
@@ -35,48 +64,90 @@ def read_idx(path: PathLike) -> np.ndarray:
     The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension as a big-endian uint32, then the data.
     """
     path = Path(path)
-    content = _bytes(path)
-    if len(content) < 4 or content[:2] != b"\0\0":
-        raise InputError(f"{path}: magic is 0x{content[:4].hex()}, expected an IDX file (0x0000, type, dimensions)")
-    if content[2] != 8:
-        raise InputError(f"{path}: type is 0x{content[2]:02x}, expected 0x08 (uint8)")
-    header = 4 + 4 * content[3]
-    if content[3] == 0 or len(content) < header:
-        raise InputError(f"{path}: shape of {content[3]} dimensions in {len(content)} bytes, expected at least one, and a complete header")
-    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", content[3], offset=4))
-    if len(content) - header != math.prod(shape):
-        raise InputError(f"{path}: size of the data is {len(content) - header} bytes, expected {math.prod(shape)} for shape {shape}")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    with _unpacked(path) as (file, most):
+        head = file.read(4)
+        if len(head) < 4 or head[:2] != b"\0\0":
+            raise InputError(f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)")
+        if head[2] != 8:
+            raise InputError(f"{path}: type is 0x{head[2]:02x}, expected 0x08 (uint8)")
+        sizes = file.read(4 * head[3])
+        if not 1 <= head[3] <= 8 or len(sizes) < 4 * head[3]:
+            raise InputError(f"{path}: shape of {head[3]} dimensions in {len(sizes)} bytes, expected 1 to 8, and a complete header")
+        shape = tuple(int(n) for n in np.frombuffer(sizes, ">u4"))
+        size = math.prod(shape)
+        if size == 0:
+            raise InputError(f"{path}: shape is {shape}, expected at least one in each dimension")
+        if size > most:
+            raise InputError(f"{path}: size of the data is {most} bytes or less, expected {size} for shape {shape}")
+        data = _read(file, size + 1)  # one more, which must not be there; at the end of a .gz its checksum is compared
+    if len(data) != size:
+        more = " or more" if len(data) > size else ""
+        raise InputError(f"{path}: size of the data is {len(data)} bytes{more}, expected {size} for shape {shape}")
+    return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """Returns the named arrays of an npz file; optional ones that are absent are left out, others are not read."""
     path = Path(path)
     required, optional = tuple(required), tuple(optional)
-    try:
-        archive = np.load(path, allow_pickle=False)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: file cannot be read ({_line(error)}), expected a complete npz archive") from error
-    except ValueError as error:  # NumPy takes any other file for a pickle
-        raise InputError(f"{path}: file is not an npz archive, expected one with {', '.join(required)}") from error
-    if isinstance(archive, np.ndarray):
-        raise InputError(f"{path}: file is a single array, expected an npz archive with {', '.join(required)}")
-    with archive:
-        for name in required:
-            if name not in archive.files:
-                raise InputError(f"{path}: array {name!r} is missing, expected {', '.join(required)}; found {', '.join(archive.files)}")
-        return {name: _member(path, archive, name) for name in required + optional if name in archive.files}
+    with _unpacked(path) as (file, _):
+        start, size = file.peek(6)[:6], path.stat().st_size
+        if start == b"\x93NUMPY":
+            raise InputError(f"{path}: file is a single array, expected an npz archive with {', '.join(required)}")
+        if isinstance(file, gzip.GzipFile) or (start and start[:2] != b"PK"):
+            raise InputError(f"{path}: file is not an npz archive, expected one with {', '.join(required)}")
+        try:
+            archive = zipfile.ZipFile(file)
+        except Exception as error:  # a damaged directory raises many kinds
+            raise InputError(f"{path}: file cannot be read ({_line(error)}), expected a complete npz archive") from error
+        with archive:
+            names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
+            for name in required:
+                if name not in names:
+                    found = ", ".join(_short(name) for name in names[:9]) or "none"
+                    raise InputError(f"{path}: array {name!r} is missing, expected {', '.join(required)}; found {found}")
+            return {name: _member(path, archive, name, size) for name in required + optional if name in names}
 
 
-def _member(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
-    """Returns one array of an open archive."""
+def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
+    """Returns one array of an open archive of `size` bytes."""
+    infos = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
+    if len(infos) > 1:
+        raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")
+    (info,) = infos
     try:
-        array = archive[name]
-    except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, MemoryError, NotImplementedError, RuntimeError) as error:
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the others take memory as the file tells them to
+            raise ValueError(f"its compression is method {info.compress_type}, not stored or deflated")
+        with archive.open(info) as member:
+            dtype, nbytes, start = _header(member)
+        packed = info.compress_type == zipfile.ZIP_DEFLATED
+        if packed and nbytes > MOST_BYTES:
+            raise ValueError(f"its header asks for {nbytes} bytes, more than {MOST_BYTES} must be stored uncompressed, by numpy.savez")
+        most = min(PACKING * size, MOST_BYTES) if packed else size
+        if start + nbytes != info.file_size or nbytes > most:
+            held = min(max(info.file_size - start, 0), most)
+            raise ValueError(f"its header asks for {nbytes} bytes, {held} or less are there")
+        if dtype.names is not None or dtype.kind not in "buifcSUMm" or dtype.itemsize == 0:
+            raise ValueError(f"its type is {_short(str(dtype))}")
+        with archive.open(info) as member:
+            array = np.lib.format.read_array(member, allow_pickle=False)
+            if member.read(1):  # none is left; at the end the checksum is compared
+                raise ValueError("it has more data than its shape")
+        return array
+    except Exception as error:  # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
         raise InputError(f"{path}: array {name!r} cannot be read ({_line(error)}), expected a plain array of numbers or strings") from error
-    if not isinstance(array, np.ndarray):
-        raise InputError(f"{path}: member {name!r} is not a .npy array, expected a plain array of numbers or strings")
-    return array
+
+
+def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
+    """Returns the type of a .npy array, its size in bytes as the header claims, and where the data start."""
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(member)
+    if version not in readers:
+        raise ValueError(f"its format is {version[0]}.{version[1]}, not 1.0 or 2.0")
+    shape, _, dtype = readers[version](member)
+    if any(isinstance(n, bool) or n < 0 for n in shape):
+        raise ValueError(f"its shape is {_short(shape)}")
+    return dtype, math.prod(shape) * dtype.itemsize, member.tell()
 
 
 def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
@@ -90,7 +161,7 @@ def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndar
     for path in [shard for folder in folders for shard in _shards(Path(folder))]:
         for user, x, y in _shard(path):
             if user in data:
-                raise InputError(f"{path}: user {user!r} is also in {data[user][2]}, expected every user in one shard only")
+                raise InputError(f"{path}: user {_short(user)} is also in {data[user][2]}, expected every user in one shard only")
             data[user] = (x, y, path)
     users = sorted(data)
     held = [(user, *data[user]) for user in users if len(data[user][1])]
@@ -99,16 +170,19 @@ def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndar
     shape = held[0][1].shape[1:]
     for user, x, _, path in held:
         if x.shape[1:] != shape:
-            raise InputError(f"{path}: x of user {user!r} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
+            raise InputError(f"{path}: x of user {_short(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
     client = np.repeat(np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users])
     return np.concatenate([x for _, x, _, _ in held]), np.concatenate([y for _, _, y, _ in held]), client, users
 
 
 def _shards(path: Path) -> list[Path]:
     """Returns the JSON files of a folder in order of name, or the file itself."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
-    shards = sorted(shard for shard in path.iterdir() if shard.name.endswith((".json", ".json.gz")))
+    try:
+        shards = sorted(shard for shard in path.iterdir() if shard.name.endswith((".json", ".json.gz")))
+    except OSError as error:
+        raise InputError(f"{path}: folder cannot be read ({_line(error)}), expected a readable folder of LEAF shards") from error
     if not shards:
         raise InputError(f"{path}: folder holds no *.json or *.json.gz, expected LEAF shards")
     return shards
@@ -116,10 +190,7 @@ def _shards(path: Path) -> list[Path]:
 
 def _shard(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Returns (user, x [n, ...], y [n]) for every user of one LEAF file, checked."""
-    try:
-        shard = json.loads(_bytes(path))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise InputError(f"{path}: file is not JSON ({_line(error)}), expected LEAF JSON") from error
+    shard = _json(path)
     for name, kind in {"users": list, "num_samples": list, "user_data": dict}.items():
         if not isinstance(shard, dict) or not isinstance(shard.get(name), kind):
             raise InputError(f"{path}: key {name!r} is missing or no {kind.__name__}, expected users, num_samples and user_data")
@@ -129,34 +200,70 @@ def _shard(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
     if len(sizes) != len(users):
         raise InputError(f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user")
     if unlisted := sorted(data.keys() - set(users)):
-        raise InputError(f"{path}: user_data holds {unlisted[0]!r}, expected only names listed in users")
+        raise InputError(f"{path}: user_data holds {_short(unlisted[0])}, expected only names listed in users")
     return [(user, *_user(path, user, size, data.get(user))) for user, size in zip(users, sizes, strict=True)]
+
+
+def _json(path: Path) -> Any:
+    """Returns what a JSON file holds; objects with a repeated key are refused, as are files that would fill the memory with objects."""
+    with _unpacked(path) as (file, _):
+        text = _read(file, MOST_BYTES // 4 + 1)
+        need = max(4 * len(text), sum(cost * text.count(mark) for mark, cost in OBJECTS.items()))
+        if need > MOST_BYTES:
+            raise InputError(f"{path}: file takes {need} bytes of memory or more, expected at most {MOST_BYTES}; split it into shards")
+        try:
+            return json.loads(text, object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            raise InputError(f"{path}: file is not JSON ({_line(error)}), expected LEAF JSON") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; of two values for one key, neither can be trusted."""
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"key {_short(name)} is there twice")
+        found[name] = value
+    return found
 
 
 def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user."""
     if not isinstance(held, dict) or "x" not in held or "y" not in held:
-        raise InputError(f"{path}: user {user!r} is listed without data, expected user_data[{user!r}] with x and y")
+        raise InputError(f"{path}: user {_short(user)} is listed without data, expected user_data[{_short(user)}] with x and y")
     x, y = (_numbers(path, user, name, held[name]) for name in ("x", "y"))
     if y.ndim != 1:
-        raise InputError(f"{path}: y of user {user!r} has shape {y.shape}, expected one label a sample")
-    if not len(x) == len(y) == size:
-        raise InputError(f"{path}: num_samples of user {user!r} is {size}, expected {len(x)} (x) and {len(y)} (y) to equal it")
+        raise InputError(f"{path}: y of user {_short(user)} has shape {y.shape}, expected one label a sample")
+    if not isinstance(size, int) or not len(x) == len(y) == size:
+        given = _short(size) if isinstance(size, int | float | str | None) else type(size).__name__
+        raise InputError(f"{path}: num_samples of user {_short(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return x.astype(np.float32), y
 
 
 def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
-    """Returns a nested list as an array of numbers."""
+    """Returns a nested list as an array of int64, or of float64 if there is a float."""
+    said = f"{path}: {name} of user {_short(user)}"
+    items = np.array(value if isinstance(value, list) else [value], dtype=object)  # by itself NumPy would give all the longest text's room
+    kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
+    if isinstance(value, list) and list in kinds:
+        raise InputError(f"{said} is ragged, expected rows of equal length in at most {LEAF_DIMENSIONS} dimensions")
+    if not isinstance(value, list) or not kinds <= {int, float}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int, float})) or "a single number"
+        raise InputError(f"{said} is not numeric ({found}), expected a list of numbers")
     try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"{path}: {name} of user {user!r} is ragged, expected rows of equal length") from error
-    if not isinstance(value, list) or array.dtype.kind not in "iuf":
-        raise InputError(f"{path}: {name} of user {user!r} is not numeric ({array.dtype}), expected a list of numbers")
-    return array
+        return items.astype(np.int64 if kinds == {int} else np.float64)
+    except OverflowError as error:
+        raise InputError(f"{said} holds a number of too many digits, expected at most 64 bits") from error
+
+
+def _short(value: object) -> str:
+    """Returns a value as a message can show it: on one line, and not whole if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _line(error: BaseException) -> str:
     """Returns an exception's text on one line, without the file name."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    text = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."

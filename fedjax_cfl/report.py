@@ -100,9 +100,9 @@ def append_row(handle: IO[str], row: dict[str, Any]) -> None:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("round"), int) else None
+    return row if isinstance(row, dict) and type(row.get("round")) is int else None
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
         return None
     try:
         summary = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(summary, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")

@@ -165,6 +165,7 @@ def run(
         trained = time.perf_counter()
         found, table = jax.block_until_ready(test(state, shifting, data))
         ended = time.perf_counter()
+        complain(algorithm, state, infos, count)  # first: neither row nor checkpoint may lead past it
         row = plain_row(state, infos, found, count, facts)
         covered = row["evaluated_clients"] if discard == "met" else facts["met"]
         if algorithm.clustered and discard != "none" and covered < data.num_clients:
@@ -175,9 +176,7 @@ def run(
         row["wall_s"] = facts["wall_s"]
         done += count
         rows.append(row)
-        stop = on_row(row, Snapshot(state, shifting, facts))
-        complain(algorithm, state, infos, count)
-        if stop:
+        if on_row(row, Snapshot(state, shifting, facts)):
             break
     if table is None:  # a finished run was taken up again
         _, table = test(state, shifting, data)

@@ -47,7 +47,8 @@ def use_compile_cache() -> None:
 
 def identity(config: dict, data) -> dict[str, Any]:
     """Returns what a continuation must repeat: every setting that bears on the numbers, and the shape of the data."""
-    kept = {name: value for name, value in settings.leaves(config) if not name.startswith(FREE)}
+    named = sorted(settings.leaves(config), key=lambda leaf: not leaf[0].endswith((".name", "seed")))  # a refusal lists the first
+    kept = {name: value for name, value in named if not name.startswith(FREE)}
     return kept | {"clients": data.num_clients, "samples": int(data.y.size), "capacity": data.capacity}
 
 
@@ -100,6 +101,10 @@ def resumed(config: dict, run_dir: Path, algorithm, task, data, drift, mesh) -> 
     if checkpoint.saved(folder):
         found = checkpoint.restore_latest(folder, standing(algorithm, drift, mesh, data, key), identity(config, data), warn)
     if found is None:
+        if config["resume"] == "must":
+            raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
+        if not {inside.name for inside in run_dir.iterdir()} <= settings.RUN_FILES:
+            raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
         (run_dir / report.METRICS).unlink(missing_ok=True)  # rows of a run that was killed before its first checkpoint
         return None
     if found.step >= config["rounds"] and report.read_summary(run_dir) is not None:
@@ -140,16 +145,20 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
         def save(snapshot: Snapshot, row):
             step, accuracy = int(snapshot.state.round), row and row["accuracy"]
             tree = (snapshot.state, snapshot.shifting)
-            checkpoint.save(folder, step, tree, snapshot.facts, identified, keep=every["keep"], score=accuracy)
+            try:
+                checkpoint.save(folder, step, tree, snapshot.facts, identified, keep=every["keep"], score=accuracy)
+            except InputError as error:  # nothing was wrong with what was asked for
+                raise RunError(str(error)) from None
             saved.update(round=step, at=time.monotonic())
 
         def on_row(row, snapshot: Snapshot):
             report.append_row(handle, row)
             show(row)
             late = row["round"] - saved["round"] >= every["every"] or time.monotonic() - saved["at"] >= 60 * every["minutes"]
-            if late or asked or row["round"] >= config["rounds"]:
+            stop, last = bool(asked), row["round"] >= config["rounds"]
+            if late or stop or last:
                 save(snapshot, row)
-            return bool(asked) and row["round"] < config["rounds"]
+            return stop and not last  # asked meanwhile: after the next block, so that nothing stops unsaved
 
         def on_start(snapshot: Snapshot):
             if start is None:  # from now on the directory is known to be this run's

@@ -133,12 +133,27 @@ def check(config: dict, default: dict[str, Any], asked: Collection[str] = ()) ->
 
     `default` holds the value of every dotted name before it was changed: a setting without a rule of its own keeps its kind.
     """
+    check_shape(config, default)
     for name, value in sorted(leaves(config), key=lambda leaf: leaf[0] not in asked):
         rule = RULES.get(name) or _like(default.get(name))
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
         if not rule.holds(value):
             raise InputError(f"{name}={_written(value)}: must be {rule.allowed}")
+
+
+def check_shape(config: dict, default: dict[str, Any]) -> None:
+    """Raises InputError where a single value has taken the place of a group of settings, or the other way round."""
+    for name in default:
+        path, value = "", config
+        for part in name.split("."):
+            if not isinstance(value, dict):
+                raise InputError(f"{path}={_written(value)}: is a group of settings; change one of them, as {path}.{part}=VALUE")
+            if part not in value:
+                break  # removed by the user
+            path, value = f"{path}.{part}".lstrip("."), value[part]
+        if path == name and isinstance(value, dict):
+            raise InputError(f"{name}={value}: must be a single value")
 
 
 def _like(default: Any) -> Rule:

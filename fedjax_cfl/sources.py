@@ -1,5 +1,6 @@
 """Data sets: each function returns a checked `Pool` of labelled samples, before they are dealt to clients."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def fashion_mnist(standardize: bool = True, offline: bool = False) -> Pool:
         x, y, test = _idx("fashion_mnist", download.fetch("fashion_mnist", offline))
         rows = ~test
     else:
-        parts = [readers.read_npz(path, ("images", "labels")) for path in pooled]
+        parts = [_images(path, ("images", "labels")) for path in pooled]
         x, y = (np.concatenate([part[name] for part in parts]) for name in ("images", "labels"))
         test, rows = None, slice(None)
     return check_pool(Pool(_standardized(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
@@ -63,11 +64,14 @@ def femnist(classes: str = "all", offline: bool = False) -> Pool:
     archive = download.locate(FEMNIST)
     folders = download.locate("femnist/data") or download.locate("femnist/leaf_json")
     if archive is not None:
-        arrays = readers.read_npz(archive[0], ("images", "labels", "user", "split"))
-        pool = Pool(arrays["images"], arrays["labels"], 62, arrays["user"], arrays["split"] == 1)
+        arrays = _images(archive[0], ("images", "labels", "user", "split"))
+        test = _tested(archive[0], arrays["split"], arrays["labels"])
+        pool = check_pool(Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0]))
     elif folders is not None:
         pool = leaf(folders[0], num_classes=62)
-        pool = pool._replace(x=pool.x.reshape(-1, 28, 28)) if pool.x[0].size == 784 else pool
+        if pool.x.shape[1:] not in ((784,), (28, 28), (28, 28, 1)):
+            raise InputError(f"{folders[0]}: x has samples of shape {pool.x.shape[1:]}, expected images of 784 pixels")
+        pool = pool._replace(x=pool.x.reshape(-1, 28, 28))
     else:
         raise download.missing("femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)", FEMNIST)
     if classes == "digits":
@@ -121,20 +125,18 @@ def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None
 def npz(path: str, num_classes: int | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client` [N] and `split` [N] (0 train, 1 test).
 
-    uint8 features are read as x / 255; all others become float32 as they are.
+    uint8 features are read as x / 255; all others become float32 as they are. Labels, clients and split may be of any type of
+    number, also bool, as long as they are whole.
     """
-    arrays = readers.read_npz(Path(path).expanduser(), ("x", "y"), ("client", "split"))
-    split = arrays.get("split")
-    if split is not None and not (np.isin(split, (0, 1)).all() and split.shape == arrays["y"].shape):
-        raise InputError(f"{path}: split has shape {split.shape} or other values, expected 0 (train) or 1 (test) for each of y's samples")
-    test = None if split is None else split == 1
+    arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), ("client", "split"))
+    test = _tested(path, arrays["split"], arrays["y"]) if "split" in arrays else None
     return check_pool(Pool(arrays["x"], arrays["y"], num_classes, arrays.get("client"), test), str(path))
 
 
 def leaf(path: str, num_classes: int | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder with train/ and test/ (then `test` is set)."""
-    root = Path(path).expanduser()
-    parts = [readers.read_leaf(part) for part in ((root / "train", root / "test") if (root / "train").is_dir() else (root,))]
+    root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
+    parts = [readers.read_leaf(part) for part in ((root / "train", root / "test") if os.path.isdir(root / "train") else (root,))]
     users = sorted({user for *_, names in parts for user in names})
     number = {user: k for k, user in enumerate(users)}
     for x, *_ in parts:
@@ -192,6 +194,23 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
 def _compact(client: np.ndarray) -> np.ndarray:
     """Returns client numbers [N] without gaps, in the same order."""
     return np.unique(client, return_inverse=True)[1].astype(np.int32)
+
+
+def _images(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Reads an npz file whose `images` must be [N, 28, 28] uint8 and `labels` [N]."""
+    arrays = readers.read_npz(path, names)
+    x, y = arrays["images"], arrays["labels"]
+    if x.shape[1:] != (28, 28) or x.dtype != np.uint8 or y.shape != x.shape[:1]:
+        raise InputError(f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N, 28, 28] uint8 and [N]")
+    return arrays
+
+
+def _tested(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
+    if split.dtype.kind not in "buif" or split.shape != y.shape or not np.isin(split, (0, 1)).all():
+        found = f"{split.shape} {split.dtype} or other values"
+        raise InputError(f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples")
+    return split == 1
 
 
 def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit
 from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
@@ -67,7 +68,7 @@ def build(toy_pool, tmp_path_factory):
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def case(request, build):
     algorithm, task, data, mesh = build(request.param)
-    init, one_round = jax.jit(algorithm.init), jax.jit(algorithm.round)
+    init, one_round = jit(algorithm.init), jit(algorithm.round)
     key = jax.random.key(0)
     states, infos = [init(key, data)], []
     for _ in range(ROUNDS):
@@ -124,7 +125,7 @@ def test_scan_equals_python_loop(case):
     def scanned(key, state, data):
         return jax.lax.scan(lambda state, _: case.algorithm.round(key, state, data), state, length=4)
 
-    state, infos = jax.jit(scanned)(jax.random.key(0), case.states[0], case.data)
+    state, infos = jit(scanned)(jax.random.key(0), case.states[0], case.data)
     chex.assert_trees_all_close(state, case.states[4], rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(infos, jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]), rtol=1e-5, atol=1e-6)
 
@@ -133,7 +134,7 @@ def test_scan_equals_python_loop(case):
 def test_whole_equals_run(build, name):
     algorithm, task, data, mesh = build(name)
     key = jax.random.key(0)
-    state, (infos, metrics) = jax.jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
+    state, (infos, metrics) = jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
     ran = cfl.run(algorithm, task, data, key, rounds=4, eval_every=2, discard="none", mesh=mesh)
     chex.assert_trees_all_close(state, ran.state, rtol=1e-5, atol=1e-6)
     assert [row["round"] for row in ran.rows] == [2, 4]

@@ -96,6 +96,17 @@ def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
     one_line("no folder", download.locate, "good/good.gz")
 
 
+def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
+    for odd in ("~nobody_of_this_name", "z" * 300):
+        monkeypatch.setenv(download.VARIABLE, odd)
+        one_line("no folder", download.fetch, "good", base_url=server)
+    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
+    assert download.fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]  # the user's own: its reader will refuse it
+    assert Handler.asked == []
+
+
 def test_registry_is_well_formed():
     for name in ("mnist", "fashion_mnist"):
         digests = download.REGISTRY[name].files.values()

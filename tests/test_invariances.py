@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit
 from scipy.stats import chi2
 
 import fedjax_cfl as cfl
@@ -26,16 +27,15 @@ METHODS = {
 TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])  # client 2 has no data, client 6 one sample
 
 
-def play(method, task, local, data, tables=(TABLE,)):
-    """Returns [(state, infos)] of three rounds from the start, for each table of cohorts; compiled once."""
+def compiled(method, task, local):
+    """Returns go(table of cohorts, data) -> (state, infos) of three rounds from the start."""
 
     def go(table, data):
         algorithm = METHODS[method](task, local, select.listed(table))
         state = algorithm.init(KEY, data)
         return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), state, length=ROUNDS)
 
-    go = jax.jit(go)
-    return [go(jnp.asarray(table), data) for table in tables]
+    return jit(go)
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -44,12 +44,14 @@ def method(request):
 
 
 @pytest.fixture(scope="module")
-def usual(method, toy, mlp, local):
-    """One device, one client at a time, cohorts as selected; and three results on the same program with other inputs."""
-    rng = np.random.default_rng(0)
-    shuffled = [rng.permuted(TABLE, axis=1) for _ in range(2)]
-    assert all((a != TABLE).any(axis=1).all() for a in shuffled)
-    return play(method, mlp, local, toy, (TABLE, *shuffled))
+def go(method, mlp, local):
+    """One device, one client at a time."""
+    return compiled(method, mlp, local)
+
+
+@pytest.fixture(scope="module")
+def usual(go, toy):
+    return go(TABLE, toy)
 
 
 def assert_same(one, other):
@@ -58,24 +60,25 @@ def assert_same(one, other):
     chex.assert_trees_all_close(one, other, **ROUNDING)
 
 
-def test_order_of_the_cohort(usual):
-    for other in usual[1:]:
-        assert_same(other, usual[0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_order_of_the_cohort(usual, go, toy, seed):
+    shuffled = np.random.default_rng(seed).permuted(TABLE, axis=1)
+    assert (shuffled != TABLE).any(axis=1).all()
+    assert_same(go(shuffled, toy), usual)
 
 
 @pytest.mark.parametrize("width", [2, 5, 7])
 def test_width(usual, method, toy, mlp, local, width):
-    assert_same(play(method, mlp, local._replace(width=width), toy)[0], usual[0])
+    assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
 
 
-@pytest.mark.parametrize("devices", [4, 8])
-def test_devices(usual, method, toy, mlp, local, devices):
-    width = 1 if devices == 8 else 2
-    assert_same(play(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width), toy)[0], usual[0])
+@pytest.mark.parametrize(("devices", "width"), [(4, 2), (8, 1)])
+def test_devices(usual, method, toy, mlp, local, devices, width):
+    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width))(TABLE, toy), usual)
 
 
-def test_capacity(usual, method, toy, mlp, local):
-    assert_same(play(method, mlp, local, toy.replace(capacity=2 * toy.capacity + 1))[0], usual[0])
+def test_capacity(usual, go, toy):
+    assert_same(go(TABLE, toy.replace(capacity=2 * toy.capacity + 1)), usual)
 
 
 def moved(data, seed=0):
@@ -90,17 +93,17 @@ def moved(data, seed=0):
     return data.replace(train=follow(data.train), test=follow(data.test), **arrays)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ifca", "flexcfl"], indirect=True)
-def test_places_in_the_pool(usual, method, toy, mlp, local):
+def test_places_in_the_pool(usual, go, toy):
     """No draw looks at a sample's number, only at its place among the samples of its client."""
-    assert_same(play(method, mlp, local, moved(toy))[0], usual[0])
+    assert_same(go(TABLE, moved(toy)), usual)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "qfedavg", "ifca", "flexcfl"], indirect=True)
-def test_a_client_without_data_changes_nothing(method, toy, mlp, local):
+def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
     """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has them notices."""
-    with_it, without = TABLE[:1], np.array([[1, 4, 9, 13, 0, 7]])
-    (one, infos), (other, expected) = (play(method, mlp, local, toy, (table,))[0] for table in (with_it, without))
+    with_it = np.array([[1, 4, 2, 9, 13, 0, 7]] * 3)
+    without = np.delete(with_it, 2, axis=1)
+    (one, infos), (other, expected) = go(with_it, toy), go(without, toy)
     chex.assert_trees_all_close(one.groups, other.groups, **ROUNDING)
     chex.assert_trees_all_close(infos.replace(cold=0), expected.replace(cold=0), **ROUNDING)
 
@@ -115,7 +118,7 @@ def everyone(toy, mlp, local):
         cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
         return train(cohort, toy, (KEY, models), training.full(gid))
 
-    return jax.jit(go)
+    return jit(go)
 
 
 def test_empty_slots_do_nothing(everyone, toy):
@@ -145,15 +148,15 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
 
 def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     algorithm = zoo.fedavgm(mlp, local, select.listed(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
-    one_round = jax.jit(algorithm.round)
-    before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
+    one_round = jit(algorithm.round)
+    before, _ = one_round(KEY, jit(algorithm.init)(KEY, toy), toy)
     after, info = one_round(KEY, before, toy)
     chex.assert_trees_all_equal((after.groups, after.server), (before.groups, before.server))
     assert info.clients == info.steps == info.loss == info.discrepancy == 0
     assert jnp.isnan(info.group_discrepancy).all()
 
 
-PERMUTATIONS = jax.jit(training.permutations, static_argnums=(2, 3))
+PERMUTATIONS = jit(training.permutations, static_argnums=(2, 3))
 
 
 def words(seed):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import aggregate, assign, evaluate, select, sharding, traffic
@@ -71,7 +72,7 @@ def test_np_choice_is_numpys_legacy_generator():
 
 # Dealing to devices
 
-DEAL = jax.jit(sharding.deal, static_argnums=(2, 3, 4))
+DEAL = jit(sharding.deal, static_argnums=(2, 3, 4))
 
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 1), (1, 4), (2, 1), (4, 3), (8, 2)])
@@ -204,7 +205,7 @@ def units(algorithm, clients, rounds):
     def go(key):
         return jax.lax.fori_loop(0, rounds, lambda _, state: algorithm.round(key, state, data)[0], algorithm.init(key, data))
 
-    spent = jax.jit(go)(KEY).traffic
+    spent = jit(go)(KEY).traffic
     return int(spent.units_down + spent.units_up)
 
 
@@ -264,7 +265,7 @@ INDICES = {"some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2], "one f
 @pytest.mark.parametrize("devices", [1, 4])
 def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monkeypatch, devices, block):
     monkeypatch.setattr(evaluate, "BLOCK", block)
-    predict = jax.jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
+    predict = jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
     for index in INDICES.values():
         guess, loss = predict(jnp.array(index))
         expected = answers(linear, models, index, toy)
@@ -274,7 +275,7 @@ def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monke
 
 def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     index = INDICES["some without"]
-    row, table = jax.jit(lambda index: evaluate.evaluate(linear, cfl.mesh_of(1), Served(models, index), toy))(jnp.array(index))
+    row, table = jit(lambda index: evaluate.evaluate(linear, cfl.mesh_of(1), Served(models, index), toy))(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
     counted = guess >= 0
     np.testing.assert_allclose(row["accuracy"], np.mean((guess == np.asarray(toy.y[toy.test.order]))[counted]), rtol=1e-6)
@@ -288,7 +289,7 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
     hits = jnp.argmax(linear.predict(mean, toy.x[toy.test.order]), 1) == toy.y[toy.test.order]
-    found = jax.jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
+    found = jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
     np.testing.assert_allclose(found, hits.mean(), rtol=1e-6)
 
 
@@ -322,10 +323,10 @@ def test_single_models_are_never_discarded(toy, linear, local):
 def test_info_by_numpy(toy, linear, local):
     """IFCA with two models: discrepancy, losses, dissimilarity and counts, client by client."""
     algorithm = zoo.ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
-    before = jax.jit(algorithm.init)(KEY, toy)
-    after, info = jax.jit(algorithm.round)(KEY, before, toy)
+    before = jit(algorithm.init)(KEY, toy)
+    after, info = jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    train = jax.jit(training.over_clients(training.sgd(linear, local), local))
+    train = jit(training.over_clients(training.sgd(linear, local), local))
     upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), training.full(after.assignment))
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
@@ -368,7 +369,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             logits = np.asarray(linear.predict(model, toy.x[rows]), np.float64)
             each = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), np.asarray(toy.y[rows])]
             table[client, g] = each.mean() + with_l2 * 0.001 * np.sum(np.square(model["head"]["kernel"]))
-    choose = jax.jit(assign.best_model(linear, local, with_l2))
+    choose = jit(assign.best_model(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     chosen = choose(KEY, met(models, [-1] * 14), toy, cohort)
     np.testing.assert_array_equal(chosen, table.argmin(1))
@@ -429,7 +430,7 @@ def test_random_group_depends_on_the_client_and_uses_every_group(toy, models):
 def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     """8 clients in 11 slots; each straggler trains 1 .. 4 of 5 epochs."""
     ids = jnp.array([3, 14, 5, 0, 1, 14, 7, 9, 2, 14, 4])
-    effort = jax.jit(stragglers(share, 5))
+    effort = jit(stragglers(share, 5))
     seen = set()
     for seed in range(12):
         epochs = np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[np.asarray(ids) < 14] * 5
@@ -447,7 +448,7 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
     three = local._replace(epochs=3)
-    train = jax.jit(training.over_clients(training.sgd(linear, three), three))
+    train = jit(training.over_clients(training.sgd(linear, three), three))
     ids = jnp.arange(14)
     work = training.full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))

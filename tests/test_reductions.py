@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit
 from omegaconf import OmegaConf
 
 from fedjax_cfl import __main__ as main
@@ -16,14 +17,15 @@ from fedjax_cfl import algorithms as zoo
 from fedjax_cfl.algorithms import fedopt
 
 KEY = jax.random.key(3)
-COHORT = select.uniform(6)
+COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
+TWO_GROUPS = {"m": 2, "alpha": 3}
 SAME = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def play(algorithm, data, rounds=3, state=None):
     """Returns (state, infos) after some rounds, from the algorithm's own start unless a state is given."""
-    state = jax.jit(algorithm.init)(KEY, data) if state is None else state
-    one_round, infos = jax.jit(algorithm.round), []
+    state = jit(algorithm.init)(KEY, data) if state is None else state
+    one_round, infos = jit(algorithm.round), []
     for _ in range(rounds):
         state, info = one_round(KEY, state, data)
         infos.append(info)
@@ -75,12 +77,10 @@ def test_stragglers_do_less(toy, linear, local, averaged):
     assert_differ(half, averaged)
 
 
-def test_a_strong_pull_keeps_clients_near(toy, linear, local, averaged):
-    begun = jax.jit(zoo.fedavg(linear, local, COHORT).init)(KEY, toy)
-    moved = []
-    for mu in (0.0, 0.5, 4.0):
-        state, _ = play(zoo.fedprox(linear, local, COHORT, mu=jnp.float32(mu)), toy, 1, begun)
-        moved.append(length(jax.tree.map(jnp.subtract, state.groups, begun.groups)))
+def test_a_strong_pull_keeps_clients_near(toy, linear, local):
+    begun, _ = play(zoo.fedavg(linear, local, COHORT), toy, 0)
+    pulled = jit(lambda mu: zoo.fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
+    moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 
 
@@ -164,13 +164,17 @@ def server_of(name, **options):
         return getattr(fedopt, name)(None, None, None, **options)
 
 
-def test_fedgroup_is_flexcfl_without_shift(toy, linear, local):
-    cohort = select.rr_then_random(6)
-    static = play(zoo.fedgroup(linear, local, cohort, m=2, alpha=3), toy)
-    moving = play(zoo.flexcfl(linear, local, cohort, m=2, alpha=3), toy)
-    assert_same(static, moving)
-    chex.assert_trees_all_equal((static[0].assignment, static[0].traffic), (moving[0].assignment, moving[0].traffic))
-    assert len(set(static[0].assignment.tolist())) >= 2
+@pytest.fixture(scope="module")
+def grouped(toy, linear, local):
+    """Three rounds of FedGroup."""
+    return play(zoo.fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+
+
+def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
+    moving = play(zoo.flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+    assert_same(grouped, moving)
+    chex.assert_trees_all_equal((grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic))
+    assert {0, 1} <= set(moving[0].assignment.tolist())
 
 
 def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local):
@@ -179,13 +183,16 @@ def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local
     assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
 
 
-def test_mixing_of_strength_zero_changes_nothing_but_the_bill(toy, linear, local):
-    cohort, options = select.rr_then_random(6), {"m": 2, "alpha": 3, "dynamic": False}
-    without = play(zoo.flexcfl(linear, local, cohort, eta_g=0.0, **options), toy)
-    mixed = play(zoo.flexcfl(linear, local, cohort, eta_g=jnp.float32(0), **options), toy)
-    assert_same(without, mixed)
-    assert mixed[0].traffic.units_down - without[0].traffic.units_down == 3 * 2
-    assert_differ(without, play(zoo.flexcfl(linear, local, cohort, eta_g=0.5, **options), toy))
+def test_mixing_of_strength_zero_changes_nothing_but_the_bill(toy, linear, local, grouped):
+    begun, _ = play(zoo.fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
+
+    def mixed(eta):
+        return play(zoo.fedgroup(linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun)
+
+    unmoved = mixed(jnp.float32(0))  # an array, which is mixed like any other strength
+    assert_same(grouped, unmoved)
+    assert unmoved[0].traffic.units_down - grouped[0].traffic.units_down == 3 * 2
+    assert_differ(grouped, mixed(0.5))
 
 
 def test_hypocluster_is_ifca_weighted_by_samples():

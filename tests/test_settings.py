@@ -69,10 +69,47 @@ def test_a_node_may_be_given_whole_and_only_arguments_removed():
         assert "is needed" in refusal(settings.check_name, f"~{name}", name, KNOWN, True)
 
 
-def test_run_directories(tmp_path):
-    settings.check_run_dir(str(tmp_path / "new"))
-    settings.check_run_dir(str(tmp_path))  # empty
+RESUME = ("auto", "must", "never")
+
+
+def filled(path, *names):
+    """Makes a directory with files and, of names that end in /, folders."""
+    for name in names:
+        (path / name).mkdir(parents=True, exist_ok=True) if name.endswith("/") else (path / name).write_text("")
+    return str(path)
+
+
+@pytest.mark.parametrize("resume", RESUME)
+def test_run_directories_that_are_none(tmp_path, resume):
     (tmp_path / "file").write_text("")
-    assert "not empty" in refusal(settings.check_run_dir, str(tmp_path))
-    assert "not a directory" in refusal(settings.check_run_dir, str(tmp_path / "file"))
-    assert "cannot be used" in refusal(settings.check_run_dir, str(tmp_path / ("x" * 300)))
+    assert "not a directory" in refusal(settings.check_run_dir, str(tmp_path / "file"), resume)
+    assert "cannot be used" in refusal(settings.check_run_dir, str(tmp_path / ("x" * 300)), resume)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_new_run_directory_is_missing_or_empty(tmp_path, resume):
+    assert settings.check_run_dir(str(tmp_path / "new"), resume) == tmp_path / "new"
+    settings.check_run_dir(str(tmp_path), resume)
+    settings.check_run_dir(filled(tmp_path, ".lock"), resume)
+    assert "not empty" in refusal(settings.check_run_dir, filled(tmp_path, "precious"), resume)
+
+
+@pytest.mark.parametrize("name", sorted(settings.RUN_FILES - {".lock", "checkpoints"}))
+def test_files_of_a_run_that_saved_nothing_yet_only_allow_auto(tmp_path, name):
+    settings.check_run_dir(filled(tmp_path, name), "auto")
+    assert "not empty" in refusal(settings.check_run_dir, str(tmp_path), "never")
+    assert "no checkpoint" in refusal(settings.check_run_dir, str(tmp_path), "must")
+    assert "not empty" in refusal(settings.check_run_dir, filled(tmp_path, "precious"), "auto")
+
+
+def test_checkpoints_allow_auto_and_must(tmp_path):
+    for names in (["checkpoints/"], ["metrics.jsonl", ".hydra/"], ["summary.json", "clients.parquet", "curves.png"]):
+        filled(tmp_path, *names)
+        for resume in ("auto", "must"):
+            settings.check_run_dir(str(tmp_path), resume)
+        assert "not empty" in refusal(settings.check_run_dir, str(tmp_path), "never")
+
+
+@pytest.mark.parametrize("missing", ["new", ""])
+def test_must_needs_checkpoints(tmp_path, missing):
+    assert refusal(settings.check_run_dir, str(tmp_path / missing), "must").startswith("resume=must: ")

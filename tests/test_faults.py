@@ -1,0 +1,274 @@
+"""Simulated faults: drawn by client and round alone, counted, and without any way for a NaN to reach a model."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit
+
+import fedjax_cfl as cfl
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl import engine, faults, select
+from fedjax_cfl import local as training
+from fedjax_cfl.aggregate import weighted_mean
+from fedjax_cfl.errors import InputError, NonFiniteUpdate
+from fedjax_cfl.faults import Faults
+from fedjax_cfl.types import Cohort, Upload
+
+KEY = jax.random.key(5)
+CLIENTS, ROUNDS = 14, 3
+EVERYBODY = np.tile(np.arange(CLIENTS), (ROUNDS, 1))
+REAL = 13  # toy client 2 has no training samples
+ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
+
+
+def go(task, local, data, method=zoo.fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
+    """Returns (first state, last state, infos) of some rounds."""
+    algorithm = method(task, local, select.listed(table), **options)
+
+    def run(data):
+        first = algorithm.init(KEY, data)
+        return first, *jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), first, length=rounds)
+
+    return jit(run)(data)
+
+
+def with_faults(local, **options):
+    return local._replace(faults=Faults(**options))
+
+
+def cohort_of(*ids):
+    return Cohort(jnp.array(ids, jnp.int32), jnp.arange(len(ids), dtype=jnp.int32))
+
+
+def upload_of(delta, weight=None):
+    """Returns an upload whose deltas are the rows of a matrix, in two leaves: the first column, and the others."""
+    delta = jnp.asarray(delta, jnp.float32)
+    weight = jnp.ones(len(delta)) if weight is None else jnp.array(weight, jnp.float32)
+    ones = jnp.ones(len(delta))
+    return Upload({"a": delta[:, 0], "b": delta[:, 1:]}, weight, loss=ones, last_loss=ones, steps=ones.astype(jnp.int32))
+
+
+def rows(upload):
+    return np.concatenate([upload.delta["a"][:, None], upload.delta["b"]], axis=1)
+
+
+# who fails
+
+
+MIXED = {"dropout": 0.3, "straggler": 0.5, "nan": 0.2, "byzantine": 0.3, "attack": "noise"}
+
+
+@pytest.fixture(scope="module")
+def mixed(linear, local, toy):
+    return go(linear, with_faults(local, **MIXED), toy)
+
+
+@pytest.mark.parametrize(("devices", "width"), [(1, 5), (4, 2)])
+def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
+    local = with_faults(local._replace(mesh=cfl.mesh_of(devices), width=width), **MIXED)
+    _, state, infos = go(linear, local, toy)
+    chex.assert_trees_all_equal((infos.lost, infos.steps, state.traffic), (mixed[2].lost, mixed[2].steps, mixed[1].traffic))
+    chex.assert_trees_all_close(state.groups, mixed[1].groups, **ROUNDING)
+
+
+def test_mixed_faults_are_counted(mixed):
+    _, state, infos = mixed
+    assert infos.lost.dropped.sum() > 0 and infos.lost.nonfinite.sum() > 0 and (infos.lost.hostile == infos.lost.hostile[0]).all()
+    np.testing.assert_array_equal(infos.clients, REAL - infos.lost.dropped - infos.lost.nonfinite)
+    assert state.traffic.units_up == ROUNDS * CLIENTS - infos.lost.dropped.sum() and state.traffic.units_down == ROUNDS * CLIENTS
+    assert len(set(infos.lost.dropped.tolist() + infos.lost.nonfinite.tolist())) > 1, "every round draws anew"
+
+
+def test_a_draw_belongs_to_the_client():
+    ids = np.random.default_rng(0).permutation(1000)
+    some = faults.drawn(KEY, faults.DROPOUT, cohort_of(*ids), 0.3)
+    np.testing.assert_array_equal(some, faults.drawn(KEY, faults.DROPOUT, cohort_of(*range(1000)), 0.3)[ids])
+    assert 240 < some.sum() < 360
+    assert (some != faults.drawn(KEY, faults.NAN, cohort_of(*ids), 0.3)).sum() > 300, "purposes are independent"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 1.0])
+def test_exactly_so_many_clients_are_hostile(share):
+    chosen = [faults.hostile(Faults(byzantine=share), jax.random.key(seed), CLIENTS) for seed in (0, 0, 1)]
+    assert [hostile.sum() for hostile in chosen] == [round(share * CLIENTS)] * 3
+    np.testing.assert_array_equal(chosen[0], chosen[1])
+    assert (chosen[0] != chosen[2]).any() == (0 < round(share * CLIENTS) < CLIENTS)
+
+
+@pytest.mark.parametrize("wrong", [{"dropout": 1.1}, {"nan": -0.1}, {"byzantine": float("nan")}, {"attack": "flip"}, {"nonfinite": "x"}])
+def test_nonsense_is_refused(wrong, linear, local):
+    with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}="):
+        zoo.fedavg(linear, with_faults(local, **wrong), select.listed(EVERYBODY))
+
+
+def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
+    usual = go(linear, local, toy)
+    never = go(linear, with_faults(local, dropout=1e-9, straggler=1e-9, nan=1e-9, byzantine=1e-9, attack="noise", nonfinite="zero"), toy)
+    zero = go(linear, with_faults(local, dropout=0.0, byzantine=0.0, attack="label_flip", scale=9.0, nonfinite="raise"), toy)
+    chex.assert_trees_all_equal(never, usual)
+    chex.assert_trees_all_equal(zero, usual)
+
+
+# what failing does
+
+
+@pytest.mark.parametrize("round", [0, 2])
+def test_dropping_out_is_weight_zero(round, linear, local, toy):
+    chance = 0.4
+
+    def without_them(upload, gid, cohort, extra, num_groups):
+        gone = faults.drawn(engine.stream(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance)
+        return weighted_mean(upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, num_groups)
+
+    def by_hand(task, local, select):
+        return engine.federated(task, local, select=select, solve=training.sgd(task, local), aggregate=without_them)
+
+    def one(algorithm):
+        state = jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
+        return jit(algorithm.round)(KEY, state, toy)
+
+    (state, info), (other, _) = (
+        one(method(linear, trouble, select.listed(EVERYBODY)))
+        for method, trouble in ((zoo.fedavg, with_faults(local, dropout=chance)), (by_hand, local))
+    )
+    assert 0 < info.lost.dropped < REAL and state.traffic.units_up == CLIENTS - info.lost.dropped
+    chex.assert_trees_all_equal(state.groups, other.groups)
+
+
+@pytest.mark.parametrize("lost", [{"dropout": 1.0}, {"nan": 1.0}])
+@pytest.mark.parametrize("method", [zoo.fedadam, zoo.ifca])
+def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy):
+    options = {"m": 2} if method is zoo.ifca else {}
+    first, last, infos = go(linear, with_faults(local, **lost), toy, method, **options)
+    chex.assert_trees_all_equal((last.groups, last.server), (first.groups, first.server))
+    np.testing.assert_array_equal(infos.lost.dropped if "dropout" in lost else infos.lost.nonfinite, REAL)
+    np.testing.assert_array_equal(infos.idle_groups, len(np.unique(last.assignment)))
+    assert last.traffic.units_up == ROUNDS * (CLIENTS - REAL * ("dropout" in lost))
+    chex.assert_tree_all_finite(infos.replace(group_discrepancy=0.0))
+    assert jnp.isnan(infos.group_discrepancy).all() and (infos.loss == 0).all()
+
+
+def test_screening_by_hand():
+    upload = upload_of([[1, 2, 3], [jnp.nan, 5, 6], [7, jnp.inf, 9], [1, 1, 1]], [1, 2, 3, 0])
+    skipped, bad, leaf = faults.screened("skip", upload)
+    np.testing.assert_array_equal(rows(skipped), [[1, 2, 3], [0, 0, 0], [0, 0, 0], [1, 1, 1]])
+    np.testing.assert_array_equal(skipped.weight, [1, 0, 0, 0])
+    np.testing.assert_array_equal(bad, [False, True, True, False])
+    np.testing.assert_array_equal(leaf, [-1, 0, 1, -1])
+    zeroed, *_ = faults.screened("zero", upload)
+    np.testing.assert_array_equal(rows(zeroed), [[1, 2, 3], [0, 5, 6], [7, 0, 9], [1, 1, 1]])
+    np.testing.assert_array_equal(zeroed.weight, upload.weight)
+
+
+def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
+    _, state, infos = go(linear, with_faults(local, nan=1.0, nonfinite="zero"), toy)
+    np.testing.assert_array_equal(infos.clients, REAL)
+    np.testing.assert_array_equal(infos.idle_groups, 0)
+    chex.assert_tree_all_finite(state)
+
+
+@pytest.mark.parametrize("width", [1, 7])
+def test_raise_names_round_client_and_layer(width, linear, local, toy):
+    """The first client by selection, whatever the slots."""
+    table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
+    algorithm = zoo.fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.listed(table))
+    seen = []
+    with pytest.raises(NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"):
+        cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh, on_row=lambda row, snapshot: seen.append(row["round"]))
+    assert seen == [1], "the row of the round that failed is not written"
+
+
+def test_a_diverging_client_is_screened_too(linear, local, toy):
+    _, state, infos = go(linear, local._replace(lr=1e38), toy)
+    assert infos.lost.nonfinite.sum() > 0
+    chex.assert_tree_all_finite(state)
+
+
+def test_attacks_by_hand():
+    upload, by = upload_of([[1, -2, 3], [4, 5, -6]]), jnp.array([True, False])
+    flipped = faults.attacked(Faults(attack="sign_flip", scale=3.0), KEY, cohort_of(4, 5), upload, by)
+    np.testing.assert_array_equal(rows(flipped), [[-3, 6, -9], [4, 5, -6]])
+    chex.assert_trees_all_equal(faults.attacked(Faults(attack="label_flip"), KEY, cohort_of(4, 5), upload, by), upload)
+
+
+def test_noise_is_as_long_as_the_update_and_belongs_to_the_client():
+    delta = np.random.default_rng(0).normal(size=(3, 5000)) * [[1], [10], [0]]
+    troubles, everyone = Faults(attack="noise", scale=0.5), jnp.ones(3, bool)
+    noise = rows(faults.attacked(troubles, KEY, cohort_of(4, 8, 2), upload_of(delta), everyone)) - delta
+    np.testing.assert_allclose(np.linalg.norm(noise, axis=1), 0.5 * np.linalg.norm(delta, axis=1), rtol=0.05)
+    unit = noise[:2] / np.linalg.norm(noise[:2], axis=1, keepdims=True)
+    assert abs(unit[0] @ unit[1]) < 0.06 and abs(unit[0] @ delta[0]) / np.linalg.norm(delta[0]) < 0.06
+    swapped = rows(faults.attacked(troubles, KEY, cohort_of(2, 4, 8), upload_of(delta[[2, 0, 1]]), everyone))
+    np.testing.assert_allclose(swapped, (delta + noise)[[2, 0, 1]], rtol=1e-6, atol=1e-6)
+
+
+def test_label_flip_trains_on_the_opposite_label(linear, local, toy):
+    troubles = with_faults(local, byzantine=1.0, attack="label_flip")
+    opposite = toy.replace(y=toy.num_classes - 1 - toy.y)
+    _, state, infos = go(linear, troubles, toy)
+    chex.assert_trees_all_equal(state.groups, go(linear, local, opposite)[1].groups)
+    np.testing.assert_array_equal(infos.lost.hostile, REAL)
+    algorithm = zoo.fedavg(linear, troubles, select.listed(EVERYBODY))
+    result = cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
+    np.testing.assert_array_equal(result.data.y, toy.y)
+    assert result.rows[-1]["accuracy"] < 0.2, "scored by the true labels"
+
+
+def test_only_hostile_owners_see_other_labels(toy):
+    seen = faults.flipped(Faults(byzantine=0.5, attack="label_flip"), jnp.arange(CLIENTS) < 7, toy)
+    np.testing.assert_array_equal(seen.y, np.where(np.asarray(toy.owner) < 7, 3 - np.asarray(toy.y), toy.y))
+
+
+def test_a_straggler_does_less_and_is_kept(linear, local, toy):
+    usual, slow = go(linear, local, toy)[2], go(linear, with_faults(local, straggler=1.0), toy)[2]
+    assert (slow.steps < usual.steps).all() and (slow.steps > 0).all()
+    np.testing.assert_array_equal(slow.clients, REAL)
+    shares = faults.slowed(Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5))
+    assert 0 <= shares.min() and shares.max() == 0.5 and 320 < jnp.sum(shares < 0.5) < 480
+
+
+# nothing divides by zero
+
+
+METHODS = {
+    "edc": (zoo.flexcfl, {"measure": "edc"}),
+    "madc": (zoo.flexcfl, {"measure": "madc"}),
+    "edc_randomized": (zoo.flexcfl, {"measure": "edc_randomized"}),
+    "ifca": (zoo.ifca, {}),
+    "fedadam": (zoo.fedadam, {}),
+    "qfedavg": (zoo.qfedavg, {"q": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_degenerate_rounds_stay_finite(name, linear, local, toy):
+    """More groups than directions; then no gradient at all, no step, everybody alike, and a group that loses all its clients."""
+    method, options = METHODS[name]
+    if method in (zoo.flexcfl, zoo.ifca):
+        options = options | {"m": 6}
+    if method is zoo.flexcfl:
+        options = options | {"alpha": 2, "pretrain": "iters:3", "eta_g": 0.1}
+
+    def run(lr, data, later):
+        algorithm = method(linear, local._replace(lr=lr), select.listed(EVERYBODY[:, 3:12]), **options)
+        state = algorithm.init(KEY, data)
+        return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS)
+
+    run, alike = jit(run), toy.replace(x=jnp.ones_like(toy.x), y=jnp.zeros_like(toy.y))
+    nothing = toy.replace(train=toy.train.replace(size=jnp.zeros_like(toy.train.size)), shifted=jnp.ones(CLIENTS, bool))
+    half = nothing.replace(train=toy.train.replace(size=jnp.where(jnp.arange(CLIENTS) % 2, 0, toy.train.size)))
+    cases = {
+        "usual": (0.2, toy, toy),
+        "no inputs": (0.2, toy.replace(x=jnp.zeros_like(toy.x)), toy),
+        "no step": (1e-12, toy, toy),
+        "everybody alike": (0.2, alike, alike),
+        "nobody has data": (0.2, nothing, nothing),
+        "groups emptied": (0.2, toy, half),
+    }
+    for case, (lr, data, later) in cases.items():
+        state, infos = run(lr, data, later)
+        chex.assert_tree_all_finite({case: (state, infos.replace(group_discrepancy=0.0))})
+        clients = REAL - 4 if case in ("usual", "no inputs", "no step", "everybody alike") else 0 if case.startswith("nobody") else 4
+        np.testing.assert_array_equal(infos.clients, clients, err_msg=case)
