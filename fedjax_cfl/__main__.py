@@ -57,7 +57,7 @@ def main() -> int:
         return 0
 
 
-def refuse(error: Exception) -> int:
+def refuse(error: Exception | str) -> int:
     """Prints bad input as one line and returns its exit status."""
     print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
@@ -176,8 +176,8 @@ def job(config: DictConfig) -> None:
             status = session.train(resolved, chosen, overrides, run_dir, *parts, start)
         if status:
             sys.exit(status)
-    except RunError as error:
-        refuse(error)
+    except (RunError, OSError) as error:
+        refuse(f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error)
         sys.exit(1)
     except InputError as error:
         if not alone and sorted(path.name for path in run_dir.parent.rglob("*")) == sorted(["multirun.yaml", run_dir.name]):

@@ -60,8 +60,8 @@ def q_fair(q: float, lr):
     lipschitz = 1.0 / lr
 
     def aggregate(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
-        loss = extra + 1e-10
         present = (upload.weight > 0).astype(jnp.float32)
+        loss = jnp.where(present > 0, extra, 0.0) + 1e-10  # an absent client's loss may be anything
         squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta))
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * squares + lipschitz * gain

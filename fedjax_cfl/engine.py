@@ -12,7 +12,7 @@ from fedjax_cfl.local import Local, Work, dealt, over_clients
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS = range(8)
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, HOSTILE = range(9)
 
 
 class Start(NamedTuple):
@@ -106,7 +106,7 @@ def federated(
         extra = prepare(stream(key, PREPARE, state.round), state, data, cohort, gid) if prepare else ()
         share = effort(stream(key, PREPARE, state.round), data, cohort) if effort else jnp.ones(gid.shape)
         share = faults.slowed(troubles, stream(key, FAULTS, state.round), cohort, share)
-        attackers = faults.hostile(troubles, stream(key, FAULTS), data.num_clients)
+        attackers = faults.hostile(troubles, stream(key, HOSTILE), data.num_clients)
         seen = faults.flipped(troubles, attackers, data)
         upload = solve(cohort, seen, (stream(key, TRAIN, state.round), state.groups), Work(gid, share, extra))
         upload, lost = faults.suffered(troubles, stream(key, FAULTS, state.round), cohort, upload, attackers)

@@ -13,7 +13,7 @@ from fedjax_cfl.types import Cohort, FederatedData, Lost, Upload
 
 ATTACKS = ("sign_flip", "noise", "label_flip")
 POLICIES = ("skip", "raise", "zero")
-DROPOUT, STRAGGLER, NAN, HOSTILE, NOISE = range(5)  # purposes, below the engine's own
+DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes, below the engine's own
 
 
 class Faults(NamedTuple):
@@ -47,10 +47,10 @@ def drawn(key, purpose: int, cohort: Cohort, chance: float):
     return jax.vmap(jax.random.uniform)(own_keys(key, purpose, cohort)) < chance
 
 
-def hostile(faults: Faults, run_key, num_clients: int):
+def hostile(faults: Faults, key, num_clients: int):
     """Returns [K] bool: the clients that attack, round(byzantine * K) of them, the same in every round."""
     count = round(faults.byzantine * num_clients)
-    lots = jax.random.permutation(jax.random.fold_in(run_key, HOSTILE), num_clients)
+    lots = jax.random.permutation(key, num_clients)
     return lots < count
 
 

@@ -20,6 +20,14 @@ TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2
 
 
+@pytest.fixture(scope="module")
+def quickly():
+    """For what compiles out of a test's sight: eager operations and `run`."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def toy_pool():
     """Well separated classes; in the odd clients, concept 1, classes 0 and 1 have changed names."""

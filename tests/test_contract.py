@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as main
 
+pytestmark = pytest.mark.usefixtures("quickly")
 ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
@@ -130,7 +131,7 @@ def test_scan_equals_python_loop(case):
     chex.assert_trees_all_close(infos, jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "flexcfl"])
+@pytest.mark.parametrize("name", ["fedavg", "ifca"])
 def test_whole_equals_run(build, name):
     algorithm, task, data, mesh = build(name)
     key = jax.random.key(0)
@@ -188,7 +189,7 @@ def test_same_key_same_result_another_key_another(case):
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(again[0].groups), jax.tree.leaves(other[0].groups), strict=True))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "clean"])  # all of the above is clean
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_builds_under_every_preset(build, algorithm, preset):
     built, _, data, _ = build(algorithm, preset)

@@ -23,6 +23,12 @@ REAL = 13  # toy client 2 has no training samples
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    """Whole runs compile as quickly as the tests' own programs."""
+    monkeypatch.setattr(jax, "jit", jit)
+
+
 def go(task, local, data, method=zoo.fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
     """Returns (first state, last state, infos) of some rounds."""
     algorithm = method(task, local, select.listed(table), **options)

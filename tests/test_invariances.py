@@ -14,6 +14,7 @@ from fedjax_cfl import local as training
 from fedjax_cfl import select
 from fedjax_cfl.types import Cohort
 
+pytestmark = pytest.mark.usefixtures("quickly")
 KEY = jax.random.key(5)
 ROUNDS, CLIENTS = 3, 14
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
