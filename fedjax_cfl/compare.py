@@ -101,10 +101,7 @@ def _check_numbers(path: Path, holder: dict[str, Any]) -> None:
 def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the summary and the rows of a run, checked: their files may have been edited, or be of something else."""
     summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS
-    try:
-        summary, rows = read_summary(_file(summary_file).parent), read_metrics(_file(metrics_file).parent)
-    except RecursionError:
-        raise InputError(f"{run_dir}: {METRICS} or summary.json is nested too deeply, expected what a run writes") from None
+    summary, rows = read_summary(_file(summary_file).parent), read_metrics(_file(metrics_file).parent)
     names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
     _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
     _check_texts(summary_file, summary.get("overrides") or [])

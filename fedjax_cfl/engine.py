@@ -160,6 +160,7 @@ def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
         discrepancy=jnp.sum(per_group * count) / clients,
         group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
         dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
+        selected=real.sum().astype(jnp.int32),
         clients=trained.sum().astype(jnp.int32),
         steps=upload.steps.sum(),
         cold=jnp.sum(real & ~known).astype(jnp.int32),

@@ -98,11 +98,14 @@ def append_row(handle: IO[str], row: dict[str, Any]) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Returns a row, {} for JSON that is no row, and None for what is no JSON."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-    return row if isinstance(row, dict) and type(row.get("round")) is int else None
+    except RecursionError:
+        return {}
+    return row if isinstance(row, dict) and type(row.get("round")) is int else {}
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -113,13 +116,13 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     path = Path(run_dir) / METRICS
     if not path.is_file():
         raise InputError(f"no {METRICS} in {str(run_dir)!r}: expected a run directory")
-    lines = path.read_bytes().splitlines()
+    lines = path.read_bytes().splitlines(keepends=True)
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
-        if row is None and number == len(lines):
-            break
-        if row is None:
+        if row is None and number == len(lines) and not line.endswith(b"\n"):
+            break  # a killed run was writing it
+        if not row:
             raise InputError(f"{path}, line {number}: not a JSON object with an integer 'round': {line[:40].decode(errors='replace')!r}")
         while rows and rows[-1]["round"] >= row["round"]:
             rows.pop()
@@ -141,8 +144,10 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
         return None
     try:
         summary = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply, expected what a run writes") from None
     if not isinstance(summary, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")
     return summary

@@ -19,7 +19,7 @@ from fedjax_cfl import evaluate, sharding, traffic
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.engine import DRIFT, stream
-from fedjax_cfl.errors import NonFiniteUpdate
+from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.metrics import ClientMetrics
 from fedjax_cfl.types import Algorithm, FederatedData, State, Task, View
 
@@ -121,7 +121,7 @@ class Result(NamedTuple):
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
 
 
-COUNTERS = {"met": 0, "client_updates": 0, "local_steps": 0, "wall_s": 0.0, "compile_s": 0.0, "train_s": 0.0, "eval_s": 0.0}
+COUNTERS = {"client_updates": 0, "local_steps": 0, "wall_s": 0.0, "compile_s": 0.0, "train_s": 0.0, "eval_s": 0.0}
 TIMES = ("compile_s", "train_s", "eval_s")
 
 
@@ -145,9 +145,11 @@ def run(
 
     `on_start` gets where the run stands before its first round, `on_row` each evaluation's row as soon as it is known, and where the run
     stands then; the run ends early if it returns true. `discard` (D17) hides a clustered method's accuracy while its first rounds do not
-    cover everybody: `rounds` while a round began with clients not met (the FlexCFL code), `met` while there are such clients, `none` never.
-    Raises NonFiniteUpdate where the faults ask for it.
+    cover everybody: `rounds` in round t = 0, 1, ... while t < K / cohort (the FlexCFL code), `met` while clients have not been met,
+    `none` never. Raises InputError for data without test samples, NonFiniteUpdate where the faults ask for it.
     """
+    if not data.test.order.size:
+        raise InputError("data: nobody holds a test sample, so that nothing can be scored")
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
     data = jax.device_put(enlarged(data, drift), sharding.replicated(mesh))
     began = time.perf_counter()
@@ -167,12 +169,11 @@ def run(
         ended = time.perf_counter()
         complain(algorithm, state, infos, count)  # first: neither row nor checkpoint may lead past it
         row = plain_row(state, infos, found, count, facts)
-        covered = row["evaluated_clients"] if discard == "met" else facts["met"]
-        if algorithm.clustered and discard != "none" and covered < data.num_clients:
+        if algorithm.clustered and hidden(discard, row, int(infos.selected[0]), data.num_clients):
             row["accuracy"] = None
         seconds = {"wall_s": ended - started, "train_s": trained - started, "eval_s": ended - trained}
         facts = facts | {name: facts[name] + value for name, value in seconds.items()}
-        facts |= {"met": row["evaluated_clients"], "client_updates": row["client_updates"], "local_steps": row["local_steps"]}
+        facts |= {"client_updates": row["client_updates"], "local_steps": row["local_steps"]}
         row["wall_s"] = facts["wall_s"]
         done += count
         rows.append(row)
@@ -181,6 +182,13 @@ def run(
     if table is None:  # a finished run was taken up again
         _, table = test(state, shifting, data)
     return Result(state, shifting.on(data), rows, table, {name: facts[name] for name in TIMES})
+
+
+def hidden(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
+    """Returns whether the accuracy of a clustered method's row does not count yet."""
+    if discard == "rounds":
+        return (row["round"] - 1) * selected < num_clients
+    return discard == "met" and row["evaluated_clients"] < num_clients
 
 
 def complain(algorithm: Algorithm, state: State, infos, count: int) -> None:

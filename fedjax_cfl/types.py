@@ -134,6 +134,7 @@ class Info:
     discrepancy: jax.Array  # [] mean L2 distance of the trained models from their own group's new model
     group_discrepancy: jax.Array  # [m], NaN for a group without participants
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
+    selected: jax.Array  # [] int32, clients selected
     clients: jax.Array  # [] int32, clients trained
     steps: jax.Array  # [] int32, local SGD steps taken
     cold: jax.Array  # [] int32, clients that met the server for the first time

@@ -17,6 +17,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as main
 
 pytestmark = pytest.mark.usefixtures("quickly")
+
 ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15

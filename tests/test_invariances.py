@@ -15,6 +15,7 @@ from fedjax_cfl import select
 from fedjax_cfl.types import Cohort
 
 pytestmark = pytest.mark.usefixtures("quickly")
+
 KEY = jax.random.key(5)
 ROUNDS, CLIENTS = 3, 14
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
@@ -68,7 +69,7 @@ def test_order_of_the_cohort(usual, go, toy, seed):
     assert_same(go(shuffled, toy), usual)
 
 
-@pytest.mark.parametrize("width", [2, 5, 7])
+@pytest.mark.parametrize("width", [5, 7])  # 2 is tried with four devices
 def test_width(usual, method, toy, mlp, local, width):
     assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
 

@@ -85,4 +85,4 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.slow
 def test_fifty_kills(tmp_path):
-    assert compare(tmp_path, rounds=600, every=1, kills=50, longest=9.0, seed=1) == 50
+    assert compare(tmp_path, rounds=900, every=1, kills=50, longest=9.0, seed=1) == 50

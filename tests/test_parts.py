@@ -19,6 +19,7 @@ from fedjax_cfl.engine import TRAIN, federated, stream
 from fedjax_cfl.types import Cohort, Served, State, Upload
 
 pytestmark = pytest.mark.usefixtures("quickly")
+
 KEY = jax.random.key(11)
 EXACT = {"rtol": 1e-6}
 

@@ -17,6 +17,7 @@ from fedjax_cfl import algorithms as zoo
 from fedjax_cfl.algorithms import fedopt
 
 pytestmark = pytest.mark.usefixtures("quickly")
+
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
 TWO_GROUPS = {"m": 2, "alpha": 3}

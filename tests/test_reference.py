@@ -19,6 +19,7 @@ from fedjax_cfl import select
 from fedjax_cfl.engine import ASSIGN, SELECT, START, TRAIN, stream
 
 pytestmark = pytest.mark.usefixtures("quickly")
+
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001
 
