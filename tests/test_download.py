@@ -2,6 +2,8 @@
 
 import hashlib
 import http.server
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -61,6 +63,23 @@ def test_fetches_once(cache, server):
     assert download.fetch("good", offline=True) == download.fetch("good", base_url=server) == [cache / "good" / "good.gz"]
     assert Handler.asked == ["good.gz"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]  # no temporary file
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from fedjax_cfl import download
+download.cache = lambda: Path(sys.argv[1])
+download.REGISTRY["good"] = download.Remote("http://127.0.0.1:9/", {"good.gz": sys.argv[3]})
+print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.fromhex(sys.argv[4]))
+"""
+
+
+def test_two_processes_at_once(cache, server):
+    command = [sys.executable, "-c", PROCESS, str(cache), server, SHA256, BODY.hex()]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0].strip() for process in both] == ["True", "True"]
+    assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]
 
 
 @pytest.mark.parametrize(
