@@ -210,6 +210,29 @@ def kmeans(
     return KMeans(labels=labels, centers=centers[best], inertia=inertia[best])
 
 
+def silhouette(x: jax.Array, labels: jax.Array, m: int, valid: jax.Array | None = None, block: int = 256) -> jax.Array:
+    """Returns the mean silhouette [] of the clusters `labels [N]` of the rows of `x [N, p]` (Rousseeuw 1987), Euclidean, in -1 .. 1.
+
+    (b - a) / max(a, b): a is a point's mean distance to the others of its cluster, b the smallest to another cluster; 0 for a single
+    point. Rows outside `valid [N]` bool count nowhere. Distances are made `block` rows at a time.
+    """
+    valid = jnp.ones(x.shape[0], bool) if valid is None else valid
+    x = jnp.where(valid[:, None], x, 0)
+    member = jax.nn.one_hot(labels, m) * valid[:, None]
+    size = jnp.sum(member, axis=0)
+
+    def score(row):
+        point, label, counts = row
+        total = jnp.sqrt(jnp.sum(jnp.square(x - point), axis=-1)) @ member
+        inside = _divide(total[label], size[label] - 1)
+        outside = jnp.min(jnp.where((jnp.arange(m) != label) & (size > 0), _divide(total, size), jnp.inf))
+        alone = (size[label] <= 1) | jnp.isinf(outside)
+        return jnp.where(counts & ~alone, (outside - inside) / jnp.maximum(jnp.maximum(inside, outside), 1e-30), 0)
+
+    each = jax.lax.map(score, (x, labels, valid), batch_size=block)
+    return jnp.sum(each) / jnp.maximum(jnp.sum(valid), 1)
+
+
 def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: jax.Array | None = None) -> jax.Array:
     """Merges the closest pair of clusters until m are left; returns labels [N] int32, numbered by first occurrence, -1 for masked rows.
 

@@ -8,7 +8,7 @@ from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import squareform
 from sklearn.cluster import KMeans as ScikitKMeans
-from sklearn.metrics import adjusted_rand_score
+from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 from fedjax_cfl import cluster
 from fedjax_cfl.errors import InputError
@@ -182,8 +182,21 @@ def test_kmeans_moves_an_empty_cluster_to_the_farthest_point():
     np.testing.assert_allclose(moved, [[3.525], [9.0], [5.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("linkage", ["complete", "average", "single"])
+def test_silhouette_equals_scikit_learn():
+    """Cluster 4 has a single point and cluster 5 none; masked rows hold NaN."""
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(70, 7)).astype(np.float32), rng.integers(0, 4, 70)
+    labels[0] = 4
+    expected = silhouette_score(x, labels)
+    assert float(cluster.silhouette(x, labels, 6, block=16)) == pytest.approx(expected, abs=1e-5)
+    padded = np.concatenate([x, np.full((3, 7), np.nan, np.float32)])
+    found = cluster.silhouette(padded, np.append(labels, [0, 1, 2]), 6, valid=np.arange(73) < 70)
+    assert float(found) == pytest.approx(expected, abs=1e-5)
+    assert float(cluster.silhouette(x, np.zeros(70, int), 1)) == 0
+
+
 @pytest.mark.parametrize("m", [2, 5])
+@pytest.mark.parametrize("linkage", ["complete", "average", "single"])
 def test_agglomerate_equals_scipy_and_skips_masked_rows(linkage, m):
     for seed in range(4):
         rng = np.random.default_rng(seed)

@@ -1,0 +1,127 @@
+"""What does clustering cost the server, beside published times and scikit-learn?
+
+    python benchmarks/server_side.py             the sizes of the papers; needs about 16 GB of memory
+    python benchmarks/server_side.py --quick     the same programs, a few megabytes
+
+- Label histograms of 5,078 clients x 100 classes: K-means++ for K = 2 .. 10 and the K of best silhouette, as "Fielding: Clustered Federated
+  Learning with Data Drift" (https://arxiv.org/abs/2411.01580) re-clusters; it reports 15.6 s. Beside it: scikit-learn here.
+- EDC of the updates of 302 clients, ResNet-18 (11.2 M parameters); Fielding measures 37.92 s for FlexCFL's SVD on its server.
+- EDC of 100 clients, MNIST-MLP and FashionMNIST-CNN, beside scikit-learn's TruncatedSVD.
+
+MEASURED
+"""
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl import cluster
+
+RESTARTS = 10
+
+
+def seconds(function, *arguments, repeats: int = 3):
+    """Returns (result, seconds of the first call, median of the later ones); the first includes compilation."""
+    times = []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        result = jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - began)
+    return result, times[0], float(np.median(times[1:]))
+
+
+def line(name: str, first: float, steady: float, other: str) -> None:
+    """Prints a row of the table."""
+    print(f"{name:58s}  first call {first:7.2f} s   then {steady:8.3f} s   {other}", flush=True)
+
+
+def histograms(clients: int, classes: int) -> np.ndarray:
+    """Returns label distributions [clients, classes] around five centres."""
+    rng = np.random.default_rng(0)
+    centers = rng.dirichlet(np.full(classes, 0.1), 5)
+    return np.array([rng.dirichlet(30 * centers[i % 5] + 0.01) for i in range(clients)], np.float32)
+
+
+def choose(key, x, most: int = 10):
+    """Returns (scores [most - 1], labels [most - 1, N]) of K = 2 .. most."""
+    found = [cluster.kmeans(key, x, m, RESTARTS).labels for m in range(2, most + 1)]
+    return jnp.stack([cluster.silhouette(x, labels, m) for m, labels in enumerate(found, start=2)]), jnp.stack(found)
+
+
+def by_sklearn(x, most: int = 10) -> tuple[int, float]:
+    """Returns (best K, seconds) of scikit-learn."""
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import silhouette_score
+
+    began = time.perf_counter()
+    found = [KMeans(m, n_init=RESTARTS, max_iter=20, random_state=0).fit(x).labels_ for m in range(2, most + 1)]
+    scores = [silhouette_score(x, labels) for labels in found]
+    return int(np.argmax(scores)) + 2, time.perf_counter() - began
+
+
+def label_clustering(clients: int, classes: int) -> None:
+    """Clusters label histograms for every K and keeps the best."""
+    x = histograms(clients, classes)
+    (scores, _), first, steady = seconds(jax.jit(choose), jax.random.key(0), jnp.asarray(x))
+    best, theirs = by_sklearn(x)
+    ours = int(jnp.argmax(scores)) + 2
+    line(f"K-means++, silhouette, K = 2..10, {clients} x {classes}", first, steady, f"best K {ours}; scikit-learn {theirs:.2f} s, K {best}")
+
+
+def updates(clients: int, sizes: list[int]) -> list[jax.Array]:
+    """Returns the updates of three groups of clients, one array per layer."""
+    keys = jax.random.split(jax.random.key(1), len(sizes))
+    group = jnp.arange(clients) % 3
+
+    @jax.jit
+    def layer(key, size_like):
+        size = size_like.shape[0]
+        centers = jax.random.normal(key, (3, size))
+        return centers[group] + jax.random.normal(jax.random.fold_in(key, 1), (clients, size))
+
+    return [layer(key, jnp.zeros(size)) for key, size in zip(keys, sizes, strict=True)]
+
+
+def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: bool) -> None:
+    """Times EDC from the Gram matrix; `oracle` also scikit-learn's truncated SVD."""
+    delta = updates(clients, sizes)
+    features, first, steady = seconds(jax.jit(lambda d: cluster.edc(cluster.gram(d), m)), delta)
+    labels = cluster.kmeans(jax.random.key(0), features, 3).labels
+    pure = len(set(zip(np.asarray(labels).tolist(), (np.arange(clients) % 3).tolist(), strict=True))) == 3
+    other = "groups found" if pure else "GROUPS NOT FOUND"
+    if oracle:
+        from sklearn.decomposition import TruncatedSVD
+
+        flat = np.concatenate([np.asarray(leaf) for leaf in delta], axis=1)
+        began = time.perf_counter()
+        TruncatedSVD(m, random_state=0).fit(flat.T)
+        other += f"; scikit-learn's TruncatedSVD {time.perf_counter() - began:.2f} s"
+    line(f"EDC, {clients} clients x {name} ({sum(sizes) / 1e6:.2f} M parameters)", first, steady, other)
+
+
+def resnet18() -> list[int]:
+    """Returns the sizes of ResNet-18's layers, 1,000 classes kept out: 11.2 M parameters."""
+    widths = [(64, 64), (64, 128), (128, 256), (256, 512)]
+    blocks = [size for a, b in widths for size in (9 * a * b, 9 * b * b, 9 * b * b, 9 * b * b, a * b if a != b else 0)]
+    return [size for size in (9408, *blocks) if size]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    quick = parser.parse_args().quick
+    print(f"jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
+    label_clustering(*((300, 20) if quick else (5078, 100)))
+    mlp, cnn = [784 * 128, 128, 1280, 10], [800, 32, 51200, 64, 3136 * 1024, 1024, 10240, 10]
+    decomposition("MNIST-MLP", 100, mlp, 3, True)
+    if not quick:
+        decomposition("FashionMNIST-CNN", 100, cnn, 5, True)
+    decomposition("ResNet-18", 30 if quick else 302, [size // 64 for size in resnet18()] if quick else resnet18(), 4, False)
+
+
+if __name__ == "__main__":
+    main()
