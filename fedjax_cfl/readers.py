@@ -12,7 +12,7 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
 @contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+def unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed file is read too), and the most bytes it can hold."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
@@ -64,7 +64,7 @@ def read_idx(path: PathLike) -> np.ndarray:
     The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension as a big-endian uint32, then the data.
     """
     path = Path(path)
-    with _unpacked(path) as (file, most):
+    with unpacked(path) as (file, most):
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0":
             raise InputError(f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)")
@@ -90,7 +90,7 @@ def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = 
     """Returns the named arrays of an npz file; optional ones that are absent are left out, others are not read."""
     path = Path(path)
     required, optional = tuple(required), tuple(optional)
-    with _unpacked(path) as (file, _):
+    with unpacked(path) as (file, _):
         start, size = file.peek(6)[:6], path.stat().st_size
         if start == b"\x93NUMPY":
             raise InputError(f"{path}: file is a single array, expected an npz archive with {', '.join(required)}")
@@ -104,7 +104,7 @@ def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = 
             names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
             for name in required:
                 if name not in names:
-                    found = ", ".join(_short(name) for name in names[:9]) or "none"
+                    found = ", ".join(short(name) for name in names[:9]) or "none"
                     raise InputError(f"{path}: array {name!r} is missing, expected {', '.join(required)}; found {found}")
             return {name: _member(path, archive, name, size) for name in required + optional if name in names}
 
@@ -128,7 +128,7 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             held = min(max(info.file_size - start, 0), most)
             raise ValueError(f"its header asks for {nbytes} bytes, {held} or less are there")
         if dtype.names is not None or dtype.kind not in "buifcSUMm" or dtype.itemsize == 0:
-            raise ValueError(f"its type is {_short(str(dtype))}")
+            raise ValueError(f"its type is {short(str(dtype))}")
         with archive.open(info) as member:
             array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):  # none is left; at the end the checksum is compared
@@ -146,7 +146,7 @@ def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
         raise ValueError(f"its format is {version[0]}.{version[1]}, not 1.0 or 2.0")
     shape, _, dtype = readers[version](member)
     if any(isinstance(n, bool) or n < 0 for n in shape):
-        raise ValueError(f"its shape is {_short(shape)}")
+        raise ValueError(f"its shape is {short(shape)}")
     return dtype, math.prod(shape) * dtype.itemsize, member.tell()
 
 
@@ -157,12 +157,7 @@ def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndar
     Users come in the order of their names, the samples of a user in the order of the file. Source: github.com/TalwalkarLab/leaf.
     """
     folders = [paths] if isinstance(paths, PathLike) else list(paths)
-    data = {}  # user -> x [n, ...], y [n], file
-    for path in [shard for folder in folders for shard in _shards(Path(folder))]:
-        for user, x, y in _shard(path):
-            if user in data:
-                raise InputError(f"{path}: user {_short(user)} is also in {data[user][2]}, expected every user in one shard only")
-            data[user] = (x, y, path)
+    data = read_users(folders, _user)
     users = sorted(data)
     held = [(user, *data[user]) for user in users if len(data[user][1])]
     if not held:
@@ -170,9 +165,20 @@ def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndar
     shape = held[0][1].shape[1:]
     for user, x, _, path in held:
         if x.shape[1:] != shape:
-            raise InputError(f"{path}: x of user {_short(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
+            raise InputError(f"{path}: x of user {short(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
     client = np.repeat(np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users])
     return np.concatenate([x for _, x, _, _ in held]), np.concatenate([y for _, _, y, _ in held]), client, users
+
+
+def read_users(folders: Iterable[PathLike], parse: Callable[[Path, str, object, object], tuple]) -> dict[str, tuple]:
+    """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file, user, num_samples, user_data)` gives (x, y)."""
+    data = {}
+    for path in [shard for folder in folders for shard in _shards(Path(folder))]:
+        for user, x, y in _shard(path, parse):
+            if user in data:
+                raise InputError(f"{path}: user {short(user)} is also in {data[user][2]}, expected every user in one shard only")
+            data[user] = (x, y, path)
+    return data
 
 
 def _shards(path: Path) -> list[Path]:
@@ -188,8 +194,8 @@ def _shards(path: Path) -> list[Path]:
     return shards
 
 
-def _shard(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Returns (user, x [n, ...], y [n]) for every user of one LEAF file, checked."""
+def _shard(path: Path, parse: Callable) -> list[tuple]:
+    """Returns (user, x, y) for every user of one LEAF file, checked."""
     shard = _json(path)
     for name, kind in {"users": list, "num_samples": list, "user_data": dict}.items():
         if not isinstance(shard, dict) or not isinstance(shard.get(name), kind):
@@ -200,13 +206,13 @@ def _shard(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
     if len(sizes) != len(users):
         raise InputError(f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user")
     if unlisted := sorted(data.keys() - set(users)):
-        raise InputError(f"{path}: user_data holds {_short(unlisted[0])}, expected only names listed in users")
-    return [(user, *_user(path, user, size, data.get(user))) for user, size in zip(users, sizes, strict=True)]
+        raise InputError(f"{path}: user_data holds {short(unlisted[0])}, expected only names listed in users")
+    return [(user, *parse(path, user, size, data.get(user))) for user, size in zip(users, sizes, strict=True)]
 
 
 def _json(path: Path) -> Any:
     """Returns what a JSON file holds; objects with a repeated key are refused, as are files that would fill the memory with objects."""
-    with _unpacked(path) as (file, _):
+    with unpacked(path) as (file, _):
         text = _read(file, MOST_BYTES // 4 + 1)
         need = max(4 * len(text), sum(cost * text.count(mark) for mark, cost in OBJECTS.items()))
         if need > MOST_BYTES:
@@ -222,7 +228,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"key {_short(name)} is there twice")
+            raise ValueError(f"key {short(name)} is there twice")
         found[name] = value
     return found
 
@@ -230,20 +236,20 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user."""
     if not isinstance(held, dict) or "x" not in held or "y" not in held:
-        raise InputError(f"{path}: user {_short(user)} is listed without data, expected user_data[{_short(user)}] with x and y")
+        raise InputError(f"{path}: user {short(user)} is listed without data, expected user_data[{short(user)}] with x and y")
     x, y = (_numbers(path, user, name, held[name]) for name in ("x", "y"))
     if y.ndim != 1:
-        raise InputError(f"{path}: y of user {_short(user)} has shape {y.shape}, expected one label a sample")
+        raise InputError(f"{path}: y of user {short(user)} has shape {y.shape}, expected one label a sample")
     if not isinstance(size, int) or not len(x) == len(y) == size:
-        given = _short(size) if isinstance(size, int | float | str | None) else type(size).__name__
-        raise InputError(f"{path}: num_samples of user {_short(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
+        given = short(size) if isinstance(size, int | float | str | None) else type(size).__name__
+        raise InputError(f"{path}: num_samples of user {short(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return x.astype(np.float32), y
 
 
 def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
     """Returns a nested list as an array of int64, or of float64 if there is a float."""
-    said = f"{path}: {name} of user {_short(user)}"
+    said = f"{path}: {name} of user {short(user)}"
     items = np.array(value if isinstance(value, list) else [value], dtype=object)  # by itself NumPy would give all the longest text's room
     kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
     if isinstance(value, list) and list in kinds:
@@ -257,7 +263,7 @@ def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
         raise InputError(f"{said} holds a number of too many digits, expected at most 64 bits") from error
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """Returns a value as a message can show it: on one line, and not whole if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

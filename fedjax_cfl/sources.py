@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl import download, readers
+from fedjax_cfl import download, readers, text
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -53,11 +53,12 @@ def fashion_mnist(standardize: bool = True, offline: bool = False) -> Pool:
     return check_pool(Pool(_standardized(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
 
 
-def femnist(classes: str = "all", offline: bool = False) -> Pool:
+def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True) -> Pool:
     """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes (0-9, A-Z, a-z) or only the 10 "digits".
 
-    Writers left without samples are dropped. Files under femnist/: the npz file femnist_leaf_sf005_uint8.npz (x is uint8), or
-    LEAF JSON in data/{train,test} or leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's scripts make them.
+    Without `keep_split`, `test` is None, so that a partition by writer splits anew. Writers left without samples are dropped. Files
+    under femnist/: the npz file femnist_leaf_sf005_uint8.npz (x is uint8), or LEAF JSON in data/{train,test} or leaf_json/{train,test}
+    (x is float32 in [0, 1]). There is no download: LEAF's scripts make them.
     """
     if classes not in ("all", "digits"):
         raise InputError(f"dataset.source.classes={classes}: expected all or digits")
@@ -77,7 +78,27 @@ def femnist(classes: str = "all", offline: bool = False) -> Pool:
     if classes == "digits":
         keep = np.flatnonzero(pool.y < 10)
         pool = Pool(pool.x[keep], pool.y[keep], 10, pool.client[keep], None if pool.test is None else pool.test[keep])
-    return check_pool(pool._replace(client=_compact(pool.client)), "femnist")
+    return check_pool(pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None), "femnist")
+
+
+def sent140(
+    users: int | None = None,
+    min_tweets: int = 30,
+    seed: int = 0,
+    embedding: str | None = None,
+    lower: bool = False,
+    pad: str = "front",
+) -> Pool:
+    """Returns the tweets of Sentiment140 (LEAF) as word vectors, x [N, 25, 300] float32, y 1 where positive; `client` is the author.
+
+    Of the authors with more than `min_tweets` tweets, `users` are drawn with `seed` (None: all are taken, as when there are no more).
+    Vectors come from the GloVe text file `embedding`, zeros for an unknown word; without one they are hashed from the word, which
+    tells words apart but knows no likeness, so that accuracies are not comparable with the papers'. `lower` puts the text in lower
+    case first, `pad` puts the zeros at the "front" (FlexCFL) or at the "end" (FedProx). Files: LEAF JSON under sent140/, see
+    `text.read_tweets`; `test` is set where they are split. There is no download. Raises InputError for missing or bad files.
+    """
+    tweets, y, client, test = text.read_tweets(users, min_tweets, seed)
+    return check_pool(Pool(text.sequences(tweets, embedding, lower, pad), y, 2, client, test), "sent140")
 
 
 def synthetic(

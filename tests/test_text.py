@@ -1,0 +1,316 @@
+"""Tweets: tokens, padding, vectors of words, and what is refused in files of vectors and of tweets."""
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_cfl import download, partition, sources, text
+from fedjax_cfl.errors import InputError
+
+real = pytest.mark.skipif(not os.environ.get(download.VARIABLE), reason=f"real data: {download.VARIABLE} is not set")
+ONE = "1 " * 299 + "1"  # the numbers of a vector
+HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", []),
+        ("  \n\t ", []),
+        ("@#$%^&*()<>/:-", []),
+        ("I don't know!!", ["I", "don't", "know", "!", "!"]),
+        ("'quoted' rock'n'roll '", ["'quoted'", "rock'n'roll", "'"]),
+        ("so... what?", ["so", ".", ".", ".", "what", "?"]),
+        ("a,b;c_d-e:f", ["a", ",", "b", ";", "c_d", "e", "f"]),
+        ("@user :) http://t.co/x", ["user", "http", "t", ".", "co", "x"]),
+        ("Café naïve Ünïcode 日本語 ёлка", ["Café", "naïve", "Ünïcode", "日本語", "ёлка"]),
+        ("great 😀 day 3.5", ["great", "day", "3", ".", "5"]),
+        ("&quot;hey&quot;", ["quot", ";", "hey", "quot", ";"]),
+        (f"half {HALF} pair", ["half", "pair"]),
+        ("don\u2019t", ["don", "t"]),  # only the plain apostrophe belongs to a word
+    ],
+)
+def test_tokens(given, expected):
+    assert text.tokens(given) == expected
+
+
+def test_case_is_kept_unless_asked():
+    assert text.tokens("OMG Yes") == ["OMG", "Yes"] and text.tokens("OMG Yes", lower=True) == ["omg", "yes"]
+    upper, lower = text.sequences(["OMG"], lower=True), text.sequences(["omg"])
+    np.testing.assert_array_equal(upper, lower)
+    assert (text.sequences(["OMG"]) != lower).any()
+
+
+def test_padding_and_truncation():
+    long = " ".join(f"w{i}" for i in range(60))
+    front, end = (text.sequences(["a b", "", long], pad=pad) for pad in ("front", "end"))
+    assert front.shape == end.shape == (3, 25, 300) and front.dtype == np.float32
+    a, b = text.hashed(["a", "b"])
+    np.testing.assert_array_equal(front[0], [*np.zeros((23, 300)), a, b])
+    np.testing.assert_array_equal(end[0], [a, b, *np.zeros((23, 300))])
+    assert not front[1].any() and not end[1].any()
+    np.testing.assert_array_equal(front[2], text.hashed([f"w{i}" for i in range(25)]))  # the first 25
+    np.testing.assert_array_equal(front[2], end[2])
+    one_line("dataset.source.pad=middle", text.sequences, ["a"], pad="middle")
+    assert text.sequences([]).shape == (0, 25, 300)
+
+
+def test_hashed_vectors_are_nearly_normal_and_told_apart():
+    vectors = text.hashed([f"word{i}" for i in range(2000)])
+    assert vectors.dtype == np.float32 and len(np.unique(vectors, axis=0)) == 2000
+    assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - text.DEVIATION) < 0.002
+    assert abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02  # the kurtosis of four uniform numbers; 3 if normal
+    norms = np.linalg.norm(vectors, axis=1)
+    cosines = vectors[:1000] @ vectors[1000:].T / np.outer(norms[:1000], norms[1000:])
+    assert np.abs(cosines).max() < 0.35 and abs(cosines.std() - 300**-0.5) < 0.002
+
+
+def test_hashed_vectors_do_not_depend_on_process_order_or_company():
+    words = ["happy", "sad", "日本語", HALF, "don't"]
+    vectors = text.hashed(words)
+    np.testing.assert_array_equal(vectors[::-1], text.hashed(words[::-1]))
+    np.testing.assert_array_equal(vectors[1:2], text.hashed(["sad"]))
+    code = "import sys; from fedjax_cfl import text; sys.stdout.buffer.write(text.hashed(['happy', 'sad']).tobytes())"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
+    assert out == vectors[:2].tobytes()
+    first = np.frombuffer(hashlib.shake_256(b"happy").digest(1200), np.uint8)[:4].sum()  # by hand
+    np.testing.assert_allclose(vectors[0, 0], (int(first) - 510) / np.sqrt(21845) * 0.4, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(max_size=80), max_size=6), st.sampled_from(["front", "end"]))
+def test_any_text_becomes_a_sequence(texts, pad):
+    x = text.sequences(texts, pad=pad)
+    assert x.shape == (len(texts), 25, 300) and np.isfinite(x).all()
+    filled = x.any(axis=2)
+    assert filled.sum(axis=1).tolist() == [min(25, len(text.tokens(each))) for each in texts]
+    order = np.diff(filled.astype(int), axis=1)
+    assert (order >= 0).all() if pad == "front" else (order <= 0).all()
+
+
+def test_glove(tmp_path):
+    lines = [f"the {ONE}", f"sad {'0.5 ' * 299}-2e-1", f"the {'9 ' * 299}9", f"café {'2 ' * 299}2", f"unneeded {'x ' * 299}x"]
+    for name, content in {"a.txt": "\n".join(lines), "b.txt": "\r\n".join(lines) + "\r\n", "c.gz": "\n".join(lines) + "\n"}.items():
+        raw = content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+        table = text.glove(tmp_path / name, ["unknown", "sad", "the", "café"])
+        assert table.dtype == np.float32 and not table[0].any()
+        np.testing.assert_array_equal(table[1], np.float32([0.5] * 299 + [-0.2]))
+        assert (table[2] == 1).all() and (table[3] == 2).all()  # the first of two lines for a word
+    x = text.sequences(["The the", "sad"], tmp_path / "a.txt")
+    assert not x[0, :24].any() and (x[0, 24] == 1).all()  # GloVe.6B has no capitals: unknown
+    assert (text.sequences(["The the"], str(tmp_path / "a.txt"), lower=True)[0, 23:] == 1).all()
+
+
+GLOVE = {
+    "empty": (b"", "file is empty"),
+    "gzip of nothing": (gzip.compress(b""), "file is empty"),
+    "too few columns": (f"the {ONE}\nsad {ONE[2:]}\n".encode(), "line 2 has 300 columns, expected 301"),
+    "too many columns": (f"the {ONE} 1\n".encode(), "line 1 has 302 columns, expected 301"),
+    "50-dimensional": (f"the {ONE[:99]}\n".encode(), "line 1 has 51 columns"),
+    "word2vec header": (f"400000 300\nthe {ONE}\n".encode(), "line 1 has 2 columns"),
+    "tabs": (f"the {ONE}\n".replace(" ", "\t").encode(), "line 1 has 1 columns"),
+    "blank line": (f"sad {ONE}\n\nthe {ONE}\n".encode(), "line 2 has 1 columns"),
+    "not a number": (f"sad {ONE}\nthe {ONE[:-1]}one\n".encode(), "line 2: column 301 is 'one', expected a finite number"),
+    "doubled space": (f"the  {ONE[2:]}\n".encode(), "line 1: column 2 is '', expected a finite number"),
+    "nan": (f"the nan {ONE[2:]}\n".encode(), "line 1: column 2 is 'nan'"),
+    "infinity": (f"the {ONE[:-1]}-inf\n".encode(), "line 1: column 301 is '-inf'"),
+    "overflow": (f"the 1e99 {ONE[2:]}\n".encode(), "line 1: column 2 is '1e99'"),
+    "endless number": (f"the {'9' * 5000} {ONE[2:]}\n".encode(), "line 1: column 2 is '99"),
+    "number that is not UTF-8": (b"the \xff " + ONE[2:].encode(), "line 1: column 2 is"),
+    "huge line": (b"the " + b"1" * 2**24, "line 1 has more than 16384 bytes"),
+    "huge packed line": (gzip.compress(b"the " + b"1" * 2**26), "line 1 has more than 16384 bytes"),
+    "Latin-1": (f"café {ONE}\n".encode("latin-1"), "line 1: word b'caf\\xe9' is not UTF-8"),
+    "UTF-16": (f"the {ONE}\n".encode("utf-16"), "line 1"),
+    "zero bytes": (bytes(5000), "line 1 has 1 columns"),
+    "truncated gzip": (gzip.compress(f"the {ONE}\n".encode())[:-9], "gzip"),
+    "html": (b"<html>404</html>\n", "line 1 has 1 columns"),
+    "another language": (f"der {ONE}\n".encode(), "none of the 2 different words"),
+}
+
+
+@pytest.mark.parametrize("name", GLOVE)
+def test_bad_glove(name, tmp_path):
+    content, says = GLOVE[name]
+    (tmp_path / "vectors.txt").write_bytes(content)
+    tracemalloc.start()
+    try:
+        one_line(f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}", text.glove, tmp_path / "vectors.txt", ["the", "sad"])
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_glove_that_cannot_be_opened(tmp_path):
+    for path in (tmp_path / "none.txt", tmp_path, "a\0b", 5):
+        one_line("cannot be read", text.glove, path, ["the"])
+
+
+def leaf(counts, label=lambda i: i % 2, first=0, **changes):
+    """Returns a LEAF shard: user -> number of tweets, whose words are the user's name and a number."""
+
+    def row(user, i):
+        return [str(i), "Sat May 16 22:18:35 PDT 2009", "NO_QUERY", user, f"{user} {i}", "training"]
+
+    data = {user: {"x": [row(user, first + i) for i in range(n)], "y": [label(first + i) for i in range(n)]} for user, n in counts.items()}
+    return {"users": list(counts), "num_samples": list(counts.values()), "user_data": data} | changes
+
+
+def put(folder, shard):
+    """Writes a shard to sent140/ under a data root."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    raw = (shard if isinstance(shard, str) else json.dumps(shard)).encode()
+    folder.write_bytes(gzip.compress(raw) if folder.name.endswith(".gz") else raw)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """Returns sent140/ of an empty data root."""
+    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    return tmp_path / "sent140"
+
+
+@pytest.mark.parametrize(
+    "name", ["all_data.json", "all_data_niid_3_keep_30.json.gz", "all_data/all_data.json", "data/all_data/all_data.json"]
+)
+def test_sent140_of_one_part(root, name):
+    put(root / name, leaf({"ida": 31, "bob": 30, "eve": 40}))
+    pool = sources.sent140()
+    assert pool.x.shape == (71, 25, 300) and pool.x.dtype == np.float32 and pool.num_classes == 2 and pool.test is None
+    assert np.bincount(pool.client).tolist() == [40, 31]  # bob has not more than 30; eve comes before ida
+    np.testing.assert_array_equal(pool.x[40, 23:], text.hashed(["ida", "0"]))
+    assert pool.y[40:].tolist() == [i % 2 for i in range(31)]
+    held = partition.by_user(pool, test_fraction=0.2)
+    assert np.bincount(held.owner[~held.test]).tolist() == [int(0.8 * 40), int(0.8 * 31)]
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train/a.json", "test/b.json.gz"),
+        ("data/train/all_data_niid_3_keep_30_train_8.json", "data/test/all_data_niid_3_keep_30_test_8.json"),
+        ("all_data_niid_3_keep_30_train_8.json", "all_data_niid_3_keep_30_test_8.json"),
+    ],
+)
+def test_sent140_keeps_a_split(root, train, test):
+    put(root / train, leaf({"a": 25, "b": 28, "c": 3}))
+    put(root / test, leaf({"b": 2, "a": 6, "d": 31}, first=28))
+    pool = sources.sent140()
+    assert np.bincount(pool.client).tolist() == [31, 31]  # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
+    assert pool.test.tolist() == [False] * 25 + [True] * 37
+    held = partition.by_user(pool, test_fraction=0.5)
+    np.testing.assert_array_equal(held.test, pool.test[held.sample])
+
+
+def test_sent140_draws_users_of_a_seed(root):
+    put(root / "all_data.json", leaf({f"u{i:02}": 4 + i for i in range(30)}))
+    everybody = sources.sent140(min_tweets=3)
+    assert everybody.client.max() == 29 and sources.sent140(50, min_tweets=3).client.max() == 29
+    drawn = sources.sent140(10, min_tweets=3, seed=1)
+    np.testing.assert_array_equal(drawn.x, sources.sent140(10, min_tweets=3, seed=1).x)
+    sizes = np.bincount(drawn.client)
+    assert len(sizes) == 10 and (np.diff(sizes) > 0).all()  # in the order of their names
+    assert np.bincount(sources.sent140(10, min_tweets=3, seed=2).client).tolist() != sizes.tolist()
+
+
+def test_sent140_labels_and_rows_of_any_origin(root):
+    shard = leaf({"a": 6}, label=["4", "0", "2", 4, 0, 1].__getitem__)
+    for row in shard["user_data"]["a"]["x"]:
+        del row[5:]
+    put(root / "all_data.json", shard)
+    assert sources.sent140(min_tweets=0).y.tolist() == [1, 0, 0, 1, 0, 1]
+
+
+def test_the_test_tenth_alone_counts_for_ten(root):
+    put(root / f"{text.STAND_IN}.gz", leaf({"a": 3, "b": 4}))
+    assert np.bincount(sources.sent140().client).tolist() == [4]
+    put(root / "all_data.json", leaf({"c": 31}))  # the user's own file comes first
+    assert np.bincount(sources.sent140().client).tolist() == [31]
+
+
+def changed(entry="x", place=0, value=None):
+    """Returns a shard of a user with two tweets, one entry replaced."""
+    shard = leaf({"a": 2})
+    shard["user_data"]["a"][entry][place] = value
+    return shard
+
+
+SHARDS = {
+    "no JSON": ("{", "not JSON"),
+    "no users": (leaf({}), "no user has more than 0 tweets"),
+    "no data": (leaf({"a": 2}, user_data={}), "user 'a' is listed without data"),
+    "x is text": (leaf({"a": 1}, user_data={"a": {"x": "a", "y": [0]}}), "user 'a' is listed without data"),
+    "no y": (leaf({"a": 1}, user_data={"a": {"x": [[]]}}), "user 'a' is listed without data"),
+    "wrong number": (leaf({"a": 2}, num_samples=[3]), "num_samples is 3, expected 2 (x) and 2 (y)"),
+    "number that is true": (leaf({"a": 1}, num_samples=[True]), "num_samples is True"),
+    "number of lists": (leaf({"a": 1}, num_samples=[[[1]]]), "num_samples is a list of 1"),
+    "bare text": (changed(value="hello"), "entry 0 of x is 'hello', expected a row of id, date"),
+    "short row": (changed(value=["1", "2", "3", "4"]), "entry 0 of x is a list of 4"),
+    "number as text": (changed(value=[1, 2, 3, 4, 5]), "entry 0 of x is a list of 5"),
+    "nested without end": (json.dumps(changed(value="?")).replace('"?"', "[" * 900 + "]" * 900), "entry 0 of x is a list of 1"),
+    "missing row": (changed(value=None), "entry 0 of x is None"),
+    "label 3": (changed("y", 1, 3), "entry 1 of y is 3, expected 4 or 1 (positive), 0 or 2"),
+    "label in words": (changed("y", 1, "good\nbad"), "entry 1 of y is 'good\\nbad'"),
+    "label with a fraction": (changed("y", 1, 0.5), "entry 1 of y is 0.5"),
+    "label true": (changed("y", 1, True), "entry 1 of y is True"),
+    "label of lists": (changed("y", 1, [[1]]), "entry 1 of y is a list of 1"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_bad_tweets(name, root):
+    shard, says = SHARDS[name]
+    put(root / "all_data.json", shard)
+    error = one_line(says, sources.sent140, min_tweets=0)
+    assert "sent140" in error
+
+
+def test_bad_folders_and_settings(root):
+    one_line("sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sources.sent140)
+    root.mkdir()
+    one_line("not found", sources.sent140)
+    (root / "train").mkdir()
+    one_line("holds no *.json", sources.sent140)
+    put(root / "train" / "1.json", leaf({"a": 5}))
+    assert len(sources.sent140(min_tweets=4).y) == 5
+    one_line("dataset.source.min_tweets=30: no user has more than 30 tweets; the most", sources.sent140)
+    put(root / "train" / "2.json", leaf({"a": 5}))
+    one_line("user 'a' is also in", sources.sent140)
+    for setting, value in {"users": 0, "min_tweets": -1, "seed": 2**32}.items():
+        one_line(f"dataset.source.{setting}={value}: expected a whole number", sources.sent140, **{setting: value})
+    for setting, value in {"users": 1.5, "min_tweets": True, "seed": "x"}.items():
+        one_line(f"dataset.source.{setting}={value}: expected a whole number", sources.sent140, **{setting: value})
+
+
+@real
+def test_real_tweets():
+    if download.locate(f"sent140/{text.STAND_IN}.gz") is None or download.locate("sent140/train") or download.locate("sent140/data"):
+        pytest.skip(f"no sent140/{text.STAND_IN}.gz under the data root, or files that come before it")
+    tweets, y, client, test = text.read_tweets(min_tweets=0)
+    assert (len(tweets), y.sum(), client.max() + 1, test) == (16_025, 9_717, 2_875, None)
+    pool = sources.sent140(users=772)
+    sizes = np.bincount(pool.client)
+    assert len(sizes) == 772 and 4 <= sizes.min() and sizes.max() <= 55 and len(pool.y) == sizes.sum()
+    assert pool.x.any(axis=2)[:, -1].all()  # no tweet without tokens, and the last one stands at the end
+    held = partition.by_user(pool, test_fraction=0.2)
+    np.testing.assert_array_equal(np.bincount(held.owner[~held.test]), (0.8 * sizes).astype(int))
+
+
+def one_line(says, function, *args, **kwargs):
+    """Asserts an InputError of one line that says what is wrong, and returns it."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    error = str(caught.value)
+    assert "\n" not in error and says in error and any(word in error for word in ("expected", "one of", "no user", "not found")), error
+    return error
