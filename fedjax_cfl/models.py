@@ -1,8 +1,9 @@
 """The models of the reproduced papers, and `as_task`, which makes a Task of any Flax module.
 
-A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C]. Its optional attribute `decayed` names the layers
-whose kernels carry the L2 penalty, and `__call__` takes `train` if it has dropout. Parameter counts are those of 28x28x1 images
-and 10 classes, or of 25 x 300 word vectors and 2 classes, unless another shape is named.
+A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C], and `__call__` takes `train` if it has dropout.
+Two attributes are optional: `decayed` names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that is
+called once, on the flat sample, which nothing else sees: then local training has a faster form (`dual`).
+Parameter counts are those of 28x28x1 images and 10 classes, or of 25 x 300 word vectors and 2 classes, unless another shape is named.
 FlexCFL: Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift", IEEE TPDS 2022,
 https://doi.org/10.1109/TPDS.2021.3134263. FedGroup: Duan et al., "FedGroup: Efficient Federated Learning via Decomposed Similarity-Based
 Clustering", 2020, https://arxiv.org/abs/2010.06870. FeSEM: Xie et al., "Multi-Center Federated Learning", 2020,
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.errors import InputError, nearest
 from fedjax_cfl.layers import GRU, LSTM, BatchStatNorm, Conv, dense, flat, images, max_pool
-from fedjax_cfl.types import Key, Params, Task
+from fedjax_cfl.types import FirstLayer, Key, Params, Task
 
 
 class MCLR(nn.Module):
@@ -27,6 +28,7 @@ class MCLR(nn.Module):
 
     num_classes: int
     decayed: ClassVar[tuple[str, ...]] = ("head",)
+    first_layer: ClassVar[str] = "head"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -44,6 +46,11 @@ class MLP(nn.Module):
     def decayed(self) -> tuple[str, ...]:
         """All layers carry the L2 penalty."""
         return (*(f"hidden_{i}" for i in range(len(self.hidden))), "head")
+
+    @property
+    def first_layer(self) -> str:
+        """The layer that sees the sample."""
+        return self.decayed[0]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -229,20 +236,34 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
             raise ValueError(f"it keeps {extra} besides params, which are not trained: batch or group statistics are allowed")
         return variables.get("params", {})
 
+    def cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
+        # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
+        return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1)
+
     def logits(params: Params, x: jax.Array, key: Key | None) -> jax.Array:
         rngs = None if key is None else {"dropout": key}
         return module.apply({"params": params}, as_float(x), rngs=rngs, **({"train": key is not None} if takes_train else {}))
 
     def loss(params: Params, x: jax.Array, y: jax.Array, key: Key | None = None) -> jax.Array:
-        z = logits(params, x, key)  # [B, C]
-        # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
-        cross_entropy = jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1)
-        return cross_entropy + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed) if decayed else cross_entropy
+        each = cross_entropy(logits(params, x, key), y)
+        return each + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed) if decayed else each
 
     def predict(params: Params, x: jax.Array) -> jax.Array:
         return logits(params, x, None)
 
-    task = Task(init, loss, predict)
+    def from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
+        def instead(call, arguments, options, context):
+            bias = params[first].get("bias", 0.0) if first in params else 0.0
+            return z + bias if context.module.path == (first,) and context.method_name == "__call__" else call(*arguments, **options)
+
+        with nn.intercept_methods(instead):
+            out = logits(params, jnp.zeros((z.shape[0], *sample_shape)), key)
+        others = [name for name in decayed if name != first]
+        return cross_entropy(out, y) + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in others)
+
+    first = getattr(module, "first_layer", None)
+    known = first and FirstLayer(first, l2 if first in decayed else 0.0, lambda x: flat(as_float(x)), from_first)
+    task = Task(init, loss, predict, known)
     _check(task, type(module).__name__, sample_shape, num_classes, decayed)
     return task
 
@@ -258,6 +279,9 @@ def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: in
     shape = getattr(out, "shape", type(out).__name__)
     if shape != (2, num_classes):
         raise InputError(f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2, {num_classes}) is allowed")
+    if task.first and params.get(task.first.name, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
+        allowed = f"a Dense layer called on the flat sample is allowed{nearest(task.first.name, params)}"
+        raise InputError(f"model {name}: first_layer names {task.first.name!r}, {allowed}")
     for layer in decayed:
         if "kernel" not in params.get(layer, {}):
             raise InputError(f"model {name}: decayed names {layer!r}, a layer with a kernel is allowed{nearest(layer, params)}")

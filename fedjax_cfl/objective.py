@@ -1,7 +1,11 @@
-"""What a client minimises: functions (params, start, extra, x [B, ...], y [B], key) -> [B].
+"""What a client minimises: an Objective, called as (params, start, extra, x [B, ...], y [B], key) -> [B].
 
-`start` is the model the client received, `extra` what `prepare` computed for it. The same function serves gradient and metric.
+`start` is the model the client received, `extra` what `prepare` computed for it. The same function serves gradient and metric. Any
+function of these arguments will do; an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs to know.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +13,31 @@ import jax.numpy as jnp
 from fedjax_cfl.types import Task
 
 
-def erm(task: Task):
+def penalty(mu, params, start):
+    """Returns mu / 2 * ||params - start||^2."""
+    return 0.5 * mu * sum(jnp.sum((p - s) ** 2) for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True))
+
+
+class Objective(NamedTuple):
+    """A loss, and a pull back to the received model."""
+
+    loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key) -> [B]
+    mu: Callable | None = None  # (extra) -> weight of the proximal term; None: there is none
+
+    def __call__(self, params, start, extra, x, y, key):
+        """Returns the objective [B] of each sample; every one carries the whole proximal term."""
+        each = self.loss(params, x, y, key)
+        return each if self.mu is None else each + penalty(self.mu(extra), params, start)
+
+
+def erm(task: Task) -> Objective:
     """Empirical risk: the task's own loss."""
-
-    def objective(params, start, extra, x, y, key):
-        return task.loss(params, x, y, key)
-
-    return objective
+    return Objective(task.loss)
 
 
-def proximal(mu, objective):
-    """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to every gradient (FedProx, eq. 2)."""
+def proximal(mu, objective: Objective) -> Objective:
+    """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to every gradient (FedProx, eq. 2).
 
-    def with_prox(params, start, extra, x, y, key):
-        gaps = jax.tree.map(lambda p, s: jnp.sum((p - s) ** 2), params, start)
-        return objective(params, start, extra, x, y, key) + 0.5 * mu * sum(jax.tree.leaves(gaps))
-
-    return with_prox
+    `mu` is a number, or a function of the client's `extra`.
+    """
+    return objective._replace(mu=mu if callable(mu) else lambda extra: mu)

@@ -26,7 +26,8 @@ from fedjax_cfl.run import Snapshot, peak_memory_bytes, run, standing
 
 CHECKPOINTS = "checkpoints"
 # Settings that may differ between a run and its continuation: they change neither the numbers nor what has been computed already.
-FREE = ("run_dir", "rounds", "eval_every", "eval_auxiliary", "devices", "offline", "resume", "checkpoint.", "local.width", "paper.")
+FREE = ("run_dir", "rounds", "eval_every", "eval_auxiliary", "devices", "offline", "resume", "checkpoint.", "paper.")
+FREE += ("local.width", "local.first_layer")
 PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core", "orbax-checkpoint")
 SPOKEN = ("algorithm", "dataset", "partition", "model", "drift", "seed", "rounds", "best_round", "ari")  # said as they are, with the scores
 

@@ -18,12 +18,22 @@ Key = jax.Array
 Params = Any  # a pytree of float arrays
 
 
+class FirstLayer(NamedTuple):
+    """How a model whose first layer is dense and sees nothing but the flat sample can be trained without touching that layer's kernel."""
+
+    name: str  # params[name]["kernel"] is [F, H]
+    l2: float  # weight of its kernel's squared norm in the loss
+    inputs: Callable[..., jax.Array]  # (x [B, ...]) -> [B, F], what the kernel is multiplied with
+    loss: Callable[..., jax.Array]  # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without that L2 term
+
+
 class Task(NamedTuple):
     """A supervised problem: all that an algorithm knows of Flax."""
 
     init: Callable[[Key], Params]  # random initial parameters
     loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a key
     predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
+    first: FirstLayer | None = None  # None: not dense, or not known to be
 
 
 class Pool(NamedTuple):

@@ -12,6 +12,8 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import local as training
 from fedjax_cfl import select
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.shuffle import permutations
 from fedjax_cfl.types import Cohort
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -114,7 +116,7 @@ def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
 def everyone(toy, mlp, local):
     """Trains the clients in given slots: f(ids [14]) -> Upload [14]."""
     models = jax.vmap(mlp.init)(jax.random.split(KEY, 2))
-    train = training.over_clients(training.sgd(mlp, local), local)
+    train = training.over_clients(sgd(mlp, local), local)
 
     def go(ids, gid):
         cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
@@ -158,7 +160,7 @@ def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     assert jnp.isnan(info.group_discrepancy).all()
 
 
-PERMUTATIONS = jit(training.permutations, static_argnums=(2, 3))
+PERMUTATIONS = jit(permutations, static_argnums=(2, 3))
 
 
 def words(seed):
@@ -199,7 +201,7 @@ def test_a_long_permutation_is_one():
 
 def test_permutations_are_uniform():
     """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients; a fair draw fails one time in a thousand."""
-    every = jax.vmap(lambda key: training.permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
+    every = jax.vmap(lambda key: permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
     rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
     for factor in (4 ** np.arange(4), 4 ** np.arange(4)[::-1] * [0, 0, 1, 1]):  # whole orders, and the last two places alone
         _, seen = np.unique(rows @ factor, return_counts=True)
@@ -210,7 +212,7 @@ def test_permutations_are_uniform():
 
 def test_successive_passes_are_independent():
     """The first sample of a pass says nothing about the first of the next: chi-square over the 25 pairs."""
-    every = jax.vmap(lambda key: training.permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
+    every = jax.vmap(lambda key: permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
     first = np.asarray(every(jax.random.split(jax.random.key(1), 100)))
     _, seen = np.unique(first[:, :-1] * 5 + first[:, 1:], return_counts=True)
     expected = seen.sum() / 25

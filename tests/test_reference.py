@@ -14,9 +14,9 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import local as training
 from fedjax_cfl import select
 from fedjax_cfl.engine import ASSIGN, SELECT, START, TRAIN, stream
+from fedjax_cfl.shuffle import permutations
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
@@ -78,7 +78,7 @@ def passes(key, data, client, count):
     """Returns `count` reshuffled passes over a client's samples: the package's draws."""
     held = samples(data, client)
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
-    return [held[row] for row in np.asarray(training.permutations(words, len(held), 64, count))[:, : len(held)]]
+    return [held[row] for row in np.asarray(permutations(words, len(held), 64, count))[:, : len(held)]]
 
 
 def trained(model, data, batches, lr):

@@ -16,6 +16,7 @@ from fedjax_cfl.assign import best_model, every_round, training_loss
 from fedjax_cfl.engine import SELECT, START, TRAIN, Start, federated, random_groups, stream
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, watch
+from fedjax_cfl.sgd import one_gradient, sgd
 from fedjax_cfl.types import Algorithm
 
 
@@ -68,7 +69,7 @@ def ifca(
         raise InputError(f"algorithm.weighting={weighting}: gradient averaging divides by the participants; use weighting=uniform")
     local = local.resolved()
     by_gradient = average == "gradient"
-    solve = training.one_gradient(task, local) if by_gradient else training.sgd(task, local)
+    solve = one_gradient(task, local) if by_gradient else sgd(task, local)
     combine = aggregate.over_cohort if by_gradient else WEIGHTINGS[weighting]
     choose = best_model(task, local, with_l2)
     move = on_shift(choose, local, detector, units_each=m, charge=charge) if migrate else None
@@ -132,7 +133,7 @@ def spread_models(local, select):
     local = local.resolved()
 
     def with_task(task, num_groups):
-        train = training.over_clients(training.sgd(task, local), local)
+        train = training.over_clients(sgd(task, local), local)
         losses = training.over_clients(training_loss(task), local)
 
         def start(key, data):

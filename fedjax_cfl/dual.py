@@ -1,0 +1,107 @@
+"""SGD in sample space: the exact same local training, without touching the kernel of a dense first layer in the loop.
+
+Every gradient of that kernel W [F, H] is X_b^T g, a combination of the client's own samples, and weight decay and the proximal term only
+scale W. So after any number of steps W = W_0 + V with V = s W_0 + X^T D: a scalar s and a row of D [n, H] per sample say all, and with
+G = X X^T and Z = X W_0, made once, a step needs X_b V = s Z_b + G_b D [B, H] instead of products with F. For a client of n samples
+that is 2 B n H operations a step instead of 4 B F H, and W itself is neither read nor written.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_cfl.objective import Objective, penalty
+from fedjax_cfl.types import Task
+
+SMALLEST, STEP = 64, 4  # sizes that are compiled: 64, 256, ... samples. Steps of small clients take no longer, and each size compiles anew
+EXACT = lax.Precision.HIGHEST  # G and Z are reused by every step
+
+
+def possible(task: Task, objective) -> bool:
+    """Returns whether this training has a sample-space form."""
+    return task.first is not None and isinstance(objective, Objective) and objective.loss == task.loss
+
+
+def cheaper(size: int, features: int, hidden: int, batch: int, steps: int) -> bool:
+    """Returns whether `steps` steps take less than half the operations that SGD on the kernel itself takes, on `size` samples.
+
+    Half: its gathers and scatters are slower than matrix products.
+    """
+    direct = steps * 4 * batch * features * hidden
+    once = 2 * size**2 * features + 4 * size * features * hidden
+    return once + steps * 2 * batch * size * hidden < direct / 2
+
+
+def sizes(task: Task, objective, wanted: str, start, buckets: list[int], batch: int, steps) -> list[int]:
+    """Returns the sizes that training in sample space is compiled for, ascending; larger clients train directly.
+
+    `wanted` is `Local.first_layer`; `steps(size)` the most steps that a client of that size takes.
+    """
+    if wanted == "direct" or not possible(task, objective):
+        return []
+    shape = start[task.first.name]["kernel"].shape
+    fitting = [size for size in buckets if wanted == "dual" or cheaper(size, *shape, batch, steps(size))]
+    compiled = [size for size in fitting if math.log(size / SMALLEST, STEP) in range(len(buckets))]
+    return sorted({*compiled, *fitting[-1:]}) if wanted == "dual" else compiled or fitting[-1:]
+
+
+def without(params, name: str):
+    """Returns the parameters without the kernel of layer `name`."""
+    return params | {name: {leaf: value for leaf, value in params[name].items() if leaf != "kernel"}}
+
+
+def train(task: Task, objective: Objective, local, x, y, count, order, plan, start, extra, key):
+    """Returns (trained - start, loss sums [2] of the first and the last epoch) of one client of up to n samples.
+
+    Args: `x` [n, ...], `y` [n] its samples, of which the first `count` are real; `order` [passes * n] the passes over them, as positions;
+    `plan` an `sgd.Plan`; `start` the received model; `key` folded with the step for dropout.
+    """
+    first, lr, batch = task.first, local.lr, local.batch_size
+    size = y.shape[0]
+    kernel = start[first.name]["kernel"]
+    inputs = jnp.where(jnp.arange(size)[:, None] < count, first.inputs(x), 0.0)
+    gram = jnp.matmul(inputs, inputs.T, precision=EXACT)
+    z_start = jnp.matmul(inputs, kernel, precision=EXACT)
+    square = jnp.sum(kernel**2)  # ||W_0||^2
+    mu = 0.0 if objective.mu is None else objective.mu(extra)
+    pulled = objective.mu is not None or first.l2 > 0
+    decay = 2 * first.l2
+    keep = 1 - lr * (decay + mu)
+    rest_start = without(start, first.name)
+
+    def step(t, carry):
+        rest, scale, rows, (vv, vw), losses = carry  # s, D, <V, V>, <V, W_0>
+        epoch, place = plan.place(t, batch)
+        at = lax.dynamic_slice(order, (epoch * size + place,), (batch,))
+        real = (place + jnp.arange(batch) < count).astype(jnp.float32)
+        gram_b, z_b = gram[at], z_start[at]
+        moved = scale * z_b + gram_b @ rows  # X_b V
+        kernel_terms = first.l2 * (square + 2 * vw + vv) + 0.5 * mu * vv  # of the objective, per sample
+
+        def batch_loss(rest, z):
+            each = first.loss(rest, z, y[at], jax.random.fold_in(key, t))
+            if objective.mu is not None:
+                each = each + penalty(mu, rest, rest_start)
+            total = jnp.sum(jnp.where(real > 0, each, 0.0))
+            return total / jnp.sum(real), total
+
+        (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(rest, z_b + moved)
+        rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
+        total = total + jnp.sum(real) * kernel_terms
+        if pulled:  # the products of V' = keep V - lr (decay W_0 + X_b^T g)
+            w = decay * square + jnp.sum(z_b * g)  # <W_0, decay W_0 + X_b^T g>
+            v = decay * vw + jnp.sum(moved * g)  # <V, decay W_0 + X_b^T g>
+            gg = decay * (w + jnp.sum(z_b * g)) + jnp.sum((gram_b[:, at] @ g) * g)  # its square
+            vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
+            scale, rows = keep * scale - lr * decay, keep * rows
+        rows = rows.at[at].add(-lr * g)
+        return rest, scale, rows, (vv, vw), losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+
+    zero = jnp.zeros(())
+    carry = (rest_start, zero, jnp.zeros_like(z_start), (zero, zero), jnp.zeros(2))
+    rest, scale, rows, _, losses = lax.fori_loop(0, plan.steps, step, carry)
+    delta = jax.tree.map(jnp.subtract, rest, rest_start)
+    delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=EXACT)
+    return delta, losses

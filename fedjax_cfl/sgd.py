@@ -1,0 +1,140 @@
+"""What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients` makes a cohort of it."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_cfl import dual
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, samples_of
+from fedjax_cfl.objective import erm
+from fedjax_cfl.shuffle import permutations, shuffles
+from fedjax_cfl.types import Task, Upload
+
+
+class Plan(NamedTuple):
+    """The steps of one client."""
+
+    steps: jax.Array  # [] int32, to take
+    per_epoch: jax.Array  # [] int32
+    last: jax.Array  # [] int32, the epoch of the last step
+
+    def place(self, step, batch: int):
+        """Returns (epoch, first sample of the step within it)."""
+        return step // self.per_epoch, step % self.per_epoch * batch
+
+
+def sgd(task: Task, local: Local, objective=None, iterations: int | None = None):
+    """Mini-batch SGD of one client from a received model (FedAvg's ClientUpdate; FlexCFL, Algorithm 1).
+
+    Runs `local.epochs` reshuffled epochs, or with `iterations` that many mini-batch steps cycling through reshuffled epochs.
+    Returns visit(client, bucket, data, (key, models [m, ...]), work) -> Upload of one client.
+    Raises InputError if `local.first_layer` asks for a sample-space form that there is not.
+    """
+    objective = objective or erm(task)
+    batch = local.batch_size
+    if local.first_layer == "dual" and not dual.possible(task, objective):
+        raise InputError("local.first_layer=dual: the model's first layer is not dense, or the objective is not plain; use auto or direct")
+
+    def most_steps(size):
+        return local.epochs * -(-size // batch) if iterations is None else iterations
+
+    def passes(size, fewest):
+        """Returns the passes that a client of `fewest` to `size` samples can need; chunk mates may have fewer."""
+        fewest = fewest if local.width == 1 else 1
+        return local.epochs if iterations is None else -(-iterations // -(-fewest // batch))
+
+    def visit(client, bucket, data, shared, mine):
+        (key, models), (gid, effort, extra) = shared, mine
+        key = jax.random.fold_in(key, client)
+        start = jax.tree.map(lambda leaf: leaf[gid], models)
+        count, _ = samples_of(client, data)
+        per_epoch = jnp.maximum(-(-count // batch), 1)
+        planned = local.epochs * per_epoch if iterations is None else iterations
+        steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
+        plan = Plan(steps, per_epoch, (steps - 1) // per_epoch)
+        sizes = dual.sizes(task, objective, local.first_layer, start, buckets(data.capacity), batch, most_steps)
+        ways = [in_sample_space(task, objective, local, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
+        ways.append(direct(objective, local, bucket, passes))
+        way = jnp.searchsorted(jnp.array(sizes), jnp.array(buckets(data.capacity))[bucket]) if sizes else 0
+        delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
+        seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
+        seen_last = jnp.minimum((steps - plan.last * per_epoch) * batch, count)
+        first_loss, last_loss = losses / jnp.maximum(jnp.stack([seen, seen_last]), 1)
+        return Upload(delta=delta, weight=count.astype(jnp.float32), loss=first_loss, last_loss=last_loss, steps=steps)
+
+    return visit
+
+
+def direct(objective, local: Local, bucket, passes):
+    """Returns train(client, data, start, extra, key, plan) -> (delta, loss sums [2] of the first and the last epoch), any model."""
+    batch = local.batch_size
+
+    def train(client, data, start, extra, key, plan: Plan):
+        count, _ = samples_of(client, data)
+        table = shuffles(key, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > SMALLEST else 1), batch)
+        stride = jnp.array(buckets(data.capacity), jnp.int32)[bucket]
+
+        def step(s, carry):
+            params, losses = carry
+            epoch, place = plan.place(s, batch)
+            rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
+            real = (place + jnp.arange(batch) < count).astype(jnp.float32)
+
+            def batch_loss(params):
+                each = objective(params, start, extra, data.x[rows], data.y[rows], jax.random.fold_in(key, s))
+                total = jnp.sum(jnp.where(real > 0, each, 0.0))
+                return total / jnp.sum(real), total
+
+            (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
+            params = jax.tree.map(lambda p, g: p - local.lr * g, params, grad)
+            return params, losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+
+        params, losses = lax.fori_loop(0, plan.steps, step, (start, jnp.zeros(2)))
+        return jax.tree.map(jnp.subtract, params, start), losses
+
+    return train
+
+
+def in_sample_space(task: Task, objective, local: Local, size: int, passes: int):
+    """Returns the same train(...) for a client of up to `size` samples and a dense first layer, see `dual`; its batches are the same."""
+
+    def train(client, data, start, extra, key, plan: Plan):
+        count, first = samples_of(client, data)
+        rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
+        order = permutations(jax.random.bits(key, (2,)), count, size, passes).astype(jnp.int32).reshape(-1)
+        order = jnp.pad(order, (0, local.batch_size))
+        return dual.train(task, objective, local, data.x[rows], data.y[rows], count, order, plan, start, extra, key)
+
+    return train
+
+
+def one_gradient(task: Task, local: Local, objective=None):
+    """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA): delta = -lr * gradient of its mean loss."""
+    objective = objective or erm(task)
+
+    def visit(client, bucket, data, shared, mine):
+        (key, models), (gid, _, extra) = shared, mine
+        key = jax.random.fold_in(key, client)
+        start = jax.tree.map(lambda leaf: leaf[gid], models)
+        count, first = samples_of(client, data)
+
+        def block(b, carry):
+            place = b * BLOCK + jnp.arange(BLOCK)
+            rows = data.train.order[jnp.minimum(first + place, data.train.order.size - 1)]
+
+            def block_loss(params):
+                each = objective(params, start, extra, data.x[rows], data.y[rows], jax.random.fold_in(key, b))
+                return jnp.sum(jnp.where(place < count, each, 0.0)) / count
+
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
+
+        nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
+        loss, grad = lax.fori_loop(0, -(-count // BLOCK), block, nothing)
+        delta = jax.tree.map(lambda g: -local.lr * g, grad)
+        return Upload(delta=delta, weight=count.astype(jnp.float32), loss=loss, last_loss=loss, steps=(count > 0).astype(jnp.int32))
+
+    return visit

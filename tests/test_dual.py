@@ -1,0 +1,124 @@
+"""Training in sample space against training the kernel itself, on random data, where both take the same batches."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl import dual
+from fedjax_cfl import local as training
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.objective import erm, proximal
+from fedjax_cfl.sgd import sgd
+from tests.conftest import jit
+
+SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # float32 sums in another order, through up to 65 steps
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def noise():
+    rng = np.random.default_rng(1)
+    owner = np.repeat(np.arange(len(SIZES)), SIZES).astype(np.int32)
+    pool = cfl.Pool(rng.integers(0, 256, (owner.size, 6, 5), dtype=np.uint8), rng.integers(0, 4, owner.size).astype(np.int32), 4)
+    return cfl.federate(pool, cfl.Holdings(np.arange(owner.size), owner, np.zeros(owner.size, bool)))
+
+
+def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5):
+    local = cfl.Local(0.1, epochs, 10, width, cfl.mesh_of(1), first_layer=way)
+    solve = training.over_clients(sgd(task, local, objective, iterations), local)
+    models = jax.vmap(task.init)(jax.random.split(KEY, 2))
+    clients = jnp.arange(len(SIZES))
+    work = training.Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
+    cohort = cfl.types.Cohort(ids=clients, rank=clients)
+    return jit(lambda: solve(cohort, noise, (KEY, models), work))()
+
+
+@pytest.mark.parametrize("hidden", [(), (7,), (7, 5)], ids=str)
+@pytest.mark.parametrize("l2", [0.0, 0.01])
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_equals_training_the_kernel(noise, hidden, l2, mu):
+    task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
+    objective = proximal(mu, erm(task)) if mu else None
+    direct, other = (trained(task, noise, way, objective) for way in ("direct", "dual"))
+    moved = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(direct.delta))
+    assert moved > 0.05
+    chex.assert_trees_all_close(other, direct, **CLOSE)
+
+
+def test_equals_a_fixed_number_of_steps(noise):
+    task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4, l2=0.01)
+    direct, other = (trained(task, noise, way, iterations=23) for way in ("direct", "dual"))
+    np.testing.assert_array_equal(direct.steps, [23, 23, 23, 10, 23, 23, 23, 0])
+    chex.assert_trees_all_close(other, direct, **CLOSE)
+
+
+def test_does_not_depend_on_chunk_mates(noise):
+    task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
+    alone, side_by_side = (trained(task, noise, "dual", width=width) for width in (1, 4))
+    chex.assert_trees_all_close(side_by_side, alone, **CLOSE)
+
+
+def test_a_pull_that_differs_between_clients(noise):
+    """`mu` may come from `extra`, here the client's effort."""
+    task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
+
+    def solve(way, objective):
+        local = cfl.Local(0.1, 3, 10, 1, cfl.mesh_of(1), first_layer=way)
+        train = training.over_clients(sgd(task, local, objective), local)
+        clients = jnp.arange(len(SIZES))
+        models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
+        work = training.Work(0 * clients, jnp.ones(len(SIZES)), extra=clients / 4)
+        return jit(lambda: train(cfl.types.Cohort(clients, clients), noise, (KEY, models), work))()
+
+    pulled = proximal(lambda extra: extra, erm(task))
+    direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))
+    chex.assert_trees_all_close(other, direct, **CLOSE)
+    norms = [jnp.sqrt(sum(jnp.sum(leaf[6] ** 2) for leaf in jax.tree.leaves(upload.delta))) for upload in (direct, free)]
+    assert norms[0] < 0.9 * norms[1]
+
+
+def test_counts_operations():
+    """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n F H in sample space: half as many at n = 388."""
+    assert [dual.cheaper(n, 784, 128, 10, n) for n in (16, 256, 380, 396, 4096)] == [True, True, True, False, False]
+    assert not dual.cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
+
+
+def test_compiles_few_sizes():
+    task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
+    start = jax.eval_shape(task.init, KEY)
+
+    def sizes(wanted, capacity):
+        return dual.sizes(task, erm(task), wanted, start, training.buckets(capacity), 10, lambda size: size)
+
+    assert sizes("auto", 2000) == [64, 256]
+    assert sizes("auto", 20) == [32]
+    assert sizes("dual", 500) == [64, 256, 512]
+    assert sizes("dual", 250) == [64, 256]
+    assert sizes("direct", 250) == []
+
+
+@pytest.mark.parametrize("way", ["auto", "direct"])
+def test_models_without_a_dense_first_layer_train_directly(way):
+    task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
+    assert task.first is None
+    assert dual.sizes(task, erm(task), way, {}, [16, 32], 10, lambda size: size) == []
+
+
+def test_says_what_cannot_be():
+    task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
+    with pytest.raises(InputError, match=r"local\.first_layer=dual: the model's first layer is not dense"):
+        sgd(task, cfl.Local(0.1, 1, 10, first_layer="dual"))
+    with pytest.raises(InputError, match=r"local\.first_layer"):
+        cfl.Local(0.1, 1, 10, first_layer="sideways").resolved()
+
+
+def test_a_model_must_name_a_layer_on_the_flat_sample():
+    class Wrong(cfl.models.MLP):
+        first_layer = "head"
+
+    with pytest.raises(InputError, match="first_layer names 'head'"):
+        cfl.as_task(Wrong(4, hidden=(7,)), (6, 5), 4)
