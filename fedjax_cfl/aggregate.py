@@ -1,13 +1,14 @@
-"""Server aggregation: functions (upload, gid [S], cohort, extra, num_groups) -> (step [m, ...], mass [m]).
+"""Server aggregation: functions (upload, gid [S], cohort, extra, state) -> (step [m, ...], mass [m]).
 
-`step` is what the server adds to each group's model; a group of mass 0 keeps its model.
+`step` is what the server adds to each group's model; a group of mass 0 keeps its model. `state` is that of the round's beginning, but for
+the assignment, which already is `gid` for the cohort.
 """
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.traffic import traffic
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.types import Cohort, State, Upload
 
 
 def members(weight, gid, num_groups):
@@ -27,28 +28,28 @@ def group_mean(weight, gid, tree, num_groups):
     return group_sum(coefficient / jnp.where(mass > 0, mass, 1.0), tree), mass
 
 
-def weighted_mean(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+def weighted_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Means weighted by training samples (FedAvg)."""
-    return group_mean(upload.weight, gid, upload.delta, num_groups)
+    return group_mean(upload.weight, gid, upload.delta, state.active.size)
 
 
-def uniform_mean(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+def uniform_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Plain means of the clients that have data (IFCA, FeSEM)."""
-    return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, num_groups)
+    return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 
-def first_client(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+def first_client(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Only the update of the group's first selected client, times L / (L + 1e-5), L clients: the FlexCFL code's "simple average" (D4)."""
-    present = members((upload.weight > 0).astype(jnp.float32), gid, num_groups)
+    present = members((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
     rank = jnp.where(present > 0, cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
     first = (rank == rank.min(0)) & (present > 0)
     return group_sum(first * (count / (count + 1e-5)), upload.delta), count
 
 
-def over_cohort(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+def over_cohort(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Sums divided by ALL participants, not the group's: gradient averaging of IFCA (Algorithm 1, option I)."""
-    present = members((upload.weight > 0).astype(jnp.float32), gid, num_groups)
+    present = members((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
 
 
@@ -59,14 +60,14 @@ def q_fair(q: float, lr):
     """
     lipschitz = 1.0 / lr
 
-    def aggregate(upload: Upload, gid, cohort: Cohort, extra, num_groups: int):
+    def aggregate(upload: Upload, gid, cohort: Cohort, extra, state: State):
         present = (upload.weight > 0).astype(jnp.float32)
         loss = jnp.where(present > 0, extra, 0.0) + 1e-10  # an absent client's loss may be anything
         squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta))
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * squares + lipschitz * gain
-        total = members(present * bend, gid, num_groups).sum(0)
-        coefficient = members(present * gain * lipschitz, gid, num_groups)
+        total = members(present * bend, gid, state.active.size).sum(0)
+        coefficient = members(present * gain * lipschitz, gid, state.active.size)
         return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total
 
     return aggregate

@@ -68,13 +68,15 @@ def federated(
     aggregate=weighted_mean,
     server=None,
     mix=None,
+    remember=None,
 ) -> Algorithm:
     """Composes an algorithm from parts; each part's contract stands in its own module.
 
     Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)` -> (state, clients moved, Traffic) before anything
     else in a round; `prepare(key, state, data, cohort, gid)` -> extra [S, ...]; `effort(key, data, cohort)` -> share [S]
     of the local steps completed; `server` an optax transformation of each group's pseudo-gradient -step (default: add the step);
-    `mix(groups, owning)` after the server step. A method with `assign` is clustered: it serves and evaluates only clients it has met.
+    `mix(groups, owning)` after the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory, given the state that
+    `aggregate` gets and the new group models. A method with `assign` is clustered: it serves and evaluates only clients it has met.
     """
     local = local.resolved()
     start = start or random_groups(task, 1)
@@ -110,16 +112,17 @@ def federated(
         seen = faults.flipped(troubles, attackers, data)
         upload = solve(cohort, seen, (stream(key, TRAIN, state.round), state.groups), Work(gid, share, extra))
         upload, lost = faults.suffered(troubles, stream(key, FAULTS, state.round), cohort, upload, attackers)
-        assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
-        step, mass = aggregate(upload, gid, cohort, extra, state.active.size)
+        met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
+        step, mass = aggregate(upload, gid, cohort, extra, met)
         groups, server_state = serve_step(server, state, step, mass)
         sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
         if mix:
-            groups, exchanged = mix(groups, jnp.any(assignment[:, None] == jnp.arange(state.active.size), axis=0))
+            groups, exchanged = mix(groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0))
             sent = traffic.add(sent, exchanged)
         info = report(state, groups, cohort, gid, upload, mass).replace(shifted=jnp.sum(data.shifted), migrated=moved, lost=lost)
+        memory = remember(met, groups, cohort, gid, upload) if remember else state.memory
         total = traffic.add(state.traffic, walked, asked, sent)
-        return state.replace(round=state.round + 1, groups=groups, server=server_state, assignment=assignment, traffic=total), info
+        return met.replace(round=state.round + 1, groups=groups, server=server_state, traffic=total, memory=memory), info
 
     return Algorithm(init, round, own_group if clustered else everybody, clustered, troubles.nonfinite)
 
@@ -136,8 +139,8 @@ def serve_step(server: optax.GradientTransformation, state: State, step, mass):
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
 
 
-def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
-    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new model||, whole and per group."""
+def deviation(state: State, groups, gid, upload):
+    """Returns each trained model's distance [S] from its own group's new model, and the cosine [S] of its delta to the group's step."""
     shift = jax.tree.map(jnp.subtract, groups, state.groups)
 
     def dots(a, b):
@@ -146,9 +149,14 @@ def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
     own = jax.tree.map(lambda leaf: leaf[gid], shift)
     gap = jax.tree.map(jnp.subtract, upload.delta, own)
     norms = jnp.sqrt(dots(upload.delta, upload.delta) * dots(own, own))
-    cosine = jnp.where(norms > 0, dots(upload.delta, own) / jnp.where(norms > 0, norms, 1.0), 0.0)
+    return jnp.sqrt(dots(gap, gap)), jnp.where(norms > 0, dots(upload.delta, own) / jnp.where(norms > 0, norms, 1.0), 0.0)
+
+
+def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
+    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new model||, whole and per group."""
+    distance, cosine = deviation(state, groups, gid, upload)
     trained = (upload.weight > 0).astype(jnp.float32)
-    (per_group,), count = group_mean(trained, gid, (jnp.sqrt(dots(gap, gap)),), state.active.size)
+    (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)
     known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0
     real = cohort.ids < state.assignment.size
     asked = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)

@@ -10,10 +10,10 @@ from conftest import jit
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import engine, faults, select
-from fedjax_cfl import local as training
 from fedjax_cfl.aggregate import weighted_mean
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.faults import Faults
+from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -124,12 +124,12 @@ def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
 def test_dropping_out_is_weight_zero(round, linear, local, toy):
     chance = 0.4
 
-    def without_them(upload, gid, cohort, extra, num_groups):
+    def without_them(upload, gid, cohort, extra, state):
         gone = faults.drawn(engine.stream(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance)
-        return weighted_mean(upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, num_groups)
+        return weighted_mean(upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, state)
 
     def by_hand(task, local, select):
-        return engine.federated(task, local, select=select, solve=training.sgd(task, local), aggregate=without_them)
+        return engine.federated(task, local, select=select, solve=sgd(task, local), aggregate=without_them)
 
     def one(algorithm):
         state = jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))

@@ -16,6 +16,7 @@ from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import local as training
 from fedjax_cfl.algorithms.fedprox import stragglers
 from fedjax_cfl.engine import TRAIN, federated, stream
+from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Cohort, Served, State, Upload
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -119,7 +120,8 @@ def sent(delta, weight, loss=0.0):
 def combined(part, delta, weight, gid, groups=1, rank=None, extra=()):
     """Returns (step [m], mass [m]) as NumPy arrays."""
     rank = jnp.arange(len(gid)) if rank is None else jnp.array(rank)
-    step, mass = part(sent(delta, weight), jnp.array(gid), Cohort(ids=jnp.arange(len(gid)), rank=rank), extra, groups)
+    state = SimpleNamespace(active=jnp.ones(groups, bool))
+    step, mass = part(sent(delta, weight), jnp.array(gid), Cohort(ids=jnp.arange(len(gid)), rank=rank), extra, state)
     return np.asarray(step["w"])[:, 0], np.asarray(mass)
 
 
@@ -328,7 +330,7 @@ def test_info_by_numpy(toy, linear, local):
     before = jit(algorithm.init)(KEY, toy)
     after, info = jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    train = jit(training.over_clients(training.sgd(linear, local), local))
+    train = jit(training.over_clients(sgd(linear, local), local))
     upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), training.full(after.assignment))
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
@@ -450,7 +452,7 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
     three = local._replace(epochs=3)
-    train = jit(training.over_clients(training.sgd(linear, three), three))
+    train = jit(training.over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
     work = training.full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))

@@ -3,6 +3,7 @@
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl, rac, rcc
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
@@ -16,6 +17,7 @@ __all__ = [
     "fedprox",
     "fedsgd",
     "fedyogi",
+    "fesem",
     "flexcfl",
     "ifca",
     "qfedavg",

@@ -1,0 +1,299 @@
+"""FeSEM against hand numbers, planted groups and a slow twin that keeps every client's model in a list."""
+
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit
+from sklearn.metrics import adjusted_rand_score
+from test_parts import matrix, units
+
+import fedjax_cfl as cfl
+from fedjax_cfl import aggregate, drift, select
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl.algorithms.fesem import Solutions, embedded, keep_models, nearest_center, scaled_pull, stored_mean
+from fedjax_cfl.engine import SELECT, START, TRAIN, stream
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.shuffle import permutations
+from fedjax_cfl.types import Cohort, Upload
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+KEY = jax.random.key(5)
+COHORT = select.rr_then_random(6)
+L2 = 0.001
+REF = {"start": "random_models", "estep": "selected", "average": "first_client", "mu": 0.0}
+
+
+def play(algorithm, data, rounds, state=None):
+    """Returns the states [rounds + 1] of a run."""
+    states, one_round = [jit(algorithm.init)(KEY, data) if state is None else state], jit(algorithm.round)
+    for _ in range(rounds):
+        states.append(one_round(KEY, states[-1], data)[0])
+    return states
+
+
+def planted(concepts=3, clients=18, samples=24, features=5, classes=4):
+    """Clients of well separated classes whose names are turned by the number of the client's concept."""
+    rng = np.random.default_rng(1)
+    owner = np.repeat(np.arange(clients, dtype=np.int32), samples)
+    shape = rng.integers(classes, size=owner.size)
+    x = 2.0 * np.eye(classes, features)[shape] + 0.3 * rng.normal(size=(owner.size, features))
+    held = cfl.Holdings(np.arange(owner.size), owner, np.arange(owner.size) % 4 == 0)
+    return cfl.federate(cfl.Pool(x.astype(np.float32), ((shape + owner % concepts) % classes).astype(np.int32), classes), held)
+
+
+# The twin
+
+
+def gradient(w, x, y):
+    """The gradient [P] of mean cross-entropy + 0.001 sum(kernel^2) of the linear softmax model w = (bias [4], kernel [5, 4])."""
+    bias, kernel = w[:4], w[4:].reshape(5, 4)
+    z = x @ kernel + bias
+    error = np.exp(z - z.max(axis=1, keepdims=True))
+    error /= error.sum(axis=1, keepdims=True)
+    error[np.arange(len(y)), y] -= 1
+    return np.concatenate([error.mean(axis=0), (x.T @ error / len(y) + 2 * L2 * kernel).ravel()])
+
+
+def trained(key, w, mu, client, data, local):
+    """Local_update (FeSEM, Algorithm 2) with a proximal term of weight mu."""
+    x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
+    held = np.asarray(data.train.order)[int(data.train.start[client]) :][: int(data.train.size[client])]
+    words = jax.random.bits(jax.random.fold_in(key, client), (2,))
+    center = w
+    for row in np.asarray(permutations(words, len(held), 64, local.epochs))[:, : len(held)]:
+        for first in range(0, len(held), local.batch_size):
+            batch = held[row[first : first + local.batch_size]]
+            w = w - local.lr * (gradient(w, x[batch], y[batch]) + mu * (w - center))
+    return w
+
+
+def nearest(w, centers):
+    return int(np.argmin([np.sqrt(np.sum((w - center) ** 2)) for center in centers]))
+
+
+def twin(state, data, local, rounds, mu, form, estep):
+    """E-step, local training, M-step over all stored models; returns (centers, models, assignment)."""
+    centers, models, assignment = matrix(state.groups), list(matrix(state.memory.models)), state.assignment.tolist()
+    size = np.asarray(data.train.size)
+    with_data = [client for client in range(data.num_clients) if size[client] > 0]
+    for round in range(rounds):
+        cohort = COHORT(stream(KEY, SELECT, round), round, data.num_clients).tolist()
+        for client in with_data:
+            if estep == "all" or client in cohort:
+                assignment[client] = nearest(models[client], centers)
+        for client in set(cohort) & set(with_data):
+            pull = mu if form == "prox" else 2 * mu * size.sum() / (data.num_clients * size[client])
+            models[client] = trained(stream(KEY, TRAIN, round), centers[assignment[client]], pull, client, data, local)
+        for k in range(len(centers)):
+            members = [models[client] for client in with_data if assignment[client] == k]
+            if members:
+                centers[k] = np.mean(members, axis=0)
+    return centers, models, assignment
+
+
+@pytest.mark.parametrize(("form", "estep", "mu"), [("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)])
+def test_twin(toy, linear, local, form, estep, mu):
+    """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
+    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=2, mu=mu, form=form, estep=estep), toy, 4)
+    centers, models, assignment = twin(begun, toy, local, 4, mu, form, estep)
+    assert last.assignment.tolist() == assignment and set(assignment) == {0, 1}
+    np.testing.assert_allclose(matrix(last.groups), centers, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(matrix(last.memory.models), models, rtol=2e-5, atol=2e-5)
+    assert np.abs(centers - matrix(begun.groups)).max() > 0.1
+
+
+def test_start_is_one_local_update_and_k_means(toy, linear, local):
+    state = jit(zoo.fesem(linear, local, COHORT, m=2).init)(KEY, toy)
+    keys = jax.random.split(stream(KEY, START), 3)
+    common = matrix(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
+    expected = [trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common for client in range(14)]
+    np.testing.assert_allclose(matrix(state.memory.models), expected, rtol=1e-5, atol=1e-5)
+    assert state.memory.known.tolist() == (np.asarray(toy.train.size) > 0).tolist()
+    label = np.where(state.memory.known, state.assignment, -1)
+    for k in range(2):
+        np.testing.assert_allclose(matrix(state.groups)[k], matrix(state.memory.models)[label == k].mean(axis=0), rtol=1e-5, atol=1e-5)
+    assert (state.assignment >= 0).all() and (state.traffic.units_down, state.traffic.units_up) == (14, 14)
+
+
+# Reductions
+
+
+def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
+    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=1, average="cohort", mu=0.0), toy, 3)
+    plain = zoo.fedavg(linear, local, COHORT, aggregate=aggregate.uniform_mean)
+    chex.assert_trees_all_close(last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6)
+
+
+def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
+    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=1, average="samples", mu=0.3), toy, 3)
+    prox = play(zoo.fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(memory=()))[-1]
+    chex.assert_trees_all_close(last.groups, prox.groups, rtol=1e-5, atol=1e-6)
+
+
+def test_migration_changes_nothing(toy, linear, local):
+    """Data have no part in distances: FeSEM-MIG is FeSEM bit for bit, though shifts are detected."""
+
+    def run(migrate):
+        algorithm = zoo.fesem(linear, local, COHORT, m=2, migrate=migrate)
+        return cfl.run(algorithm, linear, toy, KEY, rounds=6, drift=drift.swap_all(0.5), discard="none", mesh=local.mesh)
+
+    still, moving = run(False), run(True)
+    for row, same in zip(still.rows, moving.rows, strict=True):
+        np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
+    assert sum(row["shifted_clients"] for row in moving.rows) > 0
+    first = jit(zoo.fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
+    assert np.any(first.memory.watch.reference != moving.state.memory.watch.reference)
+    chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(watch=())), still.state)
+
+
+def test_migration_of_the_selected_follows_centers(linear, local):
+    """With estep=selected a client whose data shifted moves, if it does, to the center nearest to its stored model, for nothing."""
+    data = planted()
+    algorithm = zoo.fesem(linear, local, COHORT, m=3, estep="selected", migrate=True)
+    state = play(algorithm, data, 1)[-1]
+    outside = 17  # not in the first two cohorts
+    wrong = state.assignment.at[outside].set((state.assignment[outside] + 1) % 3)
+    shifted = data.replace(y=jnp.where(data.owner == outside, 0, data.y))
+    for seen, expected in ((data, wrong[outside]), (shifted, state.assignment[outside])):
+        after, info = jit(algorithm.round)(KEY, state.replace(assignment=wrong), seen)
+        assert after.assignment[outside] == expected and info.migrated == (seen is shifted)
+        assert after.traffic.units_down - state.traffic.units_down == 6
+
+
+# Planted groups and collapses
+
+
+@pytest.mark.parametrize("estep", ["all", "selected"])
+def test_planted_groups_are_found(linear, local, estep):
+    data = planted()
+    for state in play(zoo.fesem(linear, local, COHORT, m=3, estep=estep), data, 4):
+        assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
+
+
+def test_equal_stored_models_collapse_into_one_group(linear, local):
+    """D5: all clients are nearest to the same random center, and their models stay near it; the others are never touched.
+
+    The steps are small: next to models of so few parameters one round is otherwise farther than another random center.
+    """
+    begun, *_, last = play(zoo.fesem(linear, local._replace(lr=0.01), COHORT, m=3, **REF), planted(), 5)
+    assert (begun.assignment == -1).all()
+    group = int(last.assignment[0])
+    assert last.assignment.tolist() == [group] * 18
+    changed = np.abs(matrix(last.groups) - matrix(begun.groups)).max(axis=1) > 0
+    assert changed.tolist() == [k == group for k in range(3)]
+
+
+def test_empty_group_keeps_its_center(linear, local):
+    """The same with eq. 10 over all stored models."""
+    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=3, start="random_models"), planted(), 5)
+    empty = [k for k in range(3) if k not in last.assignment.tolist()]
+    assert empty
+    np.testing.assert_array_equal(matrix(last.groups)[empty], matrix(begun.groups)[empty])
+
+
+def test_lost_clients_leave_their_models(toy, linear, local):
+    lost = local._replace(faults=cfl.Faults(dropout=1.0))
+    begun, *_, last = play(zoo.fesem(linear, lost, COHORT, m=2), toy, 2)
+    chex.assert_trees_all_equal(begun.memory, last.memory)
+
+
+# Parts
+
+
+def upload_of(delta, weight):
+    nothing = jnp.zeros(len(weight))
+    return Upload({"w": jnp.array(delta)[:, None]}, jnp.array(weight, jnp.float32), nothing, nothing, nothing.astype(jnp.int32))
+
+
+def test_stored_mean_by_hand():
+    """Clients 0 .. 5 store 1, 2, 4, 8, 16, 99; 5 is unknown. 1 trains in group 0 to 10 + 3, 4 sends nothing, the third slot is empty."""
+    memory = Solutions({"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5)
+    state = SimpleNamespace(
+        active=jnp.ones(4, bool),
+        memory=memory,
+        groups={"w": jnp.array([10.0, 20.0, 30.0, 40.0])[:, None]},
+        assignment=jnp.array([0, 0, 1, -1, 1, 2]),
+    )
+    cohort, upload, gid = Cohort(jnp.array([1, 4, 6]), jnp.arange(3)), upload_of([3.0, 0.0, 0.0], [5, 0, 0]), jnp.array([0, 1, 0])
+    step, mass = stored_mean(upload, gid, cohort, (), state)
+    np.testing.assert_allclose((state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6)
+    assert mass.tolist() == [2, 2, 0, 0]
+    kept = keep_models(state, state.groups, cohort, gid, upload)
+    assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99] and kept.known.tolist() == memory.known.tolist()
+
+
+def test_pull_of_eq_8_by_hand():
+    """mu_i = 2 lambda n / (K n_i), n = 40 samples of K = 4 clients."""
+    data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
+    cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
+    found = scaled_pull(0.5)(KEY, None, data, cohort, None)
+    np.testing.assert_allclose(found[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6)
+
+
+def test_nearest_center_survives_nearly_equal_models():
+    """Models of norm 1e3 that differ by 1e-3: |a|^2 - 2 a.b + |b|^2 would be all rounding in float32."""
+    rng = np.random.default_rng(0)
+    common = 1e3 * rng.normal(size=5).astype(np.float32)
+    centers = {"head": {"kernel": jnp.array(common + 2e-3 * rng.normal(size=(3, 5)).astype(np.float32))}}
+    own = [2, 0, 1, 1]
+    models = jax.tree.map(lambda leaf: leaf[jnp.array(own)], centers)
+    for distance in ("full", "last_layer"):
+        assert nearest_center(models, centers, distance).tolist() == own
+
+
+def test_last_layer_sees_only_the_head():
+    centers = {
+        "body": {"kernel": jnp.array([[0.0], [9.0]])},
+        "head": {"kernel": jnp.array([[1.0], [0.0]]), "bias": jnp.array([[5.0], [0.0]])},
+    }
+    model = jax.tree.map(lambda leaf: 0 * leaf[:1], centers)
+    assert nearest_center(model, centers, "full").tolist() == [0]
+    assert nearest_center(model, centers, "last_layer").tolist() == [1]
+
+
+def test_embedding_keeps_distances():
+    rng = np.random.default_rng(0)
+    delta, known = {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))}, np.arange(9) != 4
+    points = np.asarray(jit(embedded)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
+    rows = matrix(delta)[known]
+    np.testing.assert_allclose(*(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4)
+
+
+def inertia(state):
+    gaps = matrix(state.memory.models) - matrix(state.groups)[np.asarray(state.assignment)]
+    return np.sum(gaps[np.asarray(state.memory.known)] ** 2)
+
+
+def test_restarts_find_tighter_groups(toy, linear, local):
+    """20 seedings against one, five keys, four groups."""
+    found = {}
+    for restarts in (1, 20):
+        init = jit(zoo.fesem(linear, local, COHORT, m=4, restarts=restarts).init)
+        found[restarts] = [inertia(init(jax.random.key(seed), toy)) for seed in range(5)]
+    assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), found
+    assert sum(found[20]) < 0.99 * sum(found[1])
+
+
+@pytest.mark.parametrize(("start", "extra"), [("random_models", 0), ("local", 2 * 100)])
+def test_models_sent(start, extra):
+    """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from local models costs one more visit to everybody."""
+    task, local = cfl.as_task(cfl.models.MCLR(2), (1,), 2), cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1))
+    algorithm = zoo.fesem(task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True)
+    assert units(algorithm, 100, 300) == 12_000 + extra
+
+
+@pytest.mark.parametrize("name", ["form", "start", "estep", "average", "distance", "detector"])
+def test_unknown_choices_are_refused(linear, local, name):
+    with pytest.raises(InputError, match=f"algorithm.{name}=nonsense"):
+        zoo.fesem(linear, local, COHORT, m=2, **{name: "nonsense"})
+
+
+def test_last_layer_needs_a_head(linear, local):
+    headless = linear._replace(init=lambda key: {"body": linear.init(key)["head"]})
+    with pytest.raises(InputError, match="no dense layer named head"):
+        zoo.fesem(headless, local, COHORT, m=2, distance="last_layer")
