@@ -30,7 +30,12 @@ from fedjax_cfl.lock import lock
 
 HERE = Path(__file__).resolve().parent
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # inside a wheel, or a checkout
-VERBS = {"compare": compare.main, "download": download.main, "doctor": doctor.main, "paper": functools.partial(paper.main, conf=CONF)}
+VERBS = {
+    "compare": compare.main,
+    "download": download.main,
+    "doctor": doctor.main,
+    "paper": lambda argv: paper.main(argv, CONF, assemble),
+}
 ASIDE = ("help", "hydra_help", "shell_completion", "info")  # flags that show something instead of running
 
 
@@ -185,6 +190,15 @@ def job(config: DictConfig) -> None:
         sys.exit(refuse(error))
 
 
+def assemble(overrides: list[str]) -> tuple:
+    """Returns (settings as a dict, task, data, local) of the run that these overrides describe, without running it."""
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        resolved = check(overrides)
+        config = hydra.compose("config", overrides)
+    _, task, data, _, mesh = build(config, resolved)
+    return resolved, task, data, local_of(config, resolved, data, mesh)
+
+
 def build(config: DictConfig, resolved: dict):
     """Returns (algorithm, task, data, drift, mesh) from a configuration. Raises InputError for data or sizes that do not fit."""
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
@@ -201,14 +215,19 @@ def build(config: DictConfig, resolved: dict):
         task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
     except InputError as error:
         raise InputError(f"model={config.model.name}: {error}") from None
-    width = None if config.local.width == "auto" else config.local.width
-    batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
-    faults = cfl.Faults(**resolved["faults"])
-    local = cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults)
+    local = local_of(config, resolved, data, mesh)
     fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
     select = made("algorithm.select", config.algorithm.select, **fixed)
     rest = {name: value for name, value in resolved["algorithm"].items() if name not in ("name", "select")}
     return made("algorithm", OmegaConf.create(rest), task, local, select), task, data, made("drift", config.drift), mesh
+
+
+def local_of(config: DictConfig, resolved: dict, data, mesh) -> cfl.Local:
+    """Returns how clients train."""
+    width = None if config.local.width == "auto" else config.local.width
+    batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
+    faults = cfl.Faults(**resolved["faults"])
+    return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer)
 
 
 def made(field: str, node: DictConfig, *arguments, **options):

@@ -1,23 +1,46 @@
-"""`fedjax-cfl paper TABLE`: runs a published table's cells and sets what came out beside what was printed.
+"""`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what came out beside what was printed.
 
 A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of overrides, and the published numbers. Every cell is an
-ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that have no summary.json.
+ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished.
 """
 
 import argparse
-import csv
-import platform
-import statistics
+import contextlib
+import fnmatch
+import shlex
+import signal
 import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 
-from fedjax_cfl import report
+from fedjax_cfl import download, edc_madc, figures, paper_report, report
 from fedjax_cfl.errors import InputError, require
+
+# what the one-line error of a run says when its data are not here, and nothing else is wrong
+MISSING = (f"a folder named in {download.VARIABLE}", "expected the official train and test files")
+COMMAND = [sys.executable, "-m", "fedjax_cfl"]
+PASSING = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
+DRAWN = {"curves": figures.curves, "communication": figures.communication}  # the kinds of figures made from cells
+
+
+class Cell(NamedTuple):
+    """One run of a table."""
+
+    row: str
+    column: str  # "" where the table's columns are measures of one run
+    seed: int
+    folder: Path
+    overrides: list[str]
+
+    def __str__(self) -> str:
+        return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
 
 
 def load(conf: Path, name: str) -> dict:
@@ -31,104 +54,210 @@ def load(conf: Path, name: str) -> dict:
     return tables[name]
 
 
-def cells(table: dict, rows: list[str] | None, columns: list[str] | None, seeds: int):
-    """Yields (row, column, seed, overrides) of the cells asked for; a published row without a value for a column has no such cell."""
-    for field, asked, known in (("--rows", rows, table["rows"]), ("--columns", columns, table["columns"])):
-        for name in asked or []:
-            require(field, name, known)
-    for seed in range(seeds):
-        for row in rows or table["rows"]:
-            for column in columns or table["columns"]:
-                if column in table["rows"][row]["published"]:
-                    yield row, column, seed, [*table["rows"][row]["overrides"], *table["columns"][column]]
+def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
+    """Returns the names that `asked` lists, all of them if it is None; `*` stands for anything. Raises InputError for unknown names."""
+    known = list(known)
+    for pattern in asked or []:
+        if not fnmatch.filter(known, pattern):
+            require(field, pattern, known)
+    return [name for name in known if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)]
 
 
-def run_cell(name: str, folder: Path, overrides: list[str]) -> dict | None:
-    """Runs one cell unless it has finished; returns its summary, or None if it failed (its output is in run.log)."""
-    if (done := report.read_summary(folder)) is not None:
-        return done
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    log = folder.parent / f"{folder.name}.log"
-    command = [sys.executable, "-m", "fedjax_cfl", f"experiment={name}", *overrides, f"run_dir={folder}"]
-    with log.open("w") as out:
-        subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
-    return report.read_summary(folder)
+def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
+    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first."""
+    for seed in seeds:
+        for row in rows:
+            own = table["rows"][row]["overrides"]
+            if "measures" in table:
+                options = {"": []}
+            else:
+                options = {c: table["columns"][c] for c in paper_report.columns_of(table, row) if columns is None or c in columns}
+            for column, overrides in options.items():
+                folder = out / row / column / f"seed{seed}"
+                yield Cell(row, column, seed, folder, [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra])
 
 
-def collect(table: dict, found: dict) -> list[dict]:
-    """Returns one record per row and column: published, mean, sd (n - 1) and number of seeds, in the table's own unit."""
-    records = []
-    for row, entry in table["rows"].items():
-        for column, published in entry["published"].items():
-            values = [summary[table["measure"]] * table.get("scale", 1) for summary in found.get((row, column), [])]
-            spread = statistics.stdev(values) if len(values) > 1 else None
-            mean = statistics.fmean(values) if values else None
-            records.append({"row": row, "column": column, "published": published, "mean": mean, "sd": spread, "seeds": len(values)})
-    return records
+def kept(overrides: list[str]) -> list[str]:
+    """Returns the overrides that bear on what a cell is."""
+    return [override for override in overrides if not override.startswith(PASSING)]
 
 
-def cell_text(record: dict) -> str:
-    """Formats `obtained +- sd (published)`; a cell that was not run shows only the published number."""
-    if record["mean"] is None:
-        return f"- ({record['published']})"
-    spread = "" if record["sd"] is None else f" ± {record['sd']:.1f}"
-    return f"{record['mean']:.1f}{spread} ({record['published']})"
+def rounds_asked(overrides: list[str]) -> str | None:
+    """Returns the last `rounds=`."""
+    return next((override for override in reversed(overrides) if override.startswith("rounds=")), None)
 
 
-def write(table: dict, records: list[dict], out: Path, command: str) -> None:
-    """Writes table.csv and table.md: obtained, spread over seeds, published in brackets, and the command and machine behind them."""
-    rows = [row for row in table["rows"] if any(r["row"] == row and r["mean"] is not None for r in records)]
-    text = {(r["row"], r["column"]): cell_text(r) for r in records}
-    lines = [f"# {table['title']}", "", "Obtained mean ± sd over seeds (published). `-`: not run.", ""]
-    lines += ["| | " + " | ".join(table["columns"]) + " |", "|---" * (len(table["columns"]) + 1) + "|"]
-    lines += ["| " + " | ".join([row, *(text.get((row, column), "") for column in table["columns"])]) + " |" for row in rows]
-    seeds = sorted({r["seeds"] for r in records if r["seeds"]})
-    lines += ["", f"Command: `{command}`", "", f"Machine: {platform.machine()} {platform.system()}; seeds per cell: {seeds}."]
-    with report.replacing(out / "table.md") as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with report.replacing(out / "table.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, fieldnames=list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
+def finished(cell: Cell) -> bool:
+    """Returns whether the cell has run as asked. Raises InputError if another cell did, of the same name but with other settings."""
+    summary = report.read_summary(cell.folder)
+    if summary is None:
+        return False
+    ran = summary.get("overrides") or []
+    if kept(ran) != kept(cell.overrides):
+        differ = sorted(set(kept(ran)) ^ set(kept(cell.overrides)))
+        raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
+    return rounds_asked(ran) == rounds_asked(cell.overrides)
 
 
-def show(table: dict, records: list[dict]) -> Table:
-    """Builds the table for the terminal: a line per method, a column per row of the paper that was run."""
-    ran = [row for row in table["rows"] if any(r["row"] == row and r["mean"] is not None for r in records)]
-    shown = Table("", *ran, title=f"{table['title']}; obtained (published)")
-    text = {(r["row"], r["column"]): cell_text(r) for r in records}
-    for column in table["columns"]:
-        shown.add_row(column, *(text.get((row, column), "") for row in ran))
-    return shown
+def standing(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
+    """Returns the folders of all finished cells of these settings in `out`, by (row, column), seeds in order; rounds may differ."""
+    found: dict[tuple[str, str], list[Path]] = {}
+    seeds = sorted({int(path.name[4:]) for path in out.glob("**/seed*") if path.is_dir() and path.name[4:].isdecimal()})
+    for cell in cells(name, table, out, list(table["rows"]), None, seeds, extra):
+        summary = report.read_summary(cell.folder)
+        if summary is not None and kept(summary.get("overrides") or []) == kept(cell.overrides):
+            found.setdefault((cell.row, cell.column), []).append(cell.folder)
+    return found
 
 
-def main(argv: list[str], conf: Path) -> int:
-    """Runs the verb; returns 0, or 1 if a cell failed."""
-    parser = argparse.ArgumentParser(prog="fedjax-cfl paper", description="Reproduce a published table, cell by cell.")
-    parser.add_argument("table", help="an experiment with published numbers, e.g. flexcfl_table3")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows")
-    parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="only these columns")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default paper/TABLE); continues what is there")
-    parser.epilog = "Any KEY=VALUE is a further override for every cell."
+# running
+
+
+def start(cell: Cell, alone: bool) -> subprocess.Popen:
+    """Starts a cell's process, its output going to seedN.log; beside others it gets one device."""
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    devices = [] if alone or any(override.startswith("devices=") for override in cell.overrides) else ["devices=1"]
+    command = [*COMMAND, *cell.overrides, *devices, f"run_dir={cell.folder}"]
+    with cell.folder.with_name(f"{cell.folder.name}.log").open("w") as log:
+        # a session of its own: Ctrl-C must reach it once, from here, because a second one would end it at once
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def running(todo: list[Cell], jobs: int, skipped: set[str]) -> Iterator[tuple[Cell, int]]:
+    """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller puts into `skipped` are not begun any more.
+
+    Whatever ends the loop, an interrupt too, ends the cells: they save where they stand, and go on from there another time.
+    """
+    queue, active = deque(todo), {}
+    try:
+        while queue or active:
+            while queue and len(active) < jobs:
+                cell = queue.popleft()
+                if cell.row not in skipped:
+                    active[start(cell, alone=jobs == 1)] = cell
+            for process in [process for process in active if process.poll() is not None]:
+                yield active.pop(process), process.returncode
+            time.sleep(0.1 if active else 0)
+    finally:
+        stop(list(active))
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    """Asks processes to stop and waits until they have; an interrupt meanwhile kills them."""
+    for process in processes:
+        process.terminate()
+    try:
+        for process in processes:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in processes:
+            process.kill()
+        raise
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Lets SIGTERM interrupt as Ctrl-C does, so that no cell is left running alone."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def complaint(cell: Cell) -> str:
+    """Returns the one-line error a cell ended with, or where to look."""
+    log = cell.folder.with_name(f"{cell.folder.name}.log")
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("fedjax-cfl: ")]
+    return lines[-1].removeprefix("fedjax-cfl: ") if lines else f"see {log}"
+
+
+def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Cell], str]) -> bool:
+    """Runs the cells that are not finished and says a line about each; `ended` returns what to say. Returns whether one failed."""
+    skipped: set[str] = set()
+    failed, number = False, 0
+    unfinished = [cell for cell in todo if not finished(cell)]
+    if len(unfinished) < len(todo):
+        console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
+    for cell, status in running(unfinished, jobs, skipped):
+        number += 1
+        said = f"[{number}/{len(unfinished)}] {cell}: "
+        if status == 0:
+            console.print(said + ended(cell), markup=False, highlight=False)
+        elif status == 2 and any(text in complaint(cell) for text in MISSING):
+            if cell.row not in skipped:
+                console.print(f"{cell.row}: skipped, data missing: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+            skipped.add(cell.row)
+        else:
+            failed = True
+            console.print(f"{said}failed: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+    return failed
+
+
+# the verb
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns what the verb takes, besides KEY=VALUE."""
+    made = argparse.ArgumentParser(prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell.")
+    made.add_argument("table", help="an experiment with published numbers, e.g. flexcfl_table3")
+    made.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; * stands for anything, as in 'MNIST-*'")
+    made.add_argument("--columns", nargs="+", metavar="COLUMN", help="only these columns; * stands for anything")
+    made.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at a time (default 1); several get one device each")
+    made.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default paper/TABLE); continues what is there")
+    made.epilog = (
+        "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this computer are skipped and named. "
+        "Exit status: 0 done, also where rows were skipped for their data; 1 a cell failed; 2 bad input; 130 interrupted."
+    )
+    return made
+
+
+def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> int:
+    """Runs the verb; returns 0, or 1 if a cell failed. `build(overrides)` returns (config, task, data, local) as a run would have them."""
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    given = parser.parse_args([argument for argument in argv if argument not in extra])
-    if given.seeds < 1:
-        raise InputError(f"--seeds {given.seeds}: a whole number >= 1")
-    table, out = load(conf, given.table), given.out or Path("paper") / given.table
-    console, found, failed = Console(), {}, []
-    todo = list(cells(table, given.rows, given.columns, given.seeds))
-    for number, (row, column, seed, overrides) in enumerate(todo, start=1):
-        folder = out / row / column / f"seed{seed}"
-        summary = run_cell(given.table, folder, [*overrides, f"seed={seed}", *extra])
-        if summary is None:
-            failed.append(f"{folder}.log")
-            console.print(f"[{number}/{len(todo)}] {row}, {column}, seed {seed}: failed, see {folder}.log", markup=False)
-            continue
-        found.setdefault((row, column), []).append(summary)
-        value = summary[table["measure"]] * table.get("scale", 1)
-        console.print(f"[{number}/{len(todo)}] {row}, {column}, seed {seed}: {value:.2f}", markup=False)
-        write(table, collect(table, found), out, "fedjax-cfl paper " + " ".join(argv))
-    console.print(show(table, collect(table, found)))
-    console.print(f"written to {out}", soft_wrap=True)
+    given = parser().parse_args([argument for argument in argv if argument not in extra])
+    for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
+        if number < 1:
+            raise InputError(f"{flag} {number}: a whole number >= 1")
+    table, out, console = load(conf, given.table), given.out or Path("paper") / given.table, Console()
+    rows = chosen("--rows", given.rows, table["rows"])
+    if given.columns and "columns" not in table:
+        raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
+    columns = given.columns and chosen("--columns", given.columns, table["columns"])
+    if table.get("figure") == "edc_madc":
+        return edc_madc.reproduce(given.table, table, out, rows, range(given.seeds), extra, build, console, MISSING)
+
+    def write() -> list[dict]:
+        records = paper_report.collect(table, standing(given.table, table, out, extra))
+        if any(record["runs"] for record in records):
+            paper_report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
+        return records
+
+    def ended(cell: Cell) -> str:
+        write()
+        return paper_report.said(table, cell.folder)
+
+    todo = list(cells(given.table, table, out, rows, columns, range(given.seeds), extra))
+    if not todo:
+        raise InputError(
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(paper_report.columns_of(table, rows[0]))}"
+        )
+    try:
+        with terminable():
+            failed = run_cells(todo, given.jobs, console, ended)
+    except KeyboardInterrupt:
+        console.print("the same command goes on from here")
+        raise
+    records = write()
+    if any(record["runs"] for record in records):
+        paper_report.plot(table, records, out / "plot.png")
+        if "figure" in table:
+            DRAWN[table["figure"]](table, standing(given.table, table, out, extra), out / "figure.png")
+        console.print(paper_report.show(table, records))
+        console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

@@ -190,6 +190,24 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `summarise` does and what published tables show besides: null where a target is not reached or nothing counts.
+
+    `units` are models sent down and up in all, `migrations` clients that changed their group after a shift, `median_accuracy` is over
+    the evaluations that count, `rounds_to_85` the first of them with an accuracy of at least 0.85.
+    """
+    scored = [row["accuracy"] for row in plain(rows) if row.get("accuracy") is not None]
+    numbers = summarise(rows)
+    return {
+        **numbers,
+        "last_accuracy": numbers["final_accuracy"],
+        "median_accuracy": float(np.median(scored)) if scored else None,
+        "rounds_to_85": rounds_to(rows, 0.85),
+        "units": (numbers["units_down"] or 0) + (numbers["units_up"] or 0),
+        "migrations": sum(row.get("migrated_clients") or 0 for row in rows),
+    }
+
+
 # the terminal
 
 

@@ -1,0 +1,316 @@
+"""`fedjax-cfl paper`: cells, measures, what is written. Most tests replace a cell's program by one that only writes a run's files."""
+
+import csv
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from omegaconf import OmegaConf
+
+from fedjax_cfl import __main__ as cli
+from fedjax_cfl import edc_madc, paper, report
+from fedjax_cfl.errors import InputError
+
+EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
+
+# what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
+CELL = """
+import json, os, sys, time
+from pathlib import Path
+asked = dict(text.split("=", 1) for text in sys.argv[1:])
+with open(os.environ["RAN"], "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+if asked["dataset"] == os.environ.get("ABSENT"):
+    print("fedjax-cfl: mnist: not found: mnist/t10k.gz; put it into /cache or into a folder named in FEDJAX_CFL_DATA")
+    sys.exit(2)
+if asked["algorithm"] == os.environ.get("BROKEN"):
+    print("fedjax-cfl: round 1: client 3 sent a non-finite update")
+    sys.exit(1)
+time.sleep(float(os.environ.get("SLOW", 0)))
+folder, rounds = Path(asked["run_dir"]), int(asked.get("rounds", 6))
+base = 0.5 + 0.01 * len(asked["algorithm"]) + 0.02 * int(asked["seed"]) + 0.05 * (asked["dataset"] == "b")
+rows = [
+    {"round": r, "accuracy": None if r == 1 else base + 0.3 * (1 - 0.7 ** r), "train_loss": 2 / r, "discrepancy": 1 / r,
+     "units_down": 20 * r * len(asked["algorithm"]), "units_up": 20 * r, "migrated_clients": 2}
+    for r in range(1, rounds + 1)
+]
+(folder / ".hydra").mkdir(parents=True)
+(folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 6}")
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+(folder / "summary.json").write_text(json.dumps({"overrides": sys.argv[1:]}))
+"""
+TABLE = """
+paper:
+  title: "A table"
+  measure: best_accuracy
+  scale: 100
+  columns:
+    Avg: [algorithm=fedavg]
+    Flex-eta0.1: [algorithm=flexcfl]
+  rows:
+    first-a:
+      overrides: [dataset=a]
+      published: {Avg: 80.0, Flex-eta0.1: 85.5}
+    second-b:
+      title: "second-b, stand-in"
+      overrides: [dataset=b]
+      published: {Avg: 81.0, Flex-eta0.1: 90.1}
+"""
+
+
+@pytest.fixture
+def verb(tmp_path, monkeypatch):
+    """Returns run(*argv) -> exit status of the verb on fake cells, and lines() of the cells that were started."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "fake.yaml").write_text(TABLE)
+    (tmp_path / "cell.py").write_text(CELL)
+    (tmp_path / "ran").touch()
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    monkeypatch.setattr(paper, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
+
+    def run(*argv, out="out"):
+        return paper.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, None)
+
+    run.started = lambda: (tmp_path / "ran").read_text().splitlines()
+    run.out = tmp_path / "out"
+    run.conf = tmp_path / "experiment" / "fake.yaml"
+    return run
+
+
+def table(folder: Path) -> dict:
+    """Returns table.csv by (row, column)."""
+    with (folder / "table.csv").open(newline="") as handle:
+        return {(line["row"], line["column"]): line for line in csv.DictReader(handle)}
+
+
+def test_numbers_are_those_of_the_cells_own_files(verb):
+    assert verb("--seeds", "2") == 0
+    records = table(verb.out)
+    assert len(records) == 4 and len(verb.started()) == 8
+    for (row, column), record in records.items():
+        files = sorted(verb.out.glob(f"{row}/{column}/seed*/metrics.jsonl"))
+        lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        best = [100 * max(line["accuracy"] or 0 for line in run) for run in lines]
+        assert len(best) == 2
+        assert float(record["mean"]) == pytest.approx(statistics.fmean(best))
+        assert float(record["sd"]) == pytest.approx(statistics.stdev(best))
+        assert (record["seeds"], record["rounds"], record["of_rounds"]) == ("2", "6", "6")
+    assert records["second-b", "Flex-eta0.1"]["published"] == "90.1"
+    text = (verb.out / "table.md").read_text()
+    assert "second-b, stand-in" in text and "(90.1)" in text and " of 6 rounds" not in text
+    image = imread(verb.out / "plot.png")
+    assert image.shape[0] > 100 and image.std() > 0.01
+
+
+def test_what_is_finished_is_not_run_again(verb, capsys):
+    assert verb("--rows", "first-a") == 0
+    assert verb("--seeds", "2") == 0
+    assert len(verb.started()) == len(set(verb.started())) == 8
+    assert "2 of 8 cells are finished already" in capsys.readouterr().out
+    assert verb("--rows", "second-b", "--columns", "Avg") == 0  # the table stays whole
+    assert len(verb.started()) == 8 and all(record["seeds"] == "2" for record in table(verb.out).values())
+
+
+def test_several_at_a_time_give_the_same_table(verb, tmp_path):
+    assert verb("--seeds", "2") == 0
+    assert verb("--seeds", "2", "--jobs", "3", out="other") == 0
+    assert (verb.out / "table.csv").read_text() == (tmp_path / "other" / "table.csv").read_text()
+    started = verb.started()
+    assert not any("devices" in line for line in started[:8]) and all("devices=1" in line for line in started[8:])
+
+
+def test_missing_data_skip_the_row_with_its_reason(verb, monkeypatch, capsys):
+    monkeypatch.setenv("ABSENT", "a")
+    assert verb("--seeds", "2") == 0
+    out = capsys.readouterr().out
+    assert out.count("first-a: skipped, data missing: mnist: not found: mnist/t10k.gz; put it into /cache") == 1
+    assert len([line for line in verb.started() if "dataset=a" in line]) == 1  # the others are not tried
+    assert "first-a" not in (verb.out / "table.md").read_text() and table(verb.out)["second-b", "Avg"]["seeds"] == "2"
+    assert verb("--rows", "first-a", "--jobs", "2", out="nothing") == 0
+
+
+def test_a_failed_cell_is_a_failure(verb, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", "flexcfl")
+    assert verb() == 1
+    assert "first-a, Flex-eta0.1, seed 0: failed: round 1: client 3 sent a non-finite update" in capsys.readouterr().out
+    assert table(verb.out)["first-a", "Flex-eta0.1"]["mean"] == ""
+
+
+def test_other_rounds_are_stated_and_can_be_changed(verb):
+    assert verb("--rows", "first-a", "rounds=3") == 0
+    assert "- first-a (Avg, Flex-eta0.1): 3 of 6 rounds." in (verb.out / "table.md").read_text()
+    assert verb("--rows", "second-b") == 0
+    assert table(verb.out)["first-a", "Avg"]["rounds"] == "3" and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
+    cell = next(paper.cells("fake", paper.load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
+    assert not paper.finished(cell)
+
+
+def test_cells_of_other_settings_are_refused(verb):
+    assert verb("--rows", "first-a") == 0
+    with pytest.raises(InputError, match=r"preset=ref.*--out"):
+        verb("preset=ref")
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["--rows", "third"], "--rows=third: one of first-a, second-b"),
+        (["--rows", "first"], "did you mean 'first-a'"),
+        (["--columns", "Flex"], "--columns=Flex: one of Avg"),
+        (["--seeds", "0"], "--seeds 0: a whole number >= 1"),
+        (["--jobs", "-1"], "--jobs -1: a whole number >= 1"),
+    ],
+)
+def test_bad_input_is_one_line(verb, argv, words):
+    with pytest.raises(InputError) as caught:
+        verb(*argv)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_star_stands_for_anything(verb):
+    assert verb("--rows", "*-b", "--columns", "Fl*") == 0
+    assert [line.split(" seed")[0] for line in verb.started()] == ["experiment=fake dataset=b algorithm=flexcfl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, number):
+    code = f"""
+        from pathlib import Path
+        from fedjax_cfl import paper
+        paper.COMMAND = {paper.COMMAND!r}
+        try:
+            paper.main(["fake", "--out", {str(verb.out)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None)
+        except KeyboardInterrupt:
+            raise SystemExit(130)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"SLOW": "60"}, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(verb.started()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "goes on from here" in out
+    assert len(verb.started()) == 2 and not list(verb.out.glob("**/summary.json"))
+    assert verb() == 0
+    assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
+
+
+def test_columns_may_be_measures_of_one_run(verb):
+    verb.conf.write_text(
+        "paper: {title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d: discrepancy_mean},"
+        " rows: {one: {overrides: [dataset=a, algorithm=fedavg], published: {max: 87.9, to 85: 39, mean d: 0.767}}}}"
+    )
+    assert verb() == 0
+    assert len(verb.started()) == 1
+    records = table(verb.out)
+    assert float(records["one", "mean d"]["mean"]) == pytest.approx(np.mean([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6]))
+    assert records["one", "to 85"]["mean"] == "" and "not reached (39)" in (verb.out / "table.md").read_text()
+    assert imread(verb.out / "plot.png").std() > 0.01
+    with pytest.raises(InputError, match="one run a row"):
+        verb("--columns", "max")
+
+
+@pytest.mark.parametrize("kind", ["figure: curves\n  panels: [accuracy, train_loss]", "figure: communication\n  baseline: Avg"])
+def test_figures_are_drawn(verb, kind):
+    verb.conf.write_text(TABLE.replace("  measure:", f"  {kind}\n  measure:"))
+    assert verb("--seeds", "2") == 0
+    image = imread(verb.out / "figure.png")
+    assert image.shape[1] > 300 and image.std() > 0.01
+
+
+def test_measures_by_hand():
+    accuracy = [None, 0.5, 0.86, 0.7, 0.9, 0.84]
+    rows = [
+        {"round": r, "accuracy": a, "discrepancy": d, "units_down": 10 * r, "units_up": 4 * r, "migrated_clients": r}
+        for r, a, d in zip(range(1, 7), accuracy, [1.0, 2.0, 3.0, None, 2.0, 2.0], strict=True)
+    ]
+    found = report.measures(rows)
+    assert found["best_accuracy"] == 0.9 and found["last_accuracy"] == 0.84 and found["rounds_to_85"] == 3
+    assert found["median_accuracy"] == pytest.approx(0.84) and found["last10_accuracy"] == pytest.approx(3.8 / 5)
+    assert found["discrepancy_mean"] == pytest.approx(2.0) and found["discrepancy_variance"] == pytest.approx(0.4)
+    assert found["units"] == 84 and found["migrations"] == 21
+    assert report.measures(rows[:2])["rounds_to_85"] is None and report.measures(rows[:1])["median_accuracy"] is None
+
+
+def test_directions_of_all_founders_are_edc():
+    updates = np.random.default_rng(0).normal(size=(12, 7)).astype(np.float32)
+    gram = updates @ updates.T
+    _, _, directions = np.linalg.svd(updates[:8])
+    cosines = updates @ directions[:3].T / np.linalg.norm(updates, axis=1)[:, None]
+    assert np.allclose(np.abs(edc_madc.features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
+
+
+# the published tables
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_compose(name):
+    """The experiment as it is, and every override of its rows and columns at least once."""
+    node, seen, asked = paper.load(cli.CONF, name), set(), [[]]
+    rows, columns = list(node["rows"].values()), list(node.get("columns", {}).values()) or [[]]
+    for i in range(max(len(rows), len(columns))):
+        overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
+        if not seen.issuperset(overrides):
+            asked.append(overrides)
+            seen.update(overrides)
+    with cli.hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
+        for overrides in asked:
+            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_are_whole(name):
+    """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
+    node = paper.load(cli.CONF, name)
+    for entry in node["rows"].values():
+        known = [*node.get("columns", {}), *node.get("measures", {})]
+        assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)
+        assert all(isinstance(value, int | float) for value in entry.get("published", {}).values())
+    head = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
+    assert f"fedjax-cfl paper {name}" in head and "# Time: " in head and "# Expect " in head
+
+
+@pytest.mark.parametrize(
+    "name,row,column,value",
+    [
+        ("flexcfl_table1", "1-class", "discrepancy variance", 0.11),
+        ("flexcfl_table1", "10-classes", "rounds to 85 %", 4),
+        ("flexcfl_table3", "MNIST-MLP", "FeSEM", 89.8),
+        ("flexcfl_table3", "FEMNIST-MLP", "RCC", 93.9),
+        ("flexcfl_table3", "Synthetic-MCLR", "RAC", None),
+        ("flexcfl_table3", "Sent140-LSTM", "FlexCFL-eta0.1", 77.7),
+        ("flexcfl_table4", "MNIST-MCLR-swap-all", "IFCA", 64.5),
+        ("flexcfl_table4", "MNIST-MLP-ref-incremental", "FedGroup", 95.6),
+        ("flexcfl_table4", "Synthetic-MCLR-swap-part", "IFCA", 96.8),
+        ("flexcfl_table4", "Sent140-GRU-incremental", "FlexCFL-eta5", 71.8),
+        ("flexcfl_fig6", "b-FEMNIST-MLP-swap-part", "FlexCFL-eta5", 81.5),
+        ("fedgroup_table3", "MNIST-MCLR", "FGP-EDC", 96.1),
+        ("fedgroup_table3", "Sent140-LSTM", "FGP-MADC", 75.4),
+    ],
+)
+def test_published_numbers(name, row, column, value):
+    assert paper.load(cli.CONF, name)["rows"][row]["published"].get(column) == value
+
+
+def test_real_cells(tmp_path):
+    """Two methods on the embedded digits, at once; FedAvg once more by itself, told to use one device, too."""
+    small = ["rounds=2", "dataset=digits", "dataset.clients=12", "clients_per_round=3", "local.epochs=1", "discard=none", "devices=1"]
+    asked = ["flexcfl_table3", "--rows", "MNIST-MCLR"]
+    both, alone = ["--columns", "FedAvg", "FedProx", "--jobs", "2"], ["--columns", "FedAvg"]
+    assert paper.main([*asked, *both, "--out", str(tmp_path / "both"), *small], cli.CONF, None) == 0
+    assert paper.main([*asked, *alone, "--out", str(tmp_path / "alone"), *small], cli.CONF, None) == 0
+    one, other = (table(tmp_path / name)["MNIST-MCLR", "FedAvg"]["mean"] for name in ("both", "alone"))
+    summary = json.loads((tmp_path / "alone" / "MNIST-MCLR" / "FedAvg" / "seed0" / "summary.json").read_text())
+    assert one == other == str(100 * summary["best_accuracy"])
+    assert OmegaConf.load(tmp_path / "both" / "MNIST-MCLR" / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
