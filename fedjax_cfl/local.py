@@ -35,8 +35,12 @@ class Local(NamedTuple):
         """Returns the same with mesh and width filled in for the machine; raises InputError for an unknown `first_layer`."""
         require("local.first_layer", self.first_layer, ("auto", "direct", "dual"))
         mesh = self.mesh or sharding.mesh_of()
-        wide = 1 if mesh.devices.flat[0].platform == "cpu" else 64
-        return self._replace(mesh=mesh, width=self.width or wide)
+        return self._replace(mesh=mesh, width=self.width or widest(mesh))
+
+
+def widest(mesh) -> int:
+    """Returns the chunk width that `auto` means: a core's cache holds one client's weights, an accelerator needs many clients at once."""
+    return 1 if mesh.devices.flat[0].platform == "cpu" else 64
 
 
 class Work(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl import evaluate, sharding, traffic
+from fedjax_cfl import evaluate, memory, sharding, traffic
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.engine import DRIFT, stream
@@ -119,6 +119,7 @@ class Result(NamedTuple):
     rows: list[dict[str, Any]]  # one per evaluation, plain Python values
     clients: ClientMetrics  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
+    memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan`
 
 
 COUNTERS = {"client_updates": 0, "local_steps": 0, "wall_s": 0.0, "compile_s": 0.0, "train_s": 0.0, "eval_s": 0.0}
@@ -146,16 +147,19 @@ def run(
     `on_start` gets where the run stands before its first round, `on_row` each evaluation's row as soon as it is known, and where the run
     stands then; the run ends early if it returns true. `discard` (D17) hides a clustered method's accuracy while its first rounds do not
     cover everybody: `rounds` in round t = 0, 1, ... while t < K / cohort (the FlexCFL code), `met` while clients have not been met,
-    `none` never. Raises InputError for data without test samples, NonFiniteUpdate where the faults ask for it.
+    `none` never. Raises InputError for data without test samples and for a run that does not fit into memory, NonFiniteUpdate where the
+    faults ask for it.
     """
     if not data.test.order.size:
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
     data = jax.device_put(enlarged(data, drift), sharding.replicated(mesh))
     began = time.perf_counter()
-    begin, train, test = programs(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
+    shapes, begin, train, test = programs(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
     begin = begin.compile() if start is None else None
     compile_s = time.perf_counter() - began
+    planned = memory.plan(shapes, data, [program for program in (begin, train, test) if program])
+    memory.check(planned, mesh)
     state, shifting, facts = start or (*begin(key, data), dict(COUNTERS))
     facts = facts | {"compile_s": facts["compile_s"] + compile_s}
     on_start(Snapshot(state, shifting, facts))
@@ -181,7 +185,7 @@ def run(
             break
     if table is None:  # a finished run was taken up again
         _, table = test(state, shifting, data)
-    return Result(state, shifting.on(data), rows, table, {name: facts[name] for name in TIMES})
+    return Result(state, shifting.on(data), rows, table, {name: facts[name] for name in TIMES}, planned)
 
 
 def hidden(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
@@ -210,7 +214,7 @@ def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key)
 
 
 def programs(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
-    """Returns the three programs of a run: the start, lowered; the rounds and the evaluation, compiled."""
+    """Returns the state's shapes and the three programs of a run: the start, lowered; the rounds and the evaluation, compiled."""
     everywhere = sharding.replicated(mesh)
 
     def score(state, shifting, data):
@@ -221,7 +225,7 @@ def programs(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
     train = rounds.lower(key, state, shifting, data, 1).compile()
     test = jax.jit(score, out_shardings=everywhere).lower(state, shifting, data).compile()
     begin = jax.jit(lambda key, data: (algorithm.init(key, data), beginning(drift, key, data)), out_shardings=everywhere)
-    return begin.lower(key, data), train, test
+    return state, begin.lower(key, data), train, test
 
 
 def plain_row(state: State, infos, found, count: int, before: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fedjax_cfl import checkpoint, plot, report, settings
 from fedjax_cfl.data import sentence
 from fedjax_cfl.download import cache
 from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.local import widest
 from fedjax_cfl.run import Snapshot, peak_memory_bytes, run, standing
 
 CHECKPOINTS = "checkpoints"
@@ -179,7 +180,7 @@ def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, alg
     held = result.data
     columns = {"client": np.arange(held.num_clients), "group": served, "concept": held.concept, "train_samples": held.train.size}
     report.write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
-    summary = summarise(config, choices, overrides, report.read_metrics(run_dir), result.times, mesh)
+    summary = summarise(config, choices, overrides, report.read_metrics(run_dir), result, mesh)
     plot.curves(run_dir, summary)
     report.write_json(run_dir / "summary.json", summary)  # last: its presence says that the run is finished
     console.print(report.final_table(spoken(summary)))
@@ -204,19 +205,21 @@ def spoken(summary: dict) -> dict:
     }
 
 
-def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict], times: dict, mesh) -> dict:
+def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict], result, mesh) -> dict:
     """Returns the contents of summary.json."""
     names = {group: choices[group] for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")}
     numbers = report.summarise(rows)
-    seconds = max(times["train_s"], math.ulp(1.0))
+    seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
         **names,
         "seed": config["seed"],
         **numbers,
         "client_updates_per_s": numbers["client_updates"] / seconds,
         "local_steps_per_s": numbers["local_steps"] / seconds,
-        **times,
+        **result.times,
+        "planned_memory_bytes": result.memory,
         "peak_memory_bytes": peak_memory_bytes(),
+        "width": widest(mesh) if config["local"]["width"] == "auto" else config["local"]["width"],
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
         "overrides": overrides,

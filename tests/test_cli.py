@@ -18,7 +18,7 @@ BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
 SUMMARY = (
     "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy last10_accuracy macro_accuracy "
     "micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up units_down bytes_up bytes_down client_updates local_steps "
-    "client_updates_per_s local_steps_per_s compile_s train_s eval_s peak_memory_bytes devices versions"
+    "client_updates_per_s local_steps_per_s compile_s train_s eval_s planned_memory_bytes peak_memory_bytes width devices versions"
 )
 
 # what is typed -> words of the one line that answers

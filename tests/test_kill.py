@@ -16,7 +16,17 @@ import pytest
 
 from fedjax_cfl import checkpoint, report
 
-TIMINGS = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s", "peak_memory_bytes", "overrides"}
+TIMINGS = {
+    "wall_s",
+    "compile_s",
+    "train_s",
+    "eval_s",
+    "client_updates_per_s",
+    "local_steps_per_s",
+    "peak_memory_bytes",
+    "planned_memory_bytes",
+    "overrides",
+}
 
 
 def command(run_dir, rounds, every):

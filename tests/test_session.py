@@ -34,7 +34,17 @@ CASES = {
     "flexcfl, swap_all": f"{SMALL} {FAULTS} {FLEXCFL} drift=swap_all drift.p=0.3",
     "flexcfl, incremental": f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'",
 }
-TIMINGS = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s", "peak_memory_bytes", "overrides"}
+TIMINGS = {
+    "wall_s",
+    "compile_s",
+    "train_s",
+    "eval_s",
+    "client_updates_per_s",
+    "local_steps_per_s",
+    "peak_memory_bytes",
+    "planned_memory_bytes",
+    "overrides",
+}
 
 
 class Answer(NamedTuple):

@@ -1,0 +1,48 @@
+"""What a run will take, known before round 0 from its arrays and its compiled programs."""
+
+import os
+
+import jax
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.report import scaled
+
+
+def size(tree) -> int:
+    """Returns the bytes of a pytree of arrays or of their shapes."""
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
+def plan(state, data, programs) -> dict[str, int]:
+    """Returns the bytes that each device holds at once: data, models, what is kept per client, and the work of the largest program."""
+    work = max((program.memory_analysis().temp_size_in_bytes for program in programs), default=0)
+    return {"data": size(data), "models": size((state.groups, state.server)), "client_memory": size(state.memory), "work": work}
+
+
+def available(mesh) -> int | None:
+    """Returns the bytes of memory that one device has, None where the backend does not say; CPU devices share the machine's."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def check(planned: dict[str, int], mesh) -> None:
+    """Raises InputError if the plan cannot fit, naming its largest part and what to turn."""
+    has, knobs = (
+        available(mesh),
+        {
+            "data": "fewer clients or samples (dataset.clients)",
+            "models": "fewer groups (algorithm.m) or a smaller model",
+            "client_memory": "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps nothing per client",
+            "work": "fewer clients at a time (clients_per_round, local.width) or a smaller model",
+        },
+    )
+    if has is None or sum(planned.values()) <= has:
+        return
+    parts = ", ".join(f"{name.replace('_', ' ')} {scaled(value, 'B')}" for name, value in planned.items())
+    largest = max(planned, key=planned.get)
+    total = scaled(sum(planned.values()), "B")
+    raise InputError(f"memory: each device needs {total} ({parts}) and has {scaled(has, 'B')}; use {knobs[largest]}, or fewer devices=")

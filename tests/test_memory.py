@@ -1,0 +1,46 @@
+"""The memory plan: its bytes against the arrays', and refusal before anything is trained."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl import memory
+from fedjax_cfl.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+
+@pytest.fixture(scope="module")
+def fesem(mlp, local):
+    return cfl.algorithms.fesem(mlp, local, cfl.select.uniform(4), m=2, restarts=2)
+
+
+def test_counts_what_a_run_holds(fesem, mlp, toy, local):
+    found = cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh).memory
+    parameters = 34
+    assert found["models"] == 2 * parameters * 4
+    assert found["client_memory"] == 14 * (parameters * 4 + 1)  # W_i and whether it is known
+    assert found["data"] == sum(leaf.nbytes for leaf in jax.tree.leaves(toy))
+    assert found["work"] > 4 * parameters * 4  # at least what the cohort uploads
+
+
+def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda mesh: 20_000)
+    begun = []
+    with pytest.raises(InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use ") as error:
+        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_start=begun.append)
+    assert not begun and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("part", "knob"), [("data", "dataset.clients"), ("models", "algorithm.m"), ("work", "clients_per_round")])
+def test_names_the_knob_of_the_largest_part(part, knob, local):
+    planned = dict.fromkeys(("data", "models", "client_memory", "work"), 1) | {part: 2**60}
+    with pytest.raises(InputError, match=knob):
+        memory.check(planned, local.mesh)
+
+
+def test_keys_and_devices():
+    assert memory.size({"key": jax.random.key(0), "x": jnp.zeros((3, 2))}) == 24
+    one, four = (memory.available(cfl.mesh_of(count)) for count in (1, 4))
+    assert one // 4 == four > 2**20
