@@ -10,8 +10,8 @@ Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 
 first two dropped as compilation, 3 alternating repetitions, least..most:
 
     model                ours, client updates/s   FedJAX jit   ratio (median)
-    MLP 784-128-10       365..367                 106..109     3.35..3.44 (3.37)
-    MCLR 784-10          1081..1152               152..178     6.08..7.57 (6.27)
+    MLP 784-128-10       522..578                 106..129     4.06..5.45 (4.51)
+    MCLR 784-10          979..1105                153..266     3.88..7.20 (5.42)
 
 The environment: pip install jax==0.10.2 dm-haiku optax chex msgpack absl-py numpy pandas tqdm requests, then pip install --no-deps fedjax.
 """

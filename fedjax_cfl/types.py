@@ -149,7 +149,7 @@ class Info:
     steps: jax.Array  # [] int32, local SGD steps taken
     cold: jax.Array  # [] int32, clients that met the server for the first time
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
-    migrated: jax.Array  # [] int32, clients that changed group because their data did
+    migrated: jax.Array  # [] int32, clients that changed group before the round, because their data or the centers did
     lost: Lost
     idle_groups: jax.Array  # [] int32, groups that had clients in the cohort but nothing usable from them: their model stayed
 

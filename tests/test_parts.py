@@ -200,14 +200,17 @@ def test_inter_group_of_strength_zero_and_of_zero_models(form):
 # Traffic
 
 
-def units(algorithm, clients, rounds):
-    """Returns the models sent in a whole run on `clients` clients of one sample and one feature each."""
+def units(algorithm, clients, rounds, swapped=lambda round: 0):
+    """Returns the models sent in a whole run on `clients` clients of one sample and one feature each; `swapped` of them shift a round."""
     x = np.linspace(-1, 1, clients, dtype=np.float32)[:, None]
     each_one = cfl.Holdings(np.arange(clients), np.arange(clients), np.zeros(clients, bool))
     data = cfl.federate(cfl.Pool(x, (x[:, 0] > 0).astype(np.int32), 2), each_one)
 
     def go(key):
-        return jax.lax.fori_loop(0, rounds, lambda _, state: algorithm.round(key, state, data)[0], algorithm.init(key, data))
+        def one(t, state):
+            return algorithm.round(key, state, data.replace(shifted=jnp.arange(clients) < swapped(t)))[0]
+
+        return jax.lax.fori_loop(0, rounds, one, algorithm.init(key, data))
 
     spent = jit(go)(KEY).traffic
     return int(spent.units_down + spent.units_up)
@@ -232,6 +235,13 @@ def test_models_sent_are_those_of_figure_6(clients, method, expected):
     """300 rounds of 20 clients (FlexCFL, Fig. 6): K + K a round, 2 alpha m at the start, m a client in its life, m a round for mixing."""
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
     assert units(method(task, cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1))), clients, 300) == expected
+
+
+def test_ifca_mig_charges_every_swapped_client_met():
+    """FlexCFL, Fig. 6a: 24,000 + 3 x 13,920 = 65,760, with 60 swaps in each of 232 rounds after everybody has been met."""
+    task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
+    method = zoo.ifca(task, cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1)), ROUND_ROBIN, m=3, migrate=True, charge="swapped")
+    assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 
 
 def test_bytes_do_not_overflow():
