@@ -6,6 +6,7 @@ the assignment, which already is `gid` for the cohort.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fedjax_cfl.traffic import traffic
 from fedjax_cfl.types import Cohort, State, Upload
@@ -51,6 +52,41 @@ def over_cohort(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Sums divided by ALL participants, not the group's: gradient averaging of IFCA (Algorithm 1, option I)."""
     present = members((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
+
+
+def dropped(count, share):
+    """Returns how many of `count` values are trimmed at one end, floor(share * count); 1/2 leaves the middle one or two: the median."""
+    return jnp.minimum(jnp.floor(share * count + 1e-3), (jnp.maximum(count, 1) - 1) // 2).astype(jnp.int32)  # 1e-3: shares are rounded
+
+
+def trimmed_group_mean(present, gid, tree, num_groups, share):
+    """Returns the coordinate-wise trimmed mean of `tree` [S, ...] within each group [m, ...], and its clients [m]; 0 for an empty group.
+
+    At either end of each coordinate `dropped` values of the clients `present` [S] bool play no part. Rows are sorted by group and then by
+    value, so that a row has the same group and rank in every coordinate: one sort and one matrix product a leaf, for all groups.
+    """
+    group = jnp.where(present, gid, num_groups)
+    count = jnp.bincount(group, length=num_groups + 1)[:num_groups]
+    drop = dropped(count, share)
+    row = jnp.sort(group)
+    rank = jnp.arange(row.size) - (jnp.cumsum(count) - count)[row]
+    kept = (rank >= drop[row]) & (rank < (count - drop)[row])
+    coefficient = members(kept / jnp.maximum(count - 2 * drop, 1)[row], row, num_groups)
+
+    def ordered(leaf):
+        key = jnp.broadcast_to(group.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf.shape)
+        return lax.sort((key, leaf), dimension=0, num_keys=2)[1]
+
+    return group_sum(coefficient, jax.tree.map(ordered, tree)), count
+
+
+def trimmed_mean(beta):
+    """Plain means of each coordinate without the fraction `beta` of a group's clients at either end (Yin et al. 2018); 0.5: the median."""
+
+    def aggregate(upload: Upload, gid, cohort: Cohort, extra, state: State):
+        return trimmed_group_mean(upload.weight > 0, gid, upload.delta, state.active.size, beta)
+
+    return aggregate
 
 
 def q_fair(q: float, lr):

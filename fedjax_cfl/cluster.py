@@ -16,11 +16,22 @@ from fedjax_cfl.types import Key
 COINCIDENT = 1e-5  # points closer than this, relative to their norm, differ by rounding alone
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
 
-# Lance-Williams: distance of every cluster to the union of a and b, from its distances to a and b and the sizes of a and b.
+
+def _ward(to_a, to_b, size_a, size_b, apart, size):
+    """Returns Ward's distance, as SciPy defines it: of Euclidean distances, sqrt(2 x the growth of the sum of squares by the union)."""
+    unit = jnp.maximum(jnp.maximum(to_a, to_b), apart)  # the square of FARTHEST is beyond float32
+    a, b, between = _divide(to_a, unit), _divide(to_b, unit), _divide(apart, unit)
+    square = (size + size_a) * a * a + (size + size_b) * b * b - size * between * between
+    return unit * jnp.sqrt(jnp.maximum(square, 0) / (size + size_a + size_b))
+
+
+# Lance-Williams: distance [N] of every cluster to the union of a and b, from its distances to a and b, their sizes, the distance of a to b,
+# and its own size.
 LINKAGES = {
-    "complete": lambda to_a, to_b, size_a, size_b: jnp.maximum(to_a, to_b),
-    "average": lambda to_a, to_b, size_a, size_b: (size_a * to_a + size_b * to_b) / (size_a + size_b),
-    "single": lambda to_a, to_b, size_a, size_b: jnp.minimum(to_a, to_b),
+    "complete": lambda to_a, to_b, *_: jnp.maximum(to_a, to_b),
+    "average": lambda to_a, to_b, size_a, size_b, *_: (size_a * to_a + size_b * to_b) / (size_a + size_b),
+    "single": lambda to_a, to_b, *_: jnp.minimum(to_a, to_b),
+    "ward": _ward,
 }
 
 
@@ -63,6 +74,21 @@ def cosine(a: Any, b: Any) -> jax.Array:
 def dissimilarity(a: Any, b: Any) -> jax.Array:
     """Returns (1 - cos) / 2 [S, m], in 0 .. 1, of `a [S, ...]` to `b [m, ...]` (FedGroup, eq. 9); 1/2 where either norm is 0."""
     return (1 - cosine(a, b)) / 2
+
+
+def euclidean(delta: Any) -> jax.Array:
+    """Returns the distances [S, S] of the updates `delta [S, ...]`; from inner products about their mean, where they cancel least."""
+    product = gram(jax.tree.map(lambda leaf: leaf - jnp.mean(leaf, axis=0), delta))
+    square = jnp.diag(product)
+    return jnp.sqrt(jnp.maximum(square[:, None] + square - 2 * product, 0))
+
+
+def manhattan(delta: Any) -> jax.Array:
+    """Returns the L1 distances [S, S] of the updates `delta [S, ...]`, a row at a time: all at once would be an S^2 P array."""
+    return sum(jax.lax.map(lambda row, rows=rows: jnp.sum(jnp.abs(row - rows), axis=1), rows) for rows in _rows(delta))
+
+
+METRICS = {"L1": manhattan, "L2": euclidean, "cosine": lambda delta: 1 - cosine(delta, delta)}
 
 
 def _features(values: jax.Array, vectors: jax.Array, square_norm: jax.Array, m: int) -> jax.Array:
@@ -233,11 +259,12 @@ def silhouette(x: jax.Array, labels: jax.Array, m: int, valid: jax.Array | None 
     return jnp.sum(each) / jnp.maximum(jnp.sum(valid), 1)
 
 
-def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: jax.Array | None = None) -> jax.Array:
+def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: jax.Array | None = None, threshold=None) -> jax.Array:
     """Merges the closest pair of clusters until m are left; returns labels [N] int32, numbered by first occurrence, -1 for masked rows.
 
-    `distance [N, N]` is symmetric, `valid [N] bool`; ties go to the lowest index. Every row keeps a lower bound of its nearest distance,
-    which all three linkages respect, so that a step costs O(N): it either tightens one bound or merges (Muellner 2011, generic algorithm).
+    `distance [N, N]` is symmetric, `valid [N] bool`; ties go to the lowest index; pairs up to `threshold` apart merge beyond m.
+    Every row keeps a lower bound of its nearest distance, which all linkages respect, so that a step costs O(N): it either tightens one
+    bound or merges (Muellner 2011, generic algorithm).
     Raises InputError for an unknown linkage.
     """
     if linkage not in LINKAGES:
@@ -255,7 +282,7 @@ def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: j
         j, nearest = jnp.argmin(row), jnp.min(row)
         merge = nearest <= bound[i]
         a, b = jnp.minimum(i, j), jnp.maximum(i, j)
-        union = jnp.where(merge, LINKAGES[linkage](distance[a], distance[b], size[a], size[b]), distance[a])
+        union = jnp.where(merge, LINKAGES[linkage](distance[a], distance[b], size[a], size[b], distance[a, b], size), distance[a])
         others = jnp.where((size > 0) & (index != a) & (index != b), union, jnp.inf)
         bound = jnp.where(merge, bound.at[a].set(jnp.min(others)).at[b].set(jnp.inf), bound.at[i].set(nearest))
         size = jnp.where(merge, size.at[a].add(size[b]).at[b].set(0), size)
@@ -263,7 +290,8 @@ def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: j
         return distance, (a, union), bound, size, label
 
     def unfinished(carry):
-        return jnp.sum(carry[3] > 0) > max(m, 1)
+        left = jnp.sum(carry[3] > 0)
+        return (left > max(m, 1)) | (False if threshold is None else (left > 1) & (jnp.min(carry[2]) <= threshold))
 
     everywhere = jnp.where(valid[:, None] & valid & (index[:, None] != index), distance, jnp.inf)
     start = distance, (index[0], distance[0]), jnp.min(everywhere, axis=1), valid.astype(jnp.float32), index

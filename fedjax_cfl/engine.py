@@ -12,7 +12,7 @@ from fedjax_cfl.local import Local, Work, dealt, over_clients
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, HOSTILE = range(9)
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, HOSTILE, REGROUP = range(10)
 
 
 class Start(NamedTuple):
@@ -22,6 +22,7 @@ class Start(NamedTuple):
     assignment: jax.Array | None = None  # [K], None: nobody has met the server
     memory: Any = ()
     spent: Traffic | None = None  # communication before round 0
+    active: Any = None  # [m] bool, None: all groups are in use
 
 
 def stream(key, purpose: int, round=None):
@@ -65,6 +66,7 @@ def federated(
     assign=one_group,
     prepare=None,
     effort=None,
+    regroup=None,
     aggregate=weighted_mean,
     server=None,
     mix=None,
@@ -74,9 +76,11 @@ def federated(
 
     Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)` -> (state, clients moved, Traffic) before anything
     else in a round; `prepare(key, state, data, cohort, gid)` -> extra [S, ...]; `effort(key, data, cohort)` -> share [S]
-    of the local steps completed; `server` an optax transformation of each group's pseudo-gradient -step (default: add the step);
-    `mix(groups, owning)` after the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory, given the state that
-    `aggregate` gets and the new group models. A method with `assign` is clustered: it serves and evaluates only clients it has met.
+    of the local steps completed; `regroup(key, state, data, cohort, gid, upload)` -> (state, gid) once the updates are known: it may change
+    anything but the cohort's assignment, which becomes its gid; `server` an optax transformation of each group's pseudo-gradient -step
+    (default: add the step); `mix(groups, owning)` after the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory,
+    given the state that `aggregate` gets and the new group models. A method with `assign` is clustered: it serves and evaluates only
+    clients it has met.
     """
     local = local.resolved()
     start = start or random_groups(task, 1)
@@ -92,7 +96,7 @@ def federated(
             round=jnp.zeros((), jnp.int32),
             groups=begun.groups,
             server=jax.vmap(server.init)(begun.groups),
-            active=jnp.ones(num_groups, bool),
+            active=jnp.ones(num_groups, bool) if begun.active is None else begun.active,
             assignment=jnp.full(data.num_clients, -1, jnp.int32) if begun.assignment is None else begun.assignment,
             traffic=traffic.traffic() if begun.spent is None else begun.spent,
             memory=begun.memory,
@@ -112,6 +116,8 @@ def federated(
         seen = faults.flipped(troubles, attackers, data)
         upload = solve(cohort, seen, (stream(key, TRAIN, state.round), state.groups), Work(gid, share, extra))
         upload, lost = faults.suffered(troubles, stream(key, FAULTS, state.round), cohort, upload, attackers)
+        if regroup:
+            state, gid = regroup(stream(key, REGROUP, state.round), state, data, cohort, gid, upload)
         met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
         step, mass = aggregate(upload, gid, cohort, extra, met)
         groups, server_state = serve_step(server, state, step, mass)

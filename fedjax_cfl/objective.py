@@ -41,3 +41,16 @@ def proximal(mu, objective: Objective) -> Objective:
     `mu` is a number, or a function of the client's `extra`.
     """
     return objective._replace(mu=mu if callable(mu) else lambda extra: mu)
+
+
+def tilted(direction, objective):
+    """Adds <direction(extra), params - start> to every sample, i.e. the direction, a pytree like params, to every gradient (FedDANE).
+
+    A plain function: such a gradient is no combination of the client's samples, so there is no sample-space form.
+    """
+
+    def each(params, start, extra, x, y, key):
+        terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(extra), params, start)
+        return objective(params, start, extra, x, y, key) + sum(jax.tree.leaves(terms))
+
+    return each

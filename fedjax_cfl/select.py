@@ -10,6 +10,15 @@ import numpy as np
 Select = Callable[..., jax.Array]
 
 
+def everybody() -> Select:
+    """Takes all clients every round, in the order of their ids (Sattler et al.)."""
+
+    def select(key, round, num_clients):
+        return jnp.arange(num_clients, dtype=jnp.int32)
+
+    return select
+
+
 def uniform(clients_per_round: int) -> Select:
     """Draws uniformly without replacement every round (FedAvg)."""
 

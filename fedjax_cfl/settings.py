@@ -40,6 +40,7 @@ def _one_of(*options) -> Rule:
 _positive = _number("a finite number > 0", lambda value: value > 0)
 _not_negative = _number("a finite number >= 0", lambda value: value >= 0)
 _fraction = _number("a number between 0 and 1", lambda value: 0 <= value <= 1)
+_trim = _number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
 _flag = Rule("true or false", lambda value: isinstance(value, bool))
 _text = Rule("text", lambda value: isinstance(value, str) and bool(value))
 _any_number = _number("a finite number", lambda value: True)
@@ -86,6 +87,17 @@ RULES = {
     "algorithm.restarts": _whole(1),
     "algorithm.restart_rounds": _whole(1),
     "algorithm.temperature_max": _number("a finite number > 1", lambda value: value > 1),
+    "algorithm.epsilon": Rule("null or a finite number > 0", lambda value: value is None or _positive.holds(value)),
+    "algorithm.beta": _trim,
+    "algorithm.theta": _trim,
+    "algorithm.erm_epochs": _whole(1, 100_000, or_none=True),
+    "algorithm.iterations": _whole(1),
+    "algorithm.eps1": _not_negative,
+    "algorithm.eps2": _not_negative,
+    "algorithm.gamma_max": _fraction,
+    "algorithm.min_size": _whole(1),
+    "algorithm.warm_up": _whole(0),
+    "algorithm.threshold": Rule("null or a finite number > 0", lambda value: value is None or _positive.holds(value)),
     "dataset.source.num_classes": _whole(1, or_none=True),
     "dataset.source.users": _whole(1, or_none=True),
     "dataset.source.match_total": _whole(1, or_none=True),

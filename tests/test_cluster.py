@@ -218,8 +218,8 @@ def test_agglomerate_breaks_ties_by_lowest_index():
 
 
 def test_agglomerate_rejects_an_unknown_linkage():
-    with pytest.raises(InputError, match="linkage='ward'"):
-        AGGLOMERATE(jnp.zeros((3, 3)), 2, "ward")
+    with pytest.raises(InputError, match="linkage='centroid'"):
+        AGGLOMERATE(jnp.zeros((3, 3)), 2, "centroid")
 
 
 def test_agglomerate_takes_infinite_distances_last():

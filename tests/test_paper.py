@@ -184,8 +184,10 @@ def test_a_star_stands_for_anything(verb):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, number):
     code = f"""
+        import signal
         from pathlib import Path
         from fedjax_cfl import paper
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
         paper.COMMAND = {paper.COMMAND!r}
         try:
             paper.main(["fake", "--out", {str(verb.out)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None)

@@ -1,26 +1,39 @@
 """The catalogue: one file per paper, one factory (task, local, select, ...) -> Algorithm per method."""
 
+from fedjax_cfl.algorithms.alone import nonfed
+from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
+from fedjax_cfl.algorithms.feddane import feddane
+from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
+from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl, rac, rcc
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.algorithms.tkm import tkm
 
 __all__ = [
+    "cfl",
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedavgm",
+    "feddane",
+    "feddist",
+    "feddws",
     "fedgroup",
     "fedprox",
     "fedsgd",
     "fedyogi",
     "fesem",
+    "fl_hc",
     "flexcfl",
     "ifca",
+    "nonfed",
     "qfedavg",
     "rac",
     "rcc",
+    "tkm",
 ]

@@ -1,0 +1,218 @@
+"""Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under Privacy Constraints",
+IEEE TNNLS 2021, https://arxiv.org/abs/1910.01991 ("FedCluster" in the FeSEM paper).
+
+Everybody begins in one group. Where federated learning has become stationary for a group as a whole, but not for some of its members, the
+group is cut in two between the clients whose updates point apart, and each half goes on by itself.
+
+Differs from the paper: there is room for `m` groups and no more; a member that was absent when its group was cut joins a half when it next
+takes part, as newcomers do; newcomers are compared by the server, which costs a model down and one up per cut.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl import aggregate, cluster
+from fedjax_cfl import local as training
+from fedjax_cfl.engine import Start, federated
+from fedjax_cfl.errors import require
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.traffic import traffic
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
+
+LINKAGES = ("single", "complete", "average")
+WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
+
+
+@struct.dataclass
+class Tree:
+    """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h], and later cuts have higher numbers."""
+
+    parent: jax.Array  # [m] int32, -1 where there has been no cut
+    models: Params  # [m, ...], the parent's model when it was cut
+    stayed: Params  # [m, ...], mean update of the members that stayed with the parent
+    moved: Params  # [m, ...], mean update of those that left
+    passed: jax.Array  # [K] int32, the last cut that the client has taken its side in
+    latest: Any = ()  # [K, ...], every client's last update, only with stale updates
+    known: Any = ()  # [K] bool, it has sent one
+
+
+def cfl(
+    task,
+    local,
+    select,
+    *,
+    m: int,
+    eps1=0.4,
+    eps2=1.6,
+    gamma_max=0.0,
+    min_size: int = 2,
+    warm_up: int = 20,
+    linkage: str = "single",
+    weighting: str = "uniform",
+    stale_updates: bool = False,
+) -> Algorithm:
+    """CFL with room for m groups.
+
+    A group of more than `min_size` clients is cut after round `warm_up`, if its mean update is shorter than `eps1` and its longest longer
+    than `eps2`, where the cosines across are at most alpha with sqrt((1 - alpha) / 2) > `gamma_max`.
+    Args: `linkage` of the updates by their cosines: single, which is the cut of least alpha | complete (the released code, D35) | average;
+    `weighting` of the clients within a group: uniform | samples; `stale_updates` lets members that are not in the cohort be judged and
+    cut by their last update, else a group is judged by the members present.
+    Raises InputError for a value that is not listed here.
+    """
+    require("algorithm.linkage", linkage, LINKAGES)
+    require("algorithm.weighting", weighting, WEIGHTINGS)
+    local = local.resolved()
+    solve = sgd(task, local)
+
+    def due(round, active, mean_norm, max_norm, size):
+        return active & (mean_norm < eps1) & (max_norm > eps2) & (size > min_size) & (round >= warm_up)
+
+    return federated(
+        task,
+        local,
+        select=select,
+        solve=solve,
+        start=root(task, m, stale_updates),
+        assign=descent(training.over_clients(solve, local)),
+        regroup=bipartition(due, linkage, gamma_max, stale_updates),
+        aggregate=WEIGHTINGS[weighting],
+    )
+
+
+def root(task, m: int, stale_updates: bool):
+    """Starts from one random model in group 0; the others wait."""
+
+    def start(key, data: FederatedData):
+        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), task.init(key))
+        nothing = jax.tree.map(jnp.zeros_like, groups)
+        clients = data.num_clients
+        tree = Tree(jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32))
+        if stale_updates:
+            latest = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups)
+            tree = tree.replace(latest=latest, known=jnp.zeros(clients, bool))
+        return Start(groups, memory=tree, active=jnp.arange(m) == 0)
+
+    return start
+
+
+def descent(train):
+    """Lets clients pass the cuts made without them: they train from the model that was cut and join the half of the more similar update.
+
+    `train` is the solver of a cohort. (Algorithm 3 of the paper; newcomers begin in group 0.) Each cut costs 1 model down and 1 up.
+    """
+
+    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+        tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
+        real, passed = cohort.ids < data.num_clients, tree.passed[clients]
+
+        def cut(h, carry):
+            here, walked = carry
+            asked = real & (here == tree.parent[h]) & (passed < h)
+
+            def sides():
+                model, stayed, moved = (jax.tree.map(lambda leaf: leaf[h][None], each) for each in (tree.models, tree.stayed, tree.moved))
+                walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
+                upload = train(walkers, data, (jax.random.fold_in(key, h), model), training.full(jnp.zeros_like(here)))
+                return cluster.cosine(upload.delta, moved)[:, 0] > cluster.cosine(upload.delta, stayed)[:, 0]
+
+            leaves = asked & lax.cond(jnp.any(asked), sides, lambda: jnp.zeros_like(asked))
+            return jnp.where(leaves, h, here).astype(jnp.int32), walked + jnp.sum(asked)
+
+        begin = jnp.maximum(state.assignment[clients], 0), jnp.zeros((), jnp.int32)
+        gid, walked = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
+        return gid, traffic(units_down=walked, units_up=walked)
+
+    return assign
+
+
+def bipartition(due, linkage: str, gamma_max, stale_updates: bool):
+    """Returns regroup(...): cuts every group that is `due(round, active, mean norm, longest norm, size)` [m] and can be cut."""
+
+    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
+        tree, m = state.memory, state.active.size
+        passed = tree.passed.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")
+        ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
+        if stale_updates:
+            rows = jnp.where(sent, ids, data.num_clients)
+            latest = jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.latest, delta)
+            tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
+            ids, group = jnp.arange(data.num_clients), state.assignment.at[ids].set(gid, mode="drop")
+            sent, delta = tree.known, latest
+        square = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(delta))
+        mean, size = aggregate.group_mean(sent.astype(jnp.float32), group, delta, m)
+        mean_square = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(mean))
+        longest = jnp.max(aggregate.members(jnp.where(sent, square, 0.0), group, m), axis=0)
+        ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
+        state = state.replace(memory=tree.replace(passed=passed))
+
+        def cut():
+            half, gamma = halves(ids, jnp.where(sent, group, -1), delta, ready, linkage)
+            return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
+
+        state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))
+        if not stale_updates:
+            return state, now
+        gid = now[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        return state.replace(assignment=jnp.where(state.assignment >= 0, now, state.assignment)), gid
+
+    return regroup
+
+
+def halves(ids, group, delta, ready, linkage: str):
+    """Returns the half [R] int32, 0 or 1, that each of R updates falls in, and gamma [m] = sqrt((1 - alpha) / 2) of each `ready` group.
+
+    alpha is the largest cosine across. Half 0 holds the client of lowest id; rows of group -1 are masked.
+    """
+    order = jnp.argsort(ids)  # neither halves nor ties depend on slots
+    group = group[order]
+    apart = cluster.dissimilarity(delta, delta)[order][:, order]
+
+    def cut(g):
+        inside = group == g
+
+        def two():
+            label = cluster.agglomerate(apart, 2, linkage, inside)
+            across = inside[:, None] & inside & (label[:, None] != label)
+            return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
+
+        return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
+
+    label, gamma = lax.map(cut, jnp.arange(ready.size))  # by groups: the distances of one at a time
+    return jnp.zeros_like(group).at[order].set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)), gamma
+
+
+def split(state: State, ids, group, sent, delta, half, chosen):
+    """Gives half 1 of every `chosen` [m] group the lowest free group, while there is one; returns (state, groups [R] of the updates).
+
+    The new group inherits model and optimizer state; the tree remembers the cut.
+    """
+    m, tree = state.active.size, state.memory
+    target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1
+    target = jnp.where(chosen & (target < m), target, m).astype(jnp.int32)
+    source = jnp.arange(m, dtype=jnp.int32).at[target].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
+    created = source != jnp.arange(m)
+    goal = target[jnp.maximum(group, 0)]
+    now = jnp.where(sent & (half == 1) & (goal < m), goal, group)
+    mean, _ = aggregate.group_mean(sent.astype(jnp.float32), now, delta, m)
+    active = state.active | created
+
+    def inherited(leaf):
+        return leaf[source]
+
+    def recorded(new, old):
+        return jax.tree.map(lambda new, old: jnp.where(created.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
+
+    tree = tree.replace(
+        parent=jnp.where(created, source, tree.parent),
+        models=recorded(jax.tree.map(inherited, state.groups), tree.models),
+        stayed=recorded(jax.tree.map(inherited, mean), tree.stayed),
+        moved=recorded(mean, tree.moved),
+        passed=tree.passed.at[jnp.where(sent, ids, tree.passed.size)].set(jnp.sum(active) - 1, mode="drop"),
+    )
+    groups, server = jax.tree.map(inherited, (state.groups, state.server))
+    return state.replace(groups=groups, server=server, active=active, memory=tree), now

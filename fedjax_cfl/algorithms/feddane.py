@@ -1,0 +1,71 @@
+"""Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "FedDANE: A Federated Newton-Type Method", Asilomar 2019,
+https://arxiv.org/abs/2001.01920.
+
+A round has two phases: clients S1 send their gradients of the received model, whose mean is g_t; clients S2 then train on their loss with
+its gradient at w_t replaced by g_t: F_i(w) + <g_t - grad F_i(w_t), w - w_t> + mu / 2 ||w - w_t||^2.
+Differs from the paper: both phases weigh clients by their samples, where the paper draws them with that probability.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl import faults
+from fedjax_cfl.aggregate import group_mean
+from fedjax_cfl.engine import everybody, federated, one_group
+from fedjax_cfl.local import dealt, full, over_clients
+from fedjax_cfl.objective import erm, proximal, tilted
+from fedjax_cfl.sgd import one_gradient, sgd
+from fedjax_cfl.traffic import traffic
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
+
+
+def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm:
+    """FedDANE: S1 is a second, independent draw of `select`, or with `same_set` the cohort itself.
+
+    Simulated faults strike in the second phase; gradients that are not finite are left out of the mean.
+    """
+    local = local.resolved()
+    pulled = proximal(mu, erm(task)) if not isinstance(mu, int | float) or mu else erm(task)
+    algorithm = federated(
+        task,
+        local,
+        select=select,
+        solve=sgd(task, local, tilted(lambda extra: extra, pulled)),
+        assign=charged(same_set),
+        prepare=correction(task, local, None if same_set else select),
+    )
+    return algorithm._replace(serve=everybody, clustered=False)  # `assign` only adds to the bill
+
+
+def correction(task, local, select):
+    """Returns prepare(...) -> g_t - grad F_i(w_t) [S, ...]; `select` draws S1, None: S1 is the cohort. Zero if nobody in S1 has samples."""
+    gradient = over_clients(one_gradient(task, local), local)
+
+    def prepare(key, state: State, data: FederatedData, cohort: Cohort, gid):
+        draw, noise = jax.random.split(key)
+
+        def asked(cohort):
+            return gradient(cohort, data, (noise, state.groups), full(jnp.zeros_like(cohort.ids)))  # delta = -lr grad F_i(w_t)
+
+        own = asked(cohort)
+        first = own if select is None else asked(dealt(select(draw, state.round, data.num_clients), data, local))
+        first, *_ = faults.screened("skip", first)
+        mean, mass = group_mean(first.weight, jnp.zeros(first.weight.shape, jnp.int32), first.delta, 1)
+        return jax.tree.map(lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean)
+
+    return prepare
+
+
+def charged(same_set: bool):
+    """Returns assign(...): everybody trains group 0; the bill of what FedAvg does not send.
+
+    With K clients in each phase that is a gradient up, and g_t down next to w_t: 4 K in all if the same clients serve both phases and
+    keep w_t, else 5 K.
+    """
+
+    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+        gid, _ = one_group(key, state, data, cohort)
+        clients = jnp.sum(cohort.ids < data.num_clients)
+        return gid, traffic(units_down=clients * (1 if same_set else 2), units_up=clients)
+
+    return assign

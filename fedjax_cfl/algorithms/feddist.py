@@ -1,0 +1,42 @@
+"""Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018, https://arxiv.org/abs/1803.02999 (Reptile), as the baselines
+FedDist and FedDWS of Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026.
+
+FedAvg whose server goes only the fraction epsilon of the way to the mean of the trained models: w <- w + epsilon (mean_i w_i - w).
+Differs from the code of FeSEM: its FedDWS reads an undefined name; here it is the formula next to it (D31).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_cfl.aggregate import uniform_mean, weighted_mean
+from fedjax_cfl.engine import federated
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.types import Algorithm
+
+
+def feddist(task, local, select, *, epsilon=0.6) -> Algorithm:
+    """FedDist: plain means, step `epsilon` (None: 1 / |S|, the clients that answered)."""
+    return towards(task, local, select, uniform_mean, epsilon)
+
+
+def feddws(task, local, select, *, epsilon=None) -> Algorithm:
+    """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, the clients that answered)."""
+    return towards(task, local, select, weighted_mean, epsilon)
+
+
+def towards(task, local, select, mean, epsilon) -> Algorithm:
+    """FedAvg that goes `epsilon` of the way to `mean`, an aggregate."""
+    local = local.resolved()
+    aggregate, server = (per_client(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
+    return federated(task, local, select=select, solve=sgd(task, local), aggregate=aggregate, server=server)
+
+
+def per_client(mean):
+    """Divides the steps of `mean` by the number of clients that answered."""
+
+    def aggregate(upload, gid, cohort, extra, state):
+        step, mass = mean(upload, gid, cohort, extra, state)
+        return jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step), mass
+
+    return aggregate

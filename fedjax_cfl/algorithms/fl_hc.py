@@ -1,0 +1,141 @@
+"""Briggs, Fan, Andras, "Federated learning with hierarchical clustering of local updates to improve training on non-IID data", IJCNN 2020,
+https://arxiv.org/abs/2004.11791.
+
+FedAvg for some rounds; then all clients train once from its model and their updates are clustered, once and for all; then FedAvg within
+each group, from that model.
+
+Differs from the paper: the cohort is drawn from all clients and not a fraction of each group; cutting by distance leaves at most m groups.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl import aggregate, cluster
+from fedjax_cfl import local as training
+from fedjax_cfl.assign import is_cold
+from fedjax_cfl.engine import Start, federated, one_group
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.select import everybody
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.traffic import traffic
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, Served, State, Upload
+
+WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
+
+
+@struct.dataclass
+class Founding:
+    """What clients that missed the clustering are compared with; zeros before."""
+
+    start: Params  # [1, ...], the model that everybody trained from
+    directions: Params  # [m, ...], mean update of each group's founders
+
+
+def fl_hc(
+    task,
+    local,
+    select,
+    *,
+    m: int,
+    warm_up: int = 20,
+    metric: str = "cosine",
+    linkage: str = "complete",
+    threshold=None,
+    newcomers: str = "largest",
+    weighting: str = "samples",
+) -> Algorithm:
+    """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered, then FedAvg within up to m groups.
+
+    Args: `metric` L1 | L2 | cosine (1 - cos) between updates; `linkage` ward (with L2) | complete | average | single; `threshold` the
+    distance up to which groups merge even when only m are left (None: exactly m); `newcomers` where clients go that sent no update in the
+    clustering round: largest group | nearest mean update, once they take part; `weighting` within a group: samples | uniform.
+    Raises InputError for a value that is not listed here.
+    """
+    require("algorithm.metric", metric, cluster.METRICS)
+    require("algorithm.linkage", linkage, cluster.LINKAGES)
+    require("algorithm.newcomers", newcomers, ("largest", "nearest"))
+    require("algorithm.weighting", weighting, WEIGHTINGS)
+    if linkage == "ward" and metric != "L2":
+        raise InputError(f"algorithm.metric={metric}: linkage=ward is defined for metric=L2")
+    local = local.resolved()
+    solve, start = sgd(task, local), common_model(task, m)
+    assign = joining(training.over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else kept
+    found = founded(m, metric, linkage, threshold, newcomers)
+    grouped = federated(task, local, select=select, solve=solve, start=start, assign=assign, aggregate=WEIGHTINGS[weighting])
+    clustering = federated(task, local, select=everybody(), solve=solve, start=start, assign=one_group, regroup=found, aggregate=unmoved)
+
+    def round(key, state, data):
+        return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
+
+    def serve(state: State):
+        """Serves all clients group 0 until they are clustered."""
+        return Served(state.groups, jnp.where(state.round > warm_up, state.assignment, 0))
+
+    return Algorithm(grouped.init, round, serve, nonfinite=grouped.nonfinite)
+
+
+def common_model(task, m: int):
+    """Starts from one random model in group 0; the others wait."""
+
+    def start(key, data):
+        initial = jax.tree.map(lambda leaf: leaf[None], task.init(key))
+        groups = jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial)
+        memory = Founding(*(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups)))
+        return Start(groups, memory=memory, active=jnp.arange(m) == 0)
+
+    return start
+
+
+def founded(m: int, metric: str, linkage: str, threshold, newcomers: str):
+    """Returns regroup(...): clusters the updates into groups, numbered by their lowest client, that all start from group 0's model."""
+
+    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
+        order = jnp.argsort(cohort.ids)  # neither numbers nor ties depend on slots
+        distance = cluster.METRICS[metric](upload.delta)[order][:, order]
+        label = cluster.agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
+        gid = jnp.zeros_like(label).at[order].set(label)
+        directions, size = aggregate.group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
+        if newcomers == "largest":
+            gid = jnp.where(gid < 0, jnp.argmax(size), gid).astype(jnp.int32)
+        groups, server = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server))
+        memory = Founding(jax.tree.map(lambda leaf: leaf[:1], groups), directions)
+        active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
+        return state.replace(groups=groups, server=server, active=active, memory=memory), gid
+
+    return regroup
+
+
+def unmoved(upload: Upload, gid, cohort: Cohort, extra, state: State):
+    """Leaves every group where it is: the clustering round only finds out who is alike."""
+    return jax.tree.map(jnp.zeros_like, state.groups), aggregate.members(upload.weight, gid, state.active.size).sum(0)
+
+
+def kept(key, state: State, data: FederatedData, cohort: Cohort):
+    """Leaves clients in their group, 0 before there are any."""
+    return jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0), traffic()
+
+
+def joining(train, metric: str, warm_up: int):
+    """Lets clients that missed the clustering train from its model, once, and join the group of the nearest mean update.
+
+    `train` is the solver of a cohort. Costs a newcomer 1 model down and 1 up more.
+    """
+
+    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+        gid, _ = kept(key, state, data, cohort)
+        waiting = is_cold(state, cohort) & (state.round > warm_up)
+
+        def nearest():
+            newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
+            upload = train(newcomers, data, (key, state.memory.start), training.full(jnp.zeros_like(gid)))
+            both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions)
+            distance = cluster.METRICS[metric](both)[: gid.size, gid.size :]
+            return jnp.argmin(jnp.where(state.active, distance, jnp.inf), axis=1).astype(jnp.int32)
+
+        count = jnp.sum(waiting)
+        joined = lax.cond(jnp.any(waiting), nearest, lambda: gid)
+        return jnp.where(waiting, joined, gid), traffic(units_down=count, units_up=count)
+
+    return assign

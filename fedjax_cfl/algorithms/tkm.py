@@ -1,0 +1,128 @@
+"""Ghosh, Hong, Yin, Ramchandran, "Robust Federated Learning in a Heterogeneous Environment", 2019, https://arxiv.org/abs/1906.06629
+(Robust or TKM in the tables of FeSEM); the trimmed mean: Yin, Chen, Ramchandran, Bartlett, ICML 2018, https://arxiv.org/abs/1803.01498.
+
+Three stages: every client trains by itself; the server clusters their models by K-means with trimmed means as centers; in each cluster
+rounds follow whose mean is trimmed as well, so that a minority of hostile clients has little say in either.
+
+Differs from the paper: clients send models after E local epochs, where it sends gradients; groups start from their centers. Nor does it
+follow the code of FeSEM, which does the last two stages in every round and on the last layer only (D34).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_cfl import faults
+from fedjax_cfl.aggregate import dropped, trimmed_group_mean, trimmed_mean
+from fedjax_cfl.algorithms.fesem import nearest_center
+from fedjax_cfl.engine import HOSTILE, START, federated, random_groups, stream
+from fedjax_cfl.local import Work, dealt, over_clients
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.traffic import traffic
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
+
+
+def tkm(
+    task,
+    local,
+    select,
+    *,
+    m: int,
+    beta: float = 0.2,
+    theta: float = 0.05,
+    erm_epochs: int | None = None,
+    restarts: int = 10,
+    iterations: int = 8,
+) -> Algorithm:
+    """TKM with m clusters, found once, before round 0, from the models of all clients.
+
+    Args: `beta` fraction of a group's clients that the rounds drop at either end of each coordinate, `theta` that of the centers, 0.5:
+    the median; `erm_epochs` local epochs of the first stage, near convergence (None: 10 E); `iterations` of K-means at most, from
+    `restarts` draws of m clients. It holds K models at the start, and the first stage costs K models up.
+    """
+    local = local.resolved()
+    rounds = federated(
+        task,
+        local,
+        select=select,
+        solve=sgd(task, local),
+        start=random_groups(task, m),
+        assign=settled,
+        aggregate=trimmed_mean(beta),
+    )
+    learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
+
+    def init(key, data: FederatedData):
+        state = rounds.init(key, data)
+        keys = jax.random.split(stream(key, START), m + 3)[m:]  # the first m drew the models
+        begin = jax.tree.map(lambda leaf: leaf[:1], state.groups)
+        models, known, sent = learn(keys[:2], begin, data, stream(key, HOSTILE))
+        labels, centers = trimmed_kmeans(keys[2], models, known, m, theta, restarts, iterations)
+        return state.replace(groups=centers, assignment=labels, traffic=sent)
+
+    return rounds._replace(init=init)
+
+
+def local_erm(task, local):
+    """Returns learn(keys [2], start [1, ...], data, key of the attackers) -> (models [K, ...], known [K] bool, Traffic): the first stage.
+
+    Simulated faults strike as in a round; the model of a client without samples or answer is the start, and not known.
+    """
+    train, troubles = over_clients(sgd(task, local), local), local.faults.checked()
+
+    def learn(keys, start, data: FederatedData, hostile_key):
+        cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        attackers = faults.hostile(troubles, hostile_key, data.num_clients)
+        work = Work(jnp.zeros_like(cohort.ids), faults.slowed(troubles, keys[1], cohort, jnp.ones(cohort.ids.shape)))
+        upload = train(cohort, faults.flipped(troubles, attackers, data), (keys[0], start), work)
+        upload, lost = faults.suffered(troubles, keys[1], cohort, upload, attackers)
+
+        def model(began, delta):
+            models = jnp.broadcast_to(began, (data.num_clients, *began.shape[1:]))
+            return models.at[cohort.ids].add(delta, mode="drop")
+
+        known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
+        sent = traffic(units_up=data.num_clients - lost.dropped)
+        return jax.tree.map(model, start, upload.delta), known, sent
+
+    return learn
+
+
+def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations: int):
+    """Clusters `models [K, ...]` by Lloyd's algorithm with trimmed means; returns (labels [K] int32, centers [m, ...]).
+
+    Each restart begins at m different clients. The one wins whose sum of squared distances is least when the farthest fraction `theta`
+    of the clients is left out: else one far model would be given a cluster of its own. Clients not `known` only get a label.
+    """
+
+    def attempt(key):
+        seeds = jax.random.choice(key, known.size, (m,), replace=False, p=known / jnp.maximum(jnp.sum(known), 1))
+
+        def improve(carry):
+            step, labels, centers, _ = carry
+            nearest = nearest_center(models, centers, "full")
+            means, count = trimmed_group_mean(known, nearest, models, m, theta)
+            filled = jax.tree.map(lambda mean, old: jnp.where(count.reshape(-1, *(1,) * (old.ndim - 1)) > 0, mean, old), means, centers)
+            return step + 1, nearest, filled, jnp.any(nearest != labels)
+
+        begin = (0, jnp.full(known.size, -1, jnp.int32), jax.tree.map(lambda leaf: leaf[seeds], models), True)
+        _, _, centers, _ = lax.while_loop(lambda carry: carry[3] & (carry[0] < iterations), improve, begin)
+        return centers, spread(models, known, centers, theta)
+
+    centers, spreads = lax.map(attempt, jax.random.split(key, restarts))  # one after another: each sorts all models
+    best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
+    return nearest_center(models, best, "full"), best
+
+
+def spread(models, known, centers, theta):
+    """Returns the sum [] of squared distances of the known models to their nearest centers, without the farthest fraction `theta`."""
+    own = nearest_center(models, centers, "full")
+    gaps = jax.tree.map(lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))), models, centers)
+    ascending = jnp.sort(jnp.where(known, sum(jax.tree.leaves(gaps)), jnp.inf))
+    count = jnp.sum(known)
+    return jnp.sum(jnp.where(jnp.arange(known.size) < count - dropped(count, theta), ascending, 0.0))
+
+
+def settled(key, state: State, data: FederatedData, cohort: Cohort):
+    """Every client stays in its cluster."""
+    return state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], traffic()

@@ -1,0 +1,332 @@
+"""CFL, which cuts groups in two, and FL+HC, which clusters once: reductions, planted groups, and one cut against all possible cuts."""
+
+from itertools import pairwise, product
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit
+from scipy.cluster.hierarchy import fcluster
+from scipy.cluster.hierarchy import linkage as scipy_linkage
+from scipy.spatial.distance import cdist, squareform
+from sklearn.metrics import adjusted_rand_score
+from test_fesem import planted, play
+from test_parts import matrix
+
+from fedjax_cfl import aggregate, cluster, evaluate, mesh_of, select, traffic
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl.algorithms.cfl import Tree, bipartition
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.faults import Faults
+from fedjax_cfl.types import Cohort, State, Upload
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+KEY = jax.random.key(5)
+SAME = {"rtol": 1e-5, "atol": 1e-6}
+CLIENTS, CONCEPTS = 18, 3
+TRUTH = np.arange(CLIENTS) % CONCEPTS
+ONCE = {"eps1": 0.3, "eps2": 0.3, "gamma_max": 0.3, "warm_up": 1}  # of the planted clients: found well between what is and is not a cut
+
+
+@pytest.fixture(scope="module")
+def concepts():
+    """18 clients whose class names are turned by 0, 1 or 2."""
+    return planted(CONCEPTS, CLIENTS)
+
+
+def sent(before, after):
+    """Returns the models (down, up) of one round."""
+    return int(after.traffic.units_down - before.traffic.units_down), int(after.traffic.units_up - before.traffic.units_up)
+
+
+@pytest.fixture(scope="module")
+def cutting(linear, local):
+    """Runs CFL with everybody and room for four groups, under any thresholds: cutting(data, rounds, **limits) -> states; one program."""
+
+    def algorithm(limits):
+        return zoo.cfl(linear, local, select.everybody(), m=4, **limits)
+
+    one_round = jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
+
+    def run(data, rounds, **limits):
+        limits = {name: jnp.float32(value) for name, value in (ONCE | limits).items()}
+        states, infos = [jit(algorithm(ONCE).init)(KEY, data)], []
+        for _ in range(rounds):
+            state, info = one_round(limits, states[-1], data)
+            states.append(state)
+            infos.append(info)
+        assert one_round._cache_size() == 1, "a cut never retraces"
+        return states, infos
+
+    return run
+
+
+# CFL
+
+
+@pytest.mark.parametrize(
+    "limits", [{"eps1": 0.0}, {"eps2": 1e9}, {"gamma_max": 1.0}, {"warm_up": 99}], ids=lambda limits: next(iter(limits))
+)
+def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):
+    states, infos = cutting(concepts, 3, **limits)
+    plain = zoo.fedavg(linear, local, select.everybody(), aggregate=aggregate.uniform_mean)
+    alone = jax.tree.map(lambda leaf: leaf[:1], states[0].groups)
+    begun = plain.init(KEY, concepts).replace(groups=alone)
+    expected = play(plain, concepts, 3, begun)
+    for state, other in zip(states, expected, strict=True):
+        chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:1], state.groups), other.groups, **SAME)
+        assert state.active.tolist() == [True, False, False, False]
+    assert float(infos[-1].loss) < float(infos[0].loss)
+
+
+def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutting):
+    states, infos = cutting(concepts, 12)
+    final = states[-1]
+    assert adjusted_rand_score(TRUTH, final.assignment) == 1
+    assert final.active.tolist() == [True, True, True, False], "the groups found are not cut again"
+    assert final.assignment[0] == 0
+    counts = [int(state.active.sum()) for state in states]
+    assert counts[2] == 1 and counts == sorted(counts), "no cut before the warm-up is over"
+    assert float(infos[-1].loss) < 0.5 * float(infos[0].loss)
+    for before, after in pairwise(states):
+        assert sent(before, after) == (CLIENTS, CLIENTS)
+    algorithm = zoo.cfl(linear, local, select.everybody(), m=4)
+    row, _ = evaluate.row(algorithm, linear, local.mesh, final, concepts, True)
+    assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
+    assert np.isfinite([float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]).all()
+
+
+def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
+    states, infos = cutting(concepts, 12)
+    cut, after = next((a, b) for a, b in pairwise(states) if b.active.sum() > a.active.sum())
+    tree = after.memory
+    created = np.flatnonzero(np.asarray(after.active & ~cut.active))
+    for h in created:
+        parent = int(tree.parent[h])
+        np.testing.assert_allclose(matrix(tree.models)[h], matrix(cut.groups)[parent], rtol=1e-6)
+        for group, mean in ((h, tree.moved), (parent, tree.stayed)):  # uniform means are what is aggregated
+            np.testing.assert_allclose(matrix(after.groups)[group], matrix(cut.groups)[parent] + matrix(mean)[h], rtol=1e-5, atol=1e-6)
+    assert tree.passed.tolist() == [int(after.active.sum()) - 1] * CLIENTS
+    assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
+
+
+def test_no_more_cuts_than_there_is_room(concepts, linear, local):
+    algorithm = zoo.cfl(linear, local, select.everybody(), m=2, **ONCE)
+    states = play(algorithm, concepts, 8)
+    assert states[-1].active.tolist() == [True, True]
+    groups = np.asarray(states[-1].assignment)
+    assert all(len(set(groups[concept == TRUTH])) == 1 for concept in range(CONCEPTS)), "concepts stay together"
+    assert adjusted_rand_score(TRUTH, groups) < 1
+
+
+def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, local):
+    """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by itself costs one model down and one up."""
+    algorithm = zoo.cfl(linear, local, select.uniform(9), m=3, **ONCE)
+    states = play(algorithm, concepts, 14)
+    final = states[-1]
+    assert (final.assignment >= 0).all() and final.active.all()
+    assert adjusted_rand_score(TRUTH, final.assignment) == 1
+    extra = [np.array(sent(before, after)) - 9 for before, after in pairwise(states)]
+    assert all(down == up >= 0 for down, up in extra) and sum(down for down, _ in extra) > 0
+    walked = sum(down for down, _ in extra)
+    assert walked < 2 * CLIENTS
+
+
+def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, local):
+    algorithm = zoo.cfl(linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3})
+    states = play(algorithm, concepts, 10)
+    final = states[-1]
+    assert adjusted_rand_score(TRUTH, final.assignment) == 1
+    assert all(sent(before, after) == (9, 9) for before, after in pairwise(states)), "everybody was met before the first cut"
+    changed = [int(np.sum(before.assignment != after.assignment)) for before, after in pairwise(states[3:])]
+    assert sum(changed) >= 12 and final.memory.known.all()
+
+
+def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
+    """Client 2 has no data; half of the others drop out every round."""
+    unsure = local._replace(faults=Faults(dropout=0.5))
+    free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
+    states = play(zoo.cfl(linear, unsure, select.everybody(), m=4, **free), toy, 5)
+    chex.assert_tree_all_finite(states[-1])
+    assert states[-1].active.all() and states[-1].assignment[2] == 0
+    assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
+
+
+def upload_of(rows, weight=None):
+    """Returns updates [S, P] as an upload with two leaves."""
+    rows, ones = jnp.asarray(rows, jnp.float32), jnp.ones(len(rows))
+    return Upload({"a": rows[:, :4].reshape(-1, 2, 2), "b": rows[:, 4:]}, ones if weight is None else weight, ones, ones, ones)
+
+
+def blank(m, clients, assignment):
+    """Returns a state of zeros whose groups are those of the assignment."""
+    groups = {"a": jnp.zeros((m, 2, 2)), "b": jnp.zeros((m, 3))}
+    tree = Tree(jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32))
+    active = jnp.arange(m) <= max(assignment)
+    return State(jnp.int32(0), groups, (), active, jnp.asarray(assignment, jnp.int32), traffic.traffic(), tree)
+
+
+def best_cut(rows):
+    """Tries all bipartitions; returns (who is not with the first, gamma) of the one whose largest cosine across is least."""
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    cosine = unit @ unit.T
+    found = []
+    for side in product([False, True], repeat=len(rows) - 1):
+        other = np.array([False, *side])
+        if other.any():
+            found.append((cosine[~other][:, other].max(), other))
+    alpha, other = min(found, key=lambda each: each[0])
+    return other, np.sqrt((1 - alpha) / 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_is_the_best_of_all(seed):
+    """Ten clients of two groups, in any slots; only group 1 is cut, as 2^n tries in float64 cut it, and only above gamma_max."""
+    rng = np.random.default_rng(seed)
+    rows, assignment = rng.normal(size=(10, 7)) + rng.normal(size=7), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1])
+    mine = np.flatnonzero(assignment == 1)
+    other, gamma = best_cut(rows[mine])
+    expected = assignment.copy()
+    expected[mine[other]] = 2
+    slots = rng.permutation(10)
+    cohort = Cohort(jnp.asarray(slots, jnp.int32), jnp.arange(10, dtype=jnp.int32))
+    data = type("Data", (), {"num_clients": 10})
+
+    def only_group_1(round, active, mean, longest, size):
+        return (size == 7) & (longest < 99) & (mean > 0)
+
+    def cut(gamma_max):
+        regroup = bipartition(only_group_1, "single", gamma_max, False)
+        return regroup(KEY, blank(4, 10, assignment), data, cohort, jnp.asarray(assignment[slots], jnp.int32), upload_of(rows[slots]))
+
+    state, gid = cut(gamma * 0.999)
+    assert gid.tolist() == expected[slots].tolist()
+    assert state.active.tolist() == [True, True, True, False] and state.memory.parent.tolist() == [-1, -1, 1, -1]
+    np.testing.assert_allclose(matrix(state.memory.moved)[2], rows[expected == 2].mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(matrix(state.memory.stayed)[2], rows[expected == 1].mean(0), rtol=1e-4, atol=1e-5)
+    state, gid = cut(gamma * 1.001)
+    assert gid.tolist() == assignment[slots].tolist() and state.active.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("weighting", "nonsense")])
+def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
+    with pytest.raises(InputError, match=f"algorithm.{name}={value}"):
+        zoo.cfl(linear, local, select.everybody(), m=2, **{name: value})
+
+
+# FL+HC
+
+
+@pytest.fixture(scope="module")
+def clustered_once(concepts, linear, local):
+    """Six rounds with everybody, the third of which is the clustering round."""
+    return play(zoo.fl_hc(linear, local, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
+
+
+def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
+    begun, *_, last = clustered_once
+    clustered = clustered_once[3]
+    assert adjusted_rand_score(TRUTH, clustered.assignment) == 1
+    chex.assert_trees_all_equal(clustered.assignment, last.assignment)
+    common = jax.tree.map(lambda leaf: leaf[:1], clustered_once[2].groups)
+    chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
+
+    everybody = zoo.fedavg(linear, local, select.everybody())
+    alone = everybody.init(KEY, concepts).replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
+    chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
+    after = jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
+    for g in range(3):
+        members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
+        state = alone.replace(round=clustered.round, groups=common)
+        for _ in range(3):
+            state = after(members, state)
+        chex.assert_trees_all_close(state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME)
+
+
+def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
+    algorithm = zoo.fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
+    states = play(algorithm, concepts, 4)
+    assert [sent(before, after) for before, after in pairwise(states)] == [(6, 6), (6, 6), (CLIENTS, CLIENTS), (6, 6)]
+    served = [algorithm.serve(state).index for state in states]
+    assert (served[0] == 0).all() and (served[2] == 0).all(), "everybody is served from the beginning"
+    assert adjusted_rand_score(TRUTH, served[3]) == 1
+    one_round = jit(algorithm.round)
+    for state in states[:4]:
+        one_round(KEY, state, concepts)
+    assert one_round._cache_size() == 1
+
+
+@pytest.mark.parametrize("metric", ["cosine", "L2"])
+def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clustered_once, metric):
+    """Clients 4 and 5 are made to have missed the clustering; each trains once more from the model that was clustered."""
+    clustered = clustered_once[3]
+    missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
+    pair = select.listed(np.array([[3, 4, 5]]))
+    (before, after) = play(zoo.fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric), concepts, 1, missed)
+    assert after.assignment.tolist() == clustered.assignment.tolist()
+    assert sent(before, after) == (5, 5)
+
+
+@pytest.mark.parametrize("newcomers", ["largest", "nearest"])
+def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
+    """Toy client 2 has no data, and some answers are lost."""
+    unsure = local._replace(faults=Faults(dropout=0.3))
+    states = play(zoo.fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"), toy, 3)
+    assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
+    chex.assert_tree_all_finite(states[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("metric", {"linkage": "ward"}), ("linkage", {"linkage": "no"}), ("newcomers", {"newcomers": "no"})]
+)
+def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
+    with pytest.raises(InputError, match=f"algorithm.{name}="):
+        zoo.fl_hc(linear, local, select.everybody(), m=2, **options)
+
+
+def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
+    spread = local._replace(width=2, mesh=mesh_of(4))
+    once = play(zoo.fl_hc(linear, spread, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
+    cut = play(zoo.cfl(linear, spread, select.everybody(), m=4, **ONCE), concepts, 8)[-1]
+    for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
+        assert many.active.sum() == 3
+        chex.assert_trees_all_close(many, one, rtol=1e-4, atol=1e-5)
+
+
+# Clustering
+
+
+def rows_and_tree(seed, points=23):
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(points, 7)) + 30
+    return rows, upload_of(rows).delta
+
+
+@pytest.mark.parametrize(("metric", "scipy_name"), [("L1", "cityblock"), ("L2", "euclidean"), ("cosine", "cosine")])
+def test_metrics_equal_scipy(metric, scipy_name):
+    rows, tree = rows_and_tree(0)
+    np.testing.assert_allclose(
+        cluster.METRICS[metric](tree), cdist(rows, rows, scipy_name), rtol=1e-4, atol=2e-3 if metric == "L2" else 1e-5
+    )
+
+
+@pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
+def test_linkages_and_thresholds_equal_scipy(linkage):
+    merge = jit(
+        lambda distance, valid, threshold: (
+            cluster.agglomerate(distance, 4, linkage, valid),
+            cluster.agglomerate(distance, 23, linkage, valid, threshold),
+        )
+    )
+    for seed in range(4):
+        rows, _ = rows_and_tree(seed)
+        distance, valid = cdist(rows, rows), np.random.default_rng(seed).random(23) < (0.7 if seed % 2 else 1)
+        tree = scipy_linkage(squareform(distance[valid][:, valid], checks=False), linkage)
+        threshold = (tree[-6, 2] + tree[-5, 2]) / 2
+        few, near = (np.asarray(labels) for labels in merge(distance, valid, threshold))
+        assert adjusted_rand_score(fcluster(tree, 4, "maxclust"), few[valid]) == 1
+        assert adjusted_rand_score(fcluster(tree, threshold, "distance"), near[valid]) == 1
+        assert near.max() == 5 and (few[~valid] == -1).all()
