@@ -124,7 +124,7 @@ def one_gradient(task: Task, local: Local, objective=None):
 
         def block(b, carry):
             place = b * BLOCK + jnp.arange(BLOCK)
-            rows = data.train.order[jnp.minimum(first + place, data.train.order.size - 1)]
+            rows = data.train.order[first + jnp.minimum(place, count - 1)]
 
             def block_loss(params):
                 each = objective(params, start, extra, data.x[rows], data.y[rows], jax.random.fold_in(key, b))

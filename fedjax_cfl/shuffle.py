@@ -47,8 +47,9 @@ def shuffles(key, client, bucket, data: FederatedData, passes, tail: int):
     def branch(size):
         def shuffle(_):
             order = permutations(words, count, size, passes(size)).astype(jnp.int32)
-            numbers = data.train.order[jnp.minimum(start + order, data.train.order.size - 1)]
-            return jnp.pad(numbers.reshape(-1), (0, length - numbers.size))
+            own = jnp.where(order < count, order, 0)  # never another client's sample: 0 times its NaN would be NaN
+            numbers = data.train.order[jnp.minimum(start + own, data.train.order.size - 1)]
+            return jnp.pad(numbers.reshape(-1), (0, length - numbers.size), mode="edge")
 
         return shuffle
 

@@ -12,7 +12,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import local as training
 from fedjax_cfl import select
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.sgd import one_gradient, sgd
 from fedjax_cfl.shuffle import permutations
 from fedjax_cfl.types import Cohort
 
@@ -129,6 +129,20 @@ def test_empty_slots_do_nothing(everyone, toy):
     upload = everyone(jnp.full(CLIENTS, toy.num_clients), jnp.arange(CLIENTS) % 2)
     for leaf in jax.tree.leaves(upload):
         np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.parametrize("solver", [sgd, one_gradient])
+def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
+    """A sample that is not finite may not reach the masked places of another client's batches."""
+    broken = toy.replace(x=jnp.where((toy.owner == 11)[:, None], jnp.nan, toy.x))
+    models = jax.tree.map(lambda leaf: leaf[None], mlp.init(KEY))
+    train = training.over_clients(solver(mlp, local), local)
+    ids = jnp.arange(CLIENTS)
+    go = jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), training.full(0 * ids)))
+    usual, spoilt = go(toy), go(broken)
+    assert not np.isfinite(spoilt.loss[11])
+    for one, other in zip(jax.tree.leaves(usual), jax.tree.leaves(spoilt), strict=True):
+        np.testing.assert_array_equal(np.delete(one, 11, axis=0), np.delete(other, 11, axis=0))
 
 
 def flipped(tree):
