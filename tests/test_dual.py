@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import dual
@@ -12,7 +13,6 @@ from fedjax_cfl import local as training
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.objective import erm, proximal
 from fedjax_cfl.sgd import sgd
-from tests.conftest import jit
 
 SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # float32 sums in another order, through up to 65 steps
