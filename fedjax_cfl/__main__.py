@@ -3,12 +3,15 @@
 The only file that imports hydra; nothing below it sees a configuration object.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
+import io
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import hydra
@@ -50,7 +53,8 @@ def main() -> int:
             print(f"fedjax-cfl {importlib.metadata.version('fedjax-cfl')}")
             return 0
         sys.argv[1:] = precheck(arguments)
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        with folded() if {"--help", "-h"} & set(arguments) else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         return 0
     except InputError as error:
         return refuse(error)
@@ -60,6 +64,17 @@ def main() -> int:
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextlib.contextmanager
+def folded():
+    """Folds what is printed meanwhile: Hydra gives each group of choices one line, however many there are."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as held:
+            yield
+    finally:  # Hydra exits by itself
+        for line in held.getvalue().splitlines():
+            print(textwrap.fill(line, 130, subsequent_indent="  ") if len(line) > 140 else line)
 
 
 def refuse(error: Exception | str) -> int:

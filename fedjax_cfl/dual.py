@@ -6,8 +6,6 @@ G = X X^T and Z = X W_0, made once, a step needs X_b V = s Z_b + G_b D [B, H] in
 that is 2 B n H operations a step instead of 4 B F H, and W itself is neither read nor written.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,7 +41,7 @@ def sizes(task: Task, objective, wanted: str, start, buckets: list[int], batch: 
         return []
     shape = start[task.first.name]["kernel"].shape
     fitting = [size for size in buckets if wanted == "dual" or cheaper(size, *shape, batch, steps(size))]
-    compiled = [size for size in fitting if math.log(size / SMALLEST, STEP) in range(len(buckets))]
+    compiled = [size for size in fitting if size in {SMALLEST * STEP**i for i in range(len(buckets))}]
     return sorted({*compiled, *fitting[-1:]}) if wanted == "dual" else compiled or fitting[-1:]
 
 

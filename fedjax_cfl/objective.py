@@ -38,8 +38,10 @@ def erm(task: Task) -> Objective:
 def proximal(mu, objective: Objective) -> Objective:
     """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to every gradient (FedProx, eq. 2).
 
-    `mu` is a number, or a function of the client's `extra`.
+    `mu` is a number, or a function of the client's `extra`. A plain 0 adds nothing, not even work.
     """
+    if isinstance(mu, int | float) and mu == 0:
+        return objective
     return objective._replace(mu=mu if callable(mu) else lambda extra: mu)
 
 

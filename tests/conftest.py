@@ -17,6 +17,10 @@ if jax.__version_info__ < (0, 11):  # later versions have only one kind of emitt
     QUICK["xla_cpu_use_fusion_emitters"] = False
 jit = functools.partial(jax.jit, compiler_options=QUICK)
 
+# What may differ between two runs that are the same, in metrics.jsonl and summary.json.
+VARYING = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s"}
+VARYING |= {"peak_memory_bytes", "planned_memory_bytes", "overrides"}
+
 SIZES = (7, 40, 0, 3, 12, 16, 1, 25, 9, 17, 2, 33, 5, 20)  # training samples: every bucket, one client without any, one with one
 TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has none
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2

@@ -418,8 +418,8 @@ def test_help_and_the_whole_configuration(fedjax_cfl):
     status, out, _ = fedjax_cfl("--help")
     assert status in (0, None)
     for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
-        assert f"{group}: {', '.join(options(group))}" in out
-    assert max(map(len, out.splitlines())) < 300 and "Traceback" not in out
+        assert f"{group}: {', '.join(options(group))}" in " ".join(out.split())  # long lines are folded
+    assert max(map(len, out.splitlines())) < 180 and "Traceback" not in out
     status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
     assert status == 0 and "fedjax_cfl.algorithms.ifca" in out
     assert fedjax_cfl("--version")[1].startswith("fedjax-cfl ")

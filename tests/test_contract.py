@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("quickly")
 ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
+EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
+SENT = {"feddane": (3, 2), "nonfed": (0, 0)}  # models down and up per client of the cohort, where it is not one each
 SETTINGS = {
     "dataset": "npz",
     "partition": "by_user",
@@ -39,6 +41,7 @@ SETTINGS = {
 class Case(NamedTuple):
     """One algorithm, and 15 rounds of it on the toy problem."""
 
+    name: str
     algorithm: cfl.Algorithm
     task: cfl.Task
     data: cfl.FederatedData
@@ -77,7 +80,7 @@ def case(request, build):
         state, info = one_round(key, states[-1], data)
         states.append(state)
         infos.append(info)
-    return Case(algorithm, task, data, mesh, init, one_round, states, infos)
+    return Case(request.param, algorithm, task, data, mesh, init, one_round, states, infos)
 
 
 def test_catalogue():
@@ -104,8 +107,8 @@ def test_loss_falls(case):
 
 
 def test_training_helps_within_a_round(case):
-    better = [info.last_loss <= info.loss for info in case.infos]
-    assert np.mean(better) > 0.8  # FedDANE's corrections may lead a client uphill; all others always go down
+    slack = 1.05 if case.name == "feddane" else 1.0  # a step along others' gradients need not lower a small client's objective
+    assert all(info.last_loss <= slack * info.loss for info in case.infos)
 
 
 def test_state_keeps_structure_shape_and_dtype(case):
@@ -158,23 +161,24 @@ def test_resume_equals_uninterrupted(case):
 
 
 def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
+    cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
     for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
         assert any(np.any(old != new) for old, new in zip(jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True))
-        assert np.sum(before.assignment != after.assignment) <= info.selected + info.migrated
-        assert 0 < info.clients <= info.selected and info.selected in (COHORT, case.data.num_clients)
+        assert np.sum(before.assignment != after.assignment) <= cohort
+        assert 0 < info.clients <= cohort
         assert info.cold == np.sum((before.assignment < 0) & (after.assignment >= 0))
 
 
 def test_traffic_is_sane(case):
-    """Up: a model a client, FedDANE a gradient as well, NonFed nothing."""
-    for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
+    cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
+    down, up = (cohort * each for each in SENT.get(case.name, (1, 1)))
+    for before, after in pairwise(case.states):
         spent = jax.tree.map(lambda new, old: int(new - old), after.traffic, before.traffic)
-        up = info.selected
-        assert spent.units_up in (0, up, 2 * up)
-        assert spent.units_down >= spent.units_up
+        assert spent.units_up == up
+        assert spent.units_down >= down
         assert min(spent.words_down, spent.words_up) >= 0
         if not case.algorithm.clustered:
-            assert spent.units_down in (0, up, 3 * up)
+            assert spent.units_down == down
 
 
 def test_serves_clients_models_that_exist(case):

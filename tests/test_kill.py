@@ -13,20 +13,9 @@ import time
 import numpy as np
 import pyarrow.parquet
 import pytest
+from conftest import VARYING
 
 from fedjax_cfl import checkpoint, report
-
-TIMINGS = {
-    "wall_s",
-    "compile_s",
-    "train_s",
-    "eval_s",
-    "client_updates_per_s",
-    "local_steps_per_s",
-    "peak_memory_bytes",
-    "planned_memory_bytes",
-    "overrides",
-}
 
 
 def command(run_dir, rounds, every):
@@ -62,8 +51,8 @@ def killed(run_dir, rounds, every, kills, rng, longest):
 
 def outcome(run_dir):
     """Returns everything a run leaves that does not depend on the clock."""
-    rows = [{name: value for name, value in row.items() if name not in TIMINGS} for row in report.read_metrics(run_dir)]
-    summary = {name: value for name, value in json.loads((run_dir / "summary.json").read_text()).items() if name not in TIMINGS}
+    rows = [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(run_dir)]
+    summary = {name: value for name, value in json.loads((run_dir / "summary.json").read_text()).items() if name not in VARYING}
     clients = pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
     arrays = checkpoint.saved(run_dir / "checkpoints")[-1]
     return rows, summary, clients, checkpoint.arrays(arrays)

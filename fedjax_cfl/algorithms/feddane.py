@@ -25,12 +25,11 @@ def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm
     Simulated faults strike in the second phase; gradients that are not finite are left out of the mean.
     """
     local = local.resolved()
-    pulled = proximal(mu, erm(task)) if not isinstance(mu, int | float) or mu else erm(task)
     algorithm = federated(
         task,
         local,
         select=select,
-        solve=sgd(task, local, tilted(lambda extra: extra, pulled)),
+        solve=sgd(task, local, tilted(lambda extra: extra, proximal(mu, erm(task)))),
         assign=charged(same_set),
         prepare=correction(task, local, None if same_set else select),
     )

@@ -87,7 +87,7 @@ def fesem(
         task,
         local,
         select=select,
-        solve=sgd(task, local, pull if not isinstance(mu, int | float) or mu else None),
+        solve=sgd(task, local, pull),
         start=watched(starts[start]) if migrate else starts[start],
         migrate=e_step_of_all(distance, move) if estep == "all" else move,
         assign=lambda *given: (choose(*given), traffic()),

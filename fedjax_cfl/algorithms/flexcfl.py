@@ -103,7 +103,7 @@ def flexcfl(
         task,
         local,
         select=select,
-        solve=sgd(task, local, proximal(mu, erm(task)) if not isinstance(mu, int | float) or mu else None),
+        solve=sgd(task, local, proximal(mu, erm(task))),
         start=start,
         migrate=founded_anew(found, trial, local, count, recluster, temperature_max, move) if recluster else move,
         assign=cold_start(nearest_direction(trial) if newcomers == "nearest" else random_group),
