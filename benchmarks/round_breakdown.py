@@ -31,7 +31,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from versus_fedjax import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
+from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
 from fedjax_cfl import drift, evaluate, local, sharding

@@ -1,6 +1,7 @@
 """Clustered federated learning in JAX. Start with `types.py`, then `engine.py`."""
 
 from fedjax_cfl import algorithms, concept, drift, models, partition, select, sources
+from fedjax_cfl.choose import choose_k
 from fedjax_cfl.data import federate
 from fedjax_cfl.engine import federated
 from fedjax_cfl.errors import InputError
@@ -30,6 +31,7 @@ __all__ = [
     "advance",
     "algorithms",
     "as_task",
+    "choose_k",
     "concept",
     "drift",
     "federate",

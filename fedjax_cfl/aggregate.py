@@ -113,7 +113,8 @@ def inter_group(eta_g, form: str = "normalized"):
     """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2 and eq. 20), from simultaneous old values.
 
     `normalized` divides by the total weight, a convex combination (the reference code); `paper` adds without dividing (D14).
-    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client take no part. The exchange costs m models.
+    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client take no part. The exchange costs m models
+    (none where a traced eta_g is 0).
     """
 
     def mix(groups, owning):
@@ -122,6 +123,6 @@ def inter_group(eta_g, form: str = "normalized"):
         others = pull[None, :] * (1.0 - jnp.eye(pull.size))  # [g, l], l != g
         total = 1.0 + others.sum(1) if form == "normalized" else jnp.ones(pull.size)
         weights = jnp.where(owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size))
-        return group_sum(weights.T, groups), traffic(units_down=pull.size)
+        return group_sum(weights.T, groups), traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size))
 
     return mix

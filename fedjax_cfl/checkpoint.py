@@ -185,12 +185,19 @@ def restore(path: str | Path, like, identity: dict) -> Checkpoint:
     return found
 
 
-def restore_latest(folder: str | Path, like, identity: dict, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
-    """Returns the newest checkpoint that can be read, None if there are none; `warn` gets one line for each that is skipped.
+def steps(folder: str | Path) -> list[int]:
+    """Returns the steps of the checkpoints of a folder, the newest last."""
+    return [int(path.name.rpartition("-")[2]) for path in saved(folder)]
+
+
+def restore_latest(
+    folder: str | Path, like, identity: dict, warn: Callable[[str], None] = warnings.warn, until: int | None = None
+) -> Checkpoint | None:
+    """Returns the newest checkpoint (of step `until` at most) that can be read, None if there are none; `warn` gets a line per skipped one.
 
     Raises InputError if there are checkpoints and none can be read, or if the newest readable one is of a different run.
     """
-    found = saved(folder)
+    found = [path for path, step in zip(saved(folder), steps(folder), strict=True) if until is None or step <= until]
     for path in reversed(found):
         checkpoint, reason = _attempt(path, like, identity)
         if checkpoint is not None:

@@ -13,10 +13,13 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Holdings, Pool, View
 
 
-def federate(pool: Pool, holdings: Holdings, concept: Callable | None = None, clients: int | None = None) -> FederatedData:
+def federate(
+    pool: Pool, holdings: Holdings, concept: Callable | None = None, clients: int | None = None, on_host: bool = False
+) -> FederatedData:
     """Gathers the held samples of a pool, N of them, and who holds them; a sample held twice is there twice.
 
-    `concept` is a function of `concept.py`. K is `clients`, by default the largest owner + 1.
+    `concept` is a function of `concept.py`. K is `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
+    result is a population for `run`, NumPy arrays whose views number the pool's own samples (see `population`).
     """
     owner = np.asarray(holdings.owner, np.int32)
     if not len(owner) or holdings.test.all():
@@ -24,6 +27,15 @@ def federate(pool: Pool, holdings: Holdings, concept: Callable | None = None, cl
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}")
+    if on_host:
+        if concept is not None:
+            raise InputError("resident=host: a concept edits all samples at once; use concept=none, or resident=device")
+        train, test = (
+            view(holdings.sample[rows], owner[rows], clients, np)
+            for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
+        )
+        unknown = np.full(clients, -1, np.int32)
+        return FederatedData(pool.x, pool.y, None, train, test, unknown, None, pool.num_classes, int(train.size.max()))
     x, y, groups = pool.x[holdings.sample], pool.y[holdings.sample], np.full(clients, -1, np.int32)
     if concept is not None:
         x, y, groups = concept(x, y, owner, clients, pool.num_classes)
@@ -41,11 +53,11 @@ def federate(pool: Pool, holdings: Holdings, concept: Callable | None = None, cl
     )
 
 
-def view(numbers: np.ndarray, owner: np.ndarray, clients: int) -> View:
-    """Groups sample numbers [n], ascending, by their owners [n], on the host; within a client they stay ascending."""
+def view(numbers: np.ndarray, owner: np.ndarray, clients: int, arrays=jnp) -> View:
+    """Groups sample numbers [n] by their owners [n], on the host, as arrays of `arrays`; within a client their order stays."""
     size = np.bincount(owner, minlength=clients)
     order = numbers[np.argsort(owner, kind="stable")]
-    return View(*(jnp.asarray(array, jnp.int32) for array in (order, np.cumsum(size) - size, size)))
+    return View(*(arrays.asarray(array, np.int32) for array in (order, np.cumsum(size) - size, size)))
 
 
 def reown(view: View, owner: jax.Array) -> View:

@@ -16,7 +16,7 @@ from fedjax_cfl.download import REGISTRY, VARIABLE, cache, locate, roots
 from fedjax_cfl.errors import InputError
 
 ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "hydra-core")
-DATASETS = ("mnist", "fashion_mnist", "femnist", "sent140", "shakespeare", "synthetic_fedprox", "cifar10")
+DATASETS = ("mnist", "fashion_mnist", "femnist", "sent140", "shakespeare", "synthetic_fedprox", "cifar10", "celeba")
 Row = tuple[str, str, str, str]  # what, found, state (ok, note or missing), remedy
 
 

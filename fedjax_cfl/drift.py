@@ -34,6 +34,7 @@ class Drift(NamedTuple):
     init: Callable[..., tuple[FederatedData, Any]]  # (key, data) -> (data, memory)
     apply: Callable[..., tuple[FederatedData, Any, jax.Array]]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
     capacity: Callable[[FederatedData], int] = lambda data: data.capacity  # on the host: the most training samples a client may ever hold
+    moves: bool = True  # False: nothing ever changes
 
 
 class Draws(NamedTuple):
@@ -65,7 +66,7 @@ def none() -> Drift:
     def apply(key, round, data, memory, warm):
         return data, memory, jnp.zeros(data.num_clients, bool)
 
-    return Drift(_no_memory, apply)
+    return Drift(_no_memory, apply, moves=False)
 
 
 def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
@@ -144,7 +145,7 @@ def incremental(
         shifted = due & (quota != data.train.size)
 
         def edit(owner):
-            return jnp.where(memory.rank < quota[memory.owner], memory.owner, -1)
+            return jnp.where((memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1)
 
         return _moved(data, jnp.any(shifted), edit), memory, shifted
 

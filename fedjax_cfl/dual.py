@@ -63,8 +63,9 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
     gram = jnp.matmul(inputs, inputs.T, precision=EXACT)
     z_start = jnp.matmul(inputs, kernel, precision=EXACT)
     square = jnp.sum(kernel**2)  # ||W_0||^2
-    mu = 0.0 if objective.mu is None else objective.mu(extra)
-    pulled = objective.mu is not None or first.l2 > 0
+    mu = objective.weight(extra)
+    pulled = mu is not None or first.l2 > 0
+    mu = 0.0 if mu is None else mu
     decay = 2 * first.l2
     keep = 1 - lr * (decay + mu)
     rest_start = without(start, first.name)
@@ -80,7 +81,7 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
 
         def batch_loss(rest, z):
             each = first.loss(rest, z, y[at], jax.random.fold_in(key, t))
-            if objective.mu is not None:
+            if objective.weight(extra) is not None:
                 each = each + penalty(mu, rest, rest_start)
             total = jnp.sum(jnp.where(real > 0, each, 0.0))
             return total / jnp.sum(real), total

@@ -71,6 +71,7 @@ def federated(
     server=None,
     mix=None,
     remember=None,
+    founders=None,
 ) -> Algorithm:
     """Composes an algorithm from parts; each part's contract stands in its own module.
 
@@ -79,8 +80,9 @@ def federated(
     of the local steps completed; `regroup(key, state, data, cohort, gid, upload)` -> (state, gid) once the updates are known: it may change
     anything but the cohort's assignment, which becomes its gid; `server` an optax transformation of each group's pseudo-gradient -step
     (default: add the step); `mix(groups, owning)` after the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory,
-    given the state that `aggregate` gets and the new group models. A method with `assign` is clustered: it serves and evaluates only
-    clients it has met.
+    given the state that `aggregate` gets and the new group models; `founders(key, K)` -> the clients whose samples `start` reads (`nobody`:
+    it reads none), given by methods whose rounds read no samples but the cohort's. A method with `assign` is clustered: it serves and
+    evaluates only clients it has met.
     """
     local = local.resolved()
     start = start or random_groups(task, 1)
@@ -130,7 +132,17 @@ def federated(
         total = traffic.add(state.traffic, walked, asked, sent)
         return met.replace(round=state.round + 1, groups=groups, server=server_state, traffic=total, memory=memory), info
 
-    return Algorithm(init, round, own_group if clustered else everybody, clustered, troubles.nonfinite)
+    def reads(key, round, num_clients):
+        if round is None:
+            return founders(stream(key, START), num_clients)
+        return select(stream(key, SELECT, round), round, num_clients)
+
+    return Algorithm(init, round, own_group if clustered else everybody, clustered, reads if founders else None, troubles.nonfinite)
+
+
+def nobody(key, num_clients: int):
+    """The founders of a method whose start reads no samples."""
+    return jnp.zeros(0, jnp.int32)
 
 
 def serve_step(server: optax.GradientTransformation, state: State, step, mass):

@@ -56,38 +56,68 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
-def evaluate(task: Task, mesh, served: Served, data: FederatedData):
-    """Returns (metrics of one evaluation as a dict of arrays, ClientMetrics [K]) under spec 1.5 and 1.6."""
+def per_client(task: Task, mesh, served: Served, data: FederatedData) -> metrics.ClientMetrics:
+    """Returns what every client measures [K] on the model it is served; clients without test samples in these data measure nothing."""
     guess, loss = predictions(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
     owner = jnp.where(guess >= 0, owner, -1)
-    table = metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
+    return metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
+
+
+def scores(served: Served, table: metrics.ClientMetrics, concept) -> dict:
+    """Returns the metrics of one evaluation as a dict of arrays, under spec 1.5 and 1.6; `concept` [K] are the true groups."""
     num_models = jax.tree.leaves(served.models)[0].shape[0]
     has_model = served.index >= 0
     row = metrics.summarise(table, has_model)
     row["test_loss"] = row.pop("loss")
     row["group_sizes"] = jnp.bincount(jnp.where(has_model, served.index, num_models), length=num_models + 1)[:num_models]
-    known = has_model & (data.concept >= 0)
-    row["ari"] = metrics.ari(served.index, data.concept, known, num_models, data.num_clients)
+    known = has_model & (concept >= 0)
+    row["ari"] = metrics.ari(served.index, concept, known, num_models, concept.size)
     row["evaluated_clients"] = jnp.sum(has_model)
-    return row, table
+    return row
 
 
 def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
-    """Returns the accuracy, on the union of all test sets, of the plain mean of the models that serve somebody (FlexCFL 2.14.9)."""
+    """Returns (right, all) of the predictions on the union of all test sets by the plain mean of the models that serve somebody.
+
+    (FlexCFL 2.14.9.)
+    """
     num_models = jax.tree.leaves(served.models)[0].shape[0]
     used = jnp.any(served.index[:, None] == jnp.arange(num_models), axis=0).astype(jnp.float32)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
     guess, _ = predictions(task, mesh, Served(mean, jnp.zeros_like(served.index)), data)
     held = data.owner[data.test.order] >= 0
-    return jnp.sum((guess == data.y[data.test.order]) & held) / jnp.maximum(held.sum(), 1)
+    return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
 
 
 def row(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
     """Returns one evaluation's metrics and the per-client table of the state."""
+    table, right = part(algorithm, task, mesh, state, data, with_auxiliary)
+    return whole(algorithm, state, table, right, data.concept), table
+
+
+def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
+    """Returns the per-client table and (right, all) of the auxiliary model, on part of the test samples: all those of some clients."""
     served = algorithm.serve(state)
-    found, table = evaluate(task, mesh, served, data)
     several = jax.tree.leaves(served.models)[0].shape[0] > 1
-    found["auxiliary_accuracy"] = auxiliary(task, mesh, served, data) if several and with_auxiliary else jnp.nan
-    return found, table
+    table = per_client(task, mesh, served, data)
+    return table, auxiliary(task, mesh, served, data) if several and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
+
+
+def joined(one, other):
+    """Joins two results of `part` about different clients."""
+    (table, right), (more, also) = one, other
+    measured = more.samples > 0
+
+    def pick(new, old):
+        return jnp.where(measured.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(pick, more, table), jax.tree.map(jnp.add, right, also)
+
+
+def whole(algorithm: Algorithm, state: State, table, right, concept) -> dict:
+    """Returns one evaluation's metrics from the results of all its parts; NaN where there was no auxiliary model."""
+    found = scores(algorithm.serve(state), table, concept)
+    found["auxiliary_accuracy"] = jnp.where(right[1] > 0, right[0] / jnp.maximum(right[1], 1), jnp.nan)
+    return found

@@ -87,7 +87,7 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
 def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
     """2x2 max-pooling of [B, H, W, C] with stride 2; an odd row or column is dropped (valid) or pooled alone (same).
 
-    A reshape and a maximum, because `reduce_window` and its gradient are slow on CPU. Tied maxima share the gradient equally.
+    Two choices between neighbours, because `reduce_window` and its gradient are slow on CPU. Of tied maxima the last has the gradient.
     """
     odd = x.shape[1] % 2, x.shape[2] % 2
     if padding == "same":
@@ -95,7 +95,18 @@ def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
     else:
         x = x[:, : x.shape[1] - odd[0], : x.shape[2] - odd[1]]
     batch, height, width, channels = x.shape
-    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max((2, 4))
+    x = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
+    x = _larger(x[:, :, 0], x[:, :, 1])
+    return _larger(x[..., 0, :], x[..., 1, :])
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the larger of two, entry by entry, NaN if one is.
+
+    The gradient of a maximum goes where an input equals it. A compiler that computes the input anew for that, and rounds another way, finds
+    none: the gradient is lost or 0 / 0. A choice always has one that was taken.
+    """
+    return jnp.where((a > b) | jnp.isnan(a), a, b)
 
 
 class BatchStatNorm(nn.Module):

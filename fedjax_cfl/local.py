@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl import sharding
+from fedjax_cfl import members, sharding
 from fedjax_cfl.errors import require
 from fedjax_cfl.faults import Faults
 from fedjax_cfl.types import Cohort, FederatedData
@@ -30,6 +30,7 @@ class Local(NamedTuple):
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
     first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: whichever is cheaper per client
+    members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
 
     def resolved(self) -> "Local":
         """Returns the same with mesh and width filled in for the machine; raises InputError for an unknown `first_layer`."""
@@ -69,25 +70,19 @@ def over_clients(visit, local: Local):
 
     The result (cohort, data, shared, mine [S, ...]) -> [S, ...] does not depend on `width`, on the slots or on the devices, up to rounding.
     `bucket` [] int32 indexes the smallest size bucket that holds every client of the chunk: the one thing chunk mates share.
+    A `visit` that depends on values which differ between the members of a vectorised run is a `Partial` of them.
     """
-    width = local.width
+    if local.members:
+        return members.over_clients(visit, local, in_chunks)
 
     def block(shared, mine):
-        data, shared = shared
-        sizes = jnp.array(buckets(data.capacity))
-        clients = mine[0]
+        (data, shared), (clients, own) = shared, mine
         held = jnp.where(clients < data.num_clients, data.train.size[jnp.minimum(clients, data.num_clients - 1)], 0)
 
-        def chunk(xs):
-            size, client, own = xs
-            bucket = jnp.searchsorted(sizes, jnp.max(size)).astype(jnp.int32)
-            if width == 1:
-                out = visit(client[0], bucket, data, shared, jax.tree.map(lambda a: a[0], own))
-                return jax.tree.map(lambda a: jnp.asarray(a)[None], out)
-            return jax.vmap(visit, in_axes=(0, None, None, None, 0))(client, bucket, data, shared, own)
+        def one(client, bucket, own):
+            return visit(client, bucket, data, shared, own)
 
-        chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, *mine))
-        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), lax.map(chunk, chunked))
+        return in_chunks(one, held, clients, own, data.capacity, local.width)
 
     mapped = sharding.over_devices(block, local.mesh)
 
@@ -95,6 +90,22 @@ def over_clients(visit, local: Local):
         return mapped((data, shared), (cohort.ids, mine))
 
     return run
+
+
+def in_chunks(one, held, clients, own, capacity: int, width: int):
+    """Applies one(client, bucket, own) to the slots of one device, in chunks of `width`; `held` [S] are the clients' training samples."""
+    sizes = jnp.array(buckets(capacity))
+
+    def chunk(xs):
+        size, client, mine = xs
+        bucket = jnp.searchsorted(sizes, jnp.max(size)).astype(jnp.int32)
+        if width == 1:
+            out = one(client[0], bucket, jax.tree.map(lambda a: a[0], mine))
+            return jax.tree.map(lambda a: jnp.asarray(a)[None], out)
+        return jax.vmap(one, in_axes=(0, None, 0))(client, bucket, mine)
+
+    chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), lax.map(chunk, chunked))
 
 
 def dealt(ids, data: FederatedData, local: Local) -> Cohort:

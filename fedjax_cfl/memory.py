@@ -1,6 +1,8 @@
 """What a run will take, known before round 0 from its arrays and its compiled programs."""
 
 import os
+import resource
+import sys
 
 import jax
 
@@ -25,7 +27,7 @@ def available(mesh) -> int | None:
     """Returns the bytes of memory that one device has, None where the backend does not say; CPU devices share the machine's."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
@@ -46,3 +48,11 @@ def check(planned: dict[str, int], mesh) -> None:
     largest = max(planned, key=planned.get)
     total = scaled(sum(planned.values()), "B")
     raise InputError(f"memory: each device needs {total} ({parts}) and has {scaled(has, 'B')}; use {knobs[largest]}, or fewer devices=")
+
+
+def peak_memory_bytes() -> int:
+    """Returns the most memory used so far: the accelerator's if there is one, else the process's."""
+    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats and "peak_bytes_in_use" in stats:
+        return sum(device.memory_stats()["peak_bytes_in_use"] for device in jax.local_devices())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

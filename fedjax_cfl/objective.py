@@ -4,11 +4,13 @@
 function of these arguments will do; an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs to know.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from fedjax_cfl.types import Task
 
@@ -18,16 +20,22 @@ def penalty(mu, params, start):
     return 0.5 * mu * sum(jnp.sum((p - s) ** 2) for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True))
 
 
-class Objective(NamedTuple):
+@struct.dataclass
+class Objective:
     """A loss, and a pull back to the received model."""
 
-    loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key) -> [B]
-    mu: Callable | None = None  # (extra) -> weight of the proximal term; None: there is none
+    loss: Callable[..., jax.Array] = struct.field(pytree_node=False)  # (params, x [B, ...], y [B], key) -> [B]
+    mu: Any = None  # [] weight of the proximal term; None: there is none
+    mu_of: Callable | None = struct.field(pytree_node=False, default=None)  # (extra) -> mu, where clients differ
+
+    def weight(self, extra):
+        """Returns the weight of the proximal term for a client, None if there is no such term."""
+        return self.mu_of(extra) if self.mu_of else self.mu
 
     def __call__(self, params, start, extra, x, y, key):
         """Returns the objective [B] of each sample; every one carries the whole proximal term."""
-        each = self.loss(params, x, y, key)
-        return each if self.mu is None else each + penalty(self.mu(extra), params, start)
+        each, mu = self.loss(params, x, y, key), self.weight(extra)
+        return each if mu is None else each + penalty(mu, params, start)
 
 
 def erm(task: Task) -> Objective:
@@ -40,19 +48,19 @@ def proximal(mu, objective: Objective) -> Objective:
 
     `mu` is a number, or a function of the client's `extra`. A plain 0 adds nothing, not even work.
     """
-    if isinstance(mu, int | float) and mu == 0:
-        return objective
-    return objective._replace(mu=mu if callable(mu) else lambda extra: mu)
+    if callable(mu):
+        return objective.replace(mu_of=mu)
+    return objective if isinstance(mu, int | float) and mu == 0 else objective.replace(mu=mu)
 
 
 def tilted(direction, objective):
     """Adds <direction(extra), params - start> to every sample, i.e. the direction, a pytree like params, to every gradient (FedDANE).
 
-    A plain function: such a gradient is no combination of the client's samples, so there is no sample-space form.
+    No Objective: such a gradient is no combination of the client's samples, so there is no sample-space form.
     """
+    return jax.tree_util.Partial(functools.partial(_tilted, direction), objective)
 
-    def each(params, start, extra, x, y, key):
-        terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(extra), params, start)
-        return objective(params, start, extra, x, y, key) + sum(jax.tree.leaves(terms))
 
-    return each
+def _tilted(direction, objective, params, start, extra, x, y, key):
+    terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(extra), params, start)
+    return objective(params, start, extra, x, y, key) + sum(jax.tree.leaves(terms))

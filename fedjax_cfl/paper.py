@@ -1,7 +1,8 @@
 """`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what came out beside what was printed.
 
 A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of overrides, and the published numbers. Every cell is an
-ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished.
+ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished. A row
+may be another measure of the runs of a row above it: `runs: ROW, measure: NAME` in place of overrides.
 """
 
 import argparse
@@ -20,14 +21,15 @@ from typing import NamedTuple
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from fedjax_cfl import download, edc_madc, figures, paper_report, report
+from fedjax_cfl import download, edc_madc, figures, model_map, paper_report, report
 from fedjax_cfl.errors import InputError, require
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {download.VARIABLE}", "expected the official train and test files")
 COMMAND = [sys.executable, "-m", "fedjax_cfl"]
 PASSING = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
-DRAWN = {"curves": figures.curves, "communication": figures.communication}  # the kinds of figures made from cells
+# the kinds of figures made from cells
+DRAWN = {"curves": figures.curves, "communication": figures.communication, "model_map": model_map.draw}
 
 
 class Cell(NamedTuple):
@@ -64,9 +66,13 @@ def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[st
 
 
 def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
-    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first."""
+    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first.
+
+    Rows that share their runs have one cell together, that of the row which owns them.
+    """
+    owners = list(dict.fromkeys(paper_report.runs_of(table, row) for row in rows))
     for seed in seeds:
-        for row in rows:
+        for row in owners:
             own = table["rows"][row]["overrides"]
             if "measures" in table:
                 options = {"": []}
@@ -240,7 +246,7 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
 
     def ended(cell: Cell) -> str:
         write()
-        return paper_report.said(table, cell.folder)
+        return paper_report.said(table, cell.row, cell.folder)
 
     todo = list(cells(given.table, table, out, rows, columns, range(given.seeds), extra))
     if not todo:

@@ -23,20 +23,38 @@ FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rou
 ACROSS = 3  # panels side by side
 
 
+def runs_of(table: dict, row: str) -> str:
+    """Returns the row whose runs a row shows: its own, or those of the row it names, of which it shows another measure."""
+    return table["rows"][row].get("runs", row)
+
+
 def columns_of(table: dict, row: str) -> list[str]:
     """Returns the columns a row has: those it lists, or has published numbers for, or all; measures are columns, too."""
-    entry = table["rows"][row]
+    entry = table["rows"][runs_of(table, row)]
     return entry.get("columns") or list(table.get("measures") or entry.get("published") or table["columns"])
 
 
-def measure_of(table: dict, column: str) -> str:
-    """Returns the name of the measure that a column shows."""
-    return table["measures"][column] if "measures" in table else table.get("measure", "best_accuracy")
+def measure_of(table: dict, row: str, column: str) -> str:
+    """Returns the name of the measure that a cell shows: its column's, its row's or the table's."""
+    return table["measures"][column] if "measures" in table else table["rows"][row].get("measure", table.get("measure", "best_accuracy"))
+
+
+def score(measure: str) -> bool:
+    """Returns whether a measure is an accuracy or an F1."""
+    return "accuracy" in measure or "_f1" in measure
 
 
 def scale_of(table: dict, measure: str) -> float:
-    """Returns the factor from a measure to the table's unit: accuracies may be in percent."""
-    return table.get("scale", 1) if "accuracy" in measure else 1
+    """Returns the factor from a measure to the table's unit: scores may be in percent."""
+    return table.get("scale", 1) if score(measure) else 1
+
+
+def numbers_of(folder: Path) -> dict:
+    """Returns a cell's measures: those of every report, the megabytes sent both ways, and the seconds without compiling."""
+    rows = report.read_metrics(folder)
+    last = rows[-1] if rows else {}
+    sent = (last.get("bytes_down") or 0) + (last.get("bytes_up") or 0)
+    return report.measures(rows) | {"megabytes": sent / 1e6, "seconds": last.get("wall_s")}
 
 
 def own_rounds(folder: Path) -> int | None:
@@ -50,12 +68,12 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
 
     `runs` counts finished seeds, `seeds` those of them that have a value: a target may not be reached, an accuracy not count yet.
     """
-    numbers = {folder: report.measures(report.read_metrics(folder)) for folders in found.values() for folder in folders}
+    numbers = {folder: numbers_of(folder) for folders in found.values() for folder in folders}
     records = []
     for row, entry in table["rows"].items():
         for column in columns_of(table, row):
-            folders = found.get((row, "" if "measures" in table else column), [])
-            measure = measure_of(table, column)
+            folders = found.get((runs_of(table, row), "" if "measures" in table else column), [])
+            measure = measure_of(table, row, column)
             values = [numbers[folder][measure] for folder in folders]
             values = [value * scale_of(table, measure) for value in values if value is not None]
             records.append(
@@ -76,15 +94,15 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
 
 def number(value: float, measure: str, digits: int = 3) -> str:
     """Formats a value in the table's unit, with the digits its measure deserves."""
-    if "discrepancy" in measure:
+    if "discrepancy" in measure or measure == "ari":
         return f"{value:.{digits}g}"
     text = f"{value:,.1f}"
-    return text if "accuracy" in measure else text.removesuffix(".0")
+    return text if score(measure) else text.removesuffix(".0")
 
 
 def cell_text(table: dict, record: dict) -> str:
     """Formats `obtained ± sd (published)`; a cell that was not run shows `-` and the published number."""
-    measure = measure_of(table, record["column"])
+    measure = measure_of(table, record["row"], record["column"])
     printed = "" if record["published"] is None else f" ({record['published']})"
     if not record["runs"]:
         return f"-{printed}"
@@ -95,10 +113,11 @@ def cell_text(table: dict, record: dict) -> str:
     return f"{number(record['mean'], measure)}{spread}{some}{printed}"
 
 
-def said(table: dict, folder: Path) -> str:
-    """Formats the measures of one finished cell for a line on the terminal."""
-    values = report.measures(report.read_metrics(folder))
-    shown = table.get("measures") or {"": table.get("measure", "best_accuracy")}
+def said(table: dict, row: str, folder: Path) -> str:
+    """Formats the measures of one finished cell, those of the rows that share its run, too, for a line on the terminal."""
+    values = numbers_of(folder)
+    sharing = [measure_of(table, other, "") for other in table["rows"] if runs_of(table, other) == row] if "columns" in table else []
+    shown = table.get("measures") or ({name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]})
     texts = []
     for label, measure in shown.items():
         value = values[measure]
@@ -108,13 +127,14 @@ def said(table: dict, folder: Path) -> str:
 
 
 def ran_rows(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[str]:
-    """Returns the rows of which a cell has finished."""
+    """Returns the rows of which a cell has finished; rows that share the runs of another are not among them."""
     return [row for row in table["rows"] if any(row == ran for ran, _ in found)]
 
 
 def ran(table: dict, records: list[dict]) -> list[str]:
     """Returns the rows of which anything was run."""
-    return ran_rows(table, {(record["row"], record["column"]): [] for record in records if record["runs"]})
+    finished = {record["row"] for record in records if record["runs"]}
+    return [row for row in table["rows"] if row in finished]
 
 
 def headings(table: dict, records: list[dict]) -> list[str]:
@@ -123,11 +143,11 @@ def headings(table: dict, records: list[dict]) -> list[str]:
     return [name for name in table.get("measures") or table["columns"] if any(name in columns_of(table, row) for row in rows)]
 
 
-def rounds_note(records: list[dict]) -> list[str]:
-    """Returns lines about rows that ran other than their setting's own number of rounds."""
+def rounds_note(table: dict, records: list[dict]) -> list[str]:
+    """Returns lines about rows that ran other than their setting's own number of rounds; rows that share runs are mentioned once."""
     lines = {}
     for record in records:
-        if record["runs"] and record["rounds"] != record["of_rounds"]:
+        if record["runs"] and record["rounds"] != record["of_rounds"] and runs_of(table, record["row"]) == record["row"]:
             lines.setdefault((record["row"], record["rounds"], record["of_rounds"]), []).append(record["column"])
     return [f"- {row} ({', '.join(names)}): {done} of {own} rounds." for (row, done, own), names in lines.items()]
 
@@ -139,7 +159,7 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     lines = [f"# {table['title']}", "", "Obtained mean ± sd over seeds (published). `-`: not run.", ""]
     lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     lines += ["| " + " | ".join([row_title(table, row), *(text.get((row, c), "") for c in columns)]) + " |" for row in ran(table, records)]
-    if notes := rounds_note(records):
+    if notes := rounds_note(table, records):
         lines += ["", "Fewer or more rounds than the setting's own:", "", *notes]
     seeds = ", ".join(map(str, sorted({record["runs"] for record in records if record["runs"]})))
     lines += ["", f"Last command: `{command}`", "", f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. "]
@@ -177,8 +197,10 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     outer, inner = ("column", "row") if "measures" in table else ("row", "column")
     rows, columns = ran(table, records), headings(table, records)
     panels, lines = (columns, rows) if outer == "column" else (rows, columns)
-    # short lists of panels stay in one line, long ones are folded
-    across = min(ACROSS, len(panels))
+    # short lists of panels stay in one line, long ones are folded; the measures of the same runs stand side by side
+    owners = [runs_of(table, row) for row in rows]
+    together = max(map(owners.count, owners)) if outer == "row" else 1
+    across = min(together if together > 1 else ACROSS, len(panels))
     down = math.ceil(len(panels) / across)
     figure = Figure(figsize=(1.5 + 4.4 * across, 1.5 + down * (1.0 + 0.3 * len(lines))), layout="constrained")
     FigureCanvasAgg(figure)
@@ -191,7 +213,7 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         shown = {record[inner]: record for record in records if record[outer] == panel}
         dots(axes, [shown.get(line) for line in lines], [palette[line] for line in lines])
         axes.set_yticks(range(len(lines)), [row_title(table, line) if inner == "row" else line for line in lines], fontsize=9)
-        measure = measure_of(table, panel if outer == "column" else columns[0])
+        measure = measure_of(table, *((rows[0], panel) if outer == "column" else (panel, columns[0])))
         unit = "percent" if scale_of(table, measure) == 100 else ""
         rounds = {f"{r['rounds']} of {r['of_rounds']} rounds" for r in shown.values() if r["runs"] and r["rounds"] != r["of_rounds"]}
         unit = "; ".join([*([unit] if unit else []), *sorted(rounds)])
@@ -204,7 +226,8 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         Line2D([], [], marker="o", linestyle="-", color="0.3", label="obtained, mean ± sd over seeds"),
         Line2D([], [], marker="o", linestyle="", color="0.3", markerfacecolor="white", markersize=8, label="published"),
     ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    printed = any(record["published"] is not None for record in records)
+    figure.legend(handles=marks[: 1 + printed], loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     with report.replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 

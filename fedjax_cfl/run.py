@@ -4,8 +4,6 @@
 same two halves from Python, so that numbers appear while the run goes on.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl import evaluate, memory, sharding, traffic
+from fedjax_cfl import evaluate, memory, population, sharding, traffic
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.engine import DRIFT, stream
@@ -153,39 +151,53 @@ def run(
     if not data.test.order.size:
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
-    data = jax.device_put(enlarged(data, drift), sharding.replicated(mesh))
+    key, data = sharding.everywhere(key, mesh), enlarged(data, drift)
+    if population.on_host(data):
+        if drift.moves:
+            raise InputError("resident=host: a drift edits who holds which sample of all; use drift=none, or resident=device")
+        feed = population.Blocks(data, algorithm, key, rounds, eval_every, mesh)
+    else:
+        feed = population.Resident(sharding.everywhere(data, mesh), rounds, eval_every)
     began = time.perf_counter()
-    shapes, begin, train, test = programs(algorithm, drift, task, mesh, data, key, min(eval_every, rounds), with_auxiliary)
+    shapes, begin, train, test = programs(algorithm, drift, task, mesh, feed, key, with_auxiliary)
     begin = begin.compile() if start is None else None
     compile_s = time.perf_counter() - began
-    planned = memory.plan(shapes, data, [program for program in (begin, train, test) if program])
+    planned = memory.plan(shapes, feed.shapes("train"), [program for program in (begin, train, test.first) if program])
     memory.check(planned, mesh)
-    state, shifting, facts = start or (*begin(key, data), dict(COUNTERS))
+    state, shifting, facts = start or (*begin(key, feed.beginning()), dict(COUNTERS))
     facts = facts | {"compile_s": facts["compile_s"] + compile_s}
     on_start(Snapshot(state, shifting, facts))
     rows, done, table = [], int(state.round), None
     while done < rounds:
-        count = min(eval_every - done % eval_every, rounds - done)
-        started = time.perf_counter()
-        state, shifting, infos = jax.block_until_ready(train(key, state, shifting, data, count))
+        started, blocks = time.perf_counter(), []
+        for count, block in feed.training(done):
+            state, shifting, infos = jax.block_until_ready(train(key, state, shifting, block, count))
+            blocks.append(jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos)))
         trained = time.perf_counter()
-        found, table = jax.block_until_ready(test(state, shifting, data))
+        found, table = jax.block_until_ready(test(state, shifting, feed.testing()))
+        infos = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
+        count = len(infos.loss)
         ended = time.perf_counter()
         complain(algorithm, state, infos, count)  # first: neither row nor checkpoint may lead past it
         row = plain_row(state, infos, found, count, facts)
         if algorithm.clustered and hidden(discard, row, int(infos.selected[0]), data.num_clients):
             row["accuracy"] = None
-        seconds = {"wall_s": ended - started, "train_s": trained - started, "eval_s": ended - trained}
-        facts = facts | {name: facts[name] + value for name, value in seconds.items()}
-        facts |= {"client_updates": row["client_updates"], "local_steps": row["local_steps"]}
-        row["wall_s"] = facts["wall_s"]
+        facts = counted(facts, row, trained - started, ended - trained)
         done += count
         rows.append(row)
         if on_row(row, Snapshot(state, shifting, facts)):
             break
     if table is None:  # a finished run was taken up again
-        _, table = test(state, shifting, data)
-    return Result(state, shifting.on(data), rows, table, {name: facts[name] for name in TIMES}, planned)
+        _, table = test(state, shifting, feed.testing())
+    return Result(state, shifting.on(data) if shifting else data, rows, table, {name: facts[name] for name in TIMES}, planned)
+
+
+def counted(facts: dict[str, Any], row: dict[str, Any], train_s: float, eval_s: float) -> dict[str, Any]:
+    """Returns the counters and seconds after a block of rounds, and gives its row the seconds so far."""
+    spent = {"wall_s": train_s + eval_s, "train_s": train_s, "eval_s": eval_s}
+    facts = facts | {name: facts[name] + value for name, value in spent.items()}
+    row["wall_s"] = facts["wall_s"]
+    return facts | {name: row[name] for name in ("client_updates", "local_steps")}
 
 
 def hidden(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
@@ -208,24 +220,58 @@ def complain(algorithm: Algorithm, state: State, infos, count: int) -> None:
 
 def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key) -> tuple[State, Shifting]:
     """Returns shapes, types and shardings of a run's state and moving data: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda key, data: (algorithm.init(key, data), beginning(drift, key, data)), key, enlarged(data, drift))
+    streamed = population.on_host(data)
+    data = population.template(data, "train", 1, mesh) if streamed else enlarged(data, drift)
+    shapes = jax.eval_shape(starting(algorithm, drift, streamed), key, data)
     everywhere = sharding.replicated(mesh)
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
 
 
-def programs(algorithm, drift, task, mesh, data, key, block, with_auxiliary):
-    """Returns the state's shapes and the three programs of a run: the start, lowered; the rounds and the evaluation, compiled."""
+def starting(algorithm: Algorithm, drift: Drift, streamed: bool):
+    """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a population on the host."""
+    return lambda key, data: (algorithm.init(key, data), () if streamed else beginning(drift, key, data))
+
+
+def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary):
+    """Returns the state's shapes and the programs of a run: the start, lowered; the rounds, compiled; the evaluation, see `Scoring`."""
     everywhere = sharding.replicated(mesh)
+    rounds = rounds_of(algorithm, drift, feed.length)
 
-    def score(state, shifting, data):
-        return evaluate.row(algorithm, task, mesh, state, shifting.on(data), with_auxiliary)
+    def block(key, state, shifting, data, count):
+        if shifting:
+            return rounds(key, state, shifting, data, count)
+        state, _, infos = rounds(key, state, moving(data, ()), data, count)  # a block of a population on the host
+        return state, (), infos
 
-    state, shifting = standing(algorithm, drift, mesh, data, key)
-    rounds = jax.jit(rounds_of(algorithm, drift, block), donate_argnums=(1, 2), out_shardings=everywhere)
-    train = rounds.lower(key, state, shifting, data, 1).compile()
-    test = jax.jit(score, out_shardings=everywhere).lower(state, shifting, data).compile()
-    begin = jax.jit(lambda key, data: (algorithm.init(key, data), beginning(drift, key, data)), out_shardings=everywhere)
-    return state, begin.lower(key, data), train, test
+    begin = jax.jit(starting(algorithm, drift, feed.streamed), out_shardings=everywhere).lower(key, feed.shapes("train"))
+    state, shifting = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), begin.out_info)
+    train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
+    train = train.lower(key, state, shifting, feed.shapes("train"), 1).compile()
+    return state, begin, train, Scoring(algorithm, task, mesh, with_auxiliary, state, shifting, feed.shapes("test"))
+
+
+class Scoring:
+    """The compiled evaluation, over all the parts of the test data."""
+
+    def __init__(self, algorithm, task, mesh, with_auxiliary: bool, state, shifting, data):
+        def part(state, shifting, data):
+            data = shifting.on(data) if shifting else data
+            return evaluate.part(algorithm, task, mesh, state, data, with_auxiliary), data.concept
+
+        everywhere = sharding.replicated(mesh)
+        self.first = jax.jit(part, out_shardings=everywhere).lower(state, shifting, data).compile()
+        self.join = jax.jit(evaluate.joined, out_shardings=everywhere)
+        (table, right), concept = self.first.out_info
+        whole = jax.jit(lambda *given: evaluate.whole(algorithm, *given), out_shardings=everywhere)
+        self.last = whole.lower(state, table, right, concept).compile()
+
+    def __call__(self, state, shifting, parts):
+        """Returns (metrics, per-client table)."""
+        found = None
+        for data in parts:
+            one, concept = self.first(state, shifting, data)
+            found = one if found is None else self.join(found, one)
+        return self.last(state, *found, concept), found[0]
 
 
 def plain_row(state: State, infos, found, count: int, before: dict[str, Any]) -> dict[str, Any]:
@@ -257,11 +303,3 @@ def plain_row(state: State, infos, found, count: int, before: dict[str, Any]) ->
         "client_updates": before["client_updates"] + int(infos.clients.sum()),
         "local_steps": before["local_steps"] + int(np.sum(infos.steps, dtype=np.int64)),
     }
-
-
-def peak_memory_bytes() -> int:
-    """Returns the most memory used so far: the accelerator's if there is one, else the process's."""
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats and "peak_bytes_in_use" in stats:
-        return sum(device.memory_stats()["peak_bytes_in_use"] for device in jax.local_devices())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl import checkpoint, plot, report, settings
+from fedjax_cfl import checkpoint, hosts, plot, report, settings, sharding
 from fedjax_cfl.data import sentence
 from fedjax_cfl.download import cache
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.local import widest
-from fedjax_cfl.run import Snapshot, peak_memory_bytes, run, standing
+from fedjax_cfl.memory import peak_memory_bytes
+from fedjax_cfl.run import COUNTERS, Snapshot, run, standing
 
 CHECKPOINTS = "checkpoints"
 # Settings that may differ between a run and its continuation: they change neither the numbers nor what has been computed already.
 FREE = ("run_dir", "rounds", "eval_every", "eval_auxiliary", "devices", "offline", "resume", "checkpoint.", "paper.")
-FREE += ("local.width", "local.first_layer")
+FREE += ("local.width", "local.first_layer", "vectorize", "seeds", "coordinator", "process", "resident")
 PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core", "orbax-checkpoint")
 SPOKEN = ("algorithm", "dataset", "partition", "model", "drift", "seed", "rounds", "best_round", "ari")  # said as they are, with the scores
 
@@ -88,9 +89,10 @@ def stopping() -> Iterator[list[int]]:
         os.close(listening)
 
 
-def resumed(config: dict, run_dir: Path, algorithm, task, data, drift, mesh) -> Snapshot | None:
+def resumed(config: dict, run_dir: Path, algorithm, task, data, drift, mesh, until: int | None = None) -> Snapshot | None:
     """Returns where an unfinished run of this directory stands, with its metrics cut back to that round, or None to begin.
 
+    `until`: from no checkpoint of a later round.
     Raises InputError if the directory belongs to another run, holds a finished one, or `resume` does not allow either.
     """
     settings.check_run_dir(str(run_dir), config["resume"])
@@ -101,7 +103,8 @@ def resumed(config: dict, run_dir: Path, algorithm, task, data, drift, mesh) -> 
 
     found = None
     if checkpoint.saved(folder):
-        found = checkpoint.restore_latest(folder, standing(algorithm, drift, mesh, data, key), identity(config, data), warn)
+        like = standing(algorithm, drift, mesh, data, key)
+        found = checkpoint.restore_latest(folder, on_host(like) if jax.process_count() > 1 else like, identity(config, data), warn, until)
     if found is None:
         if config["resume"] == "must":
             raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
@@ -116,73 +119,126 @@ def resumed(config: dict, run_dir: Path, algorithm, task, data, drift, mesh) -> 
     return Snapshot(*found.tree, found.facts)
 
 
+def shared(begin: Callable[[], Snapshot | None], algorithm, data, drift, mesh, key) -> Snapshot | None:
+    """Returns in every process what `begin`, a use of `resumed`, returns in process 0; what it raises ends all of them.
+
+    Raises InputError in the other processes, too, and then without a text.
+    """
+    start, refused = None, None
+    if hosts.leads():
+        try:
+            start = begin()
+        except InputError as error:
+            refused = error
+    verdict = int(hosts.told(np.int32(2 if refused else start is not None)))  # 0 begin, 1 go on, 2 refused
+    if verdict == 2:
+        raise refused or InputError("")
+    if verdict == 0 or jax.process_count() == 1:
+        return start
+    mine = (start.state, start.shifting) if start else on_host(standing(algorithm, drift, mesh, data, key))
+    return Snapshot(*sharding.everywhere(hosts.told(mine), mesh), start.facts if start else dict(COUNTERS))
+
+
+def on_host(shapes):
+    """Returns NumPy arrays of the given shapes."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
 def train(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, task, data, drift, mesh, start) -> int:
     """Runs, or goes on with, one run, and writes its files; returns the exit status: 0, or 128 + the signal that stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last checkpoint can be resumed.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=not hosts.leads())
     key = jax.random.key(config["seed"])
     try:
-        machine = f"{mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}"
-        console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {sentence(data)}, {machine}")
+        console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {sentence(data)}, {machine(mesh)}")
         with stopping() as asked:
             result = rounds(config, run_dir, (algorithm, task, data, drift, mesh, key), start, asked)
             if asked:
                 console.print(f"stopped after round {int(result.state.round)}; the same command goes on from there", markup=False)
                 return 128 + asked[0]
-            finish(config, choices, overrides, run_dir, algorithm, result, mesh, console)
+            if hosts.leads():
+                summary = finish(config, choices, overrides, run_dir, algorithm, result, mesh)
+                tell(config, run_dir, algorithm, summary, console)
     except OSError as error:
         raise RunError(f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed") from None
     return 0
 
 
-def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, asked: list[int]):
-    """Runs the rounds; appends every row, and saves checkpoints when they are due, at the end, and before stopping."""
-    algorithm, task, data, drift, mesh, key = parts
-    folder, identified, every = run_dir / CHECKPOINTS, identity(config, data), config["checkpoint"]
-    saved = {"round": 0 if start is None else int(start.state.round), "at": time.monotonic()}
-    with report.open_metrics(run_dir) as handle, report.progress(config["rounds"], saved["round"]) as show:
+def machine(mesh) -> str:
+    """Returns the devices in words."""
+    several = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}{several}"
 
-        def save(snapshot: Snapshot, row):
-            step, accuracy = int(snapshot.state.round), row and row["accuracy"]
-            tree = (snapshot.state, snapshot.shifting)
-            try:
-                checkpoint.save(folder, step, tree, snapshot.facts, identified, keep=every["keep"], score=accuracy)
-            except InputError as error:  # nothing was wrong with what was asked for
-                raise RunError(str(error)) from None
-            saved.update(round=step, at=time.monotonic())
+
+class Recorder:
+    """Writes one run's rows as they come, and checkpoints when they are due, at the end, and before stopping."""
+
+    def __init__(self, config: dict, run_dir: Path, data, begun: int, files: contextlib.ExitStack):
+        self.last, self.every, self.folder = config["rounds"], config["checkpoint"], run_dir / CHECKPOINTS
+        self.identity, self.handle = identity(config, data), files.enter_context(report.open_metrics(run_dir))
+        self.saved = {"round": begun, "at": time.monotonic()}
+
+    def save(self, snapshot: Snapshot, accuracy: float | None = None) -> None:
+        """Saves where the run stands."""
+        step, tree = int(snapshot.state.round), (snapshot.state, snapshot.shifting)
+        try:
+            checkpoint.save(self.folder, step, tree, snapshot.facts, self.identity, keep=self.every["keep"], score=accuracy)
+        except InputError as error:  # nothing was wrong with what was asked for
+            raise RunError(str(error)) from None
+        self.saved = {"round": step, "at": time.monotonic()}
+
+    def add(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
+        """Writes a row; `snapshot()` is where the run then stands, asked for only if it is to be saved."""
+        report.append_row(self.handle, row)
+        passed, waited = row["round"] - self.saved["round"], time.monotonic() - self.saved["at"]
+        if passed >= self.every["every"] or waited >= 60 * self.every["minutes"] or stop or row["round"] >= self.last:
+            self.save(snapshot(), row["accuracy"])
+
+
+def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, asked: list[int]):
+    """Runs the rounds; every row and checkpoint is written as it comes."""
+    algorithm, task, data, drift, mesh, key = parts
+    begun = 0 if start is None else int(start.state.round)
+    with contextlib.ExitStack() as files:
+        recorder = Recorder(config, run_dir, data, begun, files) if hosts.leads() else None
+        show = files.enter_context(report.progress(config["rounds"], begun)) if hosts.leads() else None
 
         def on_row(row, snapshot: Snapshot):
-            report.append_row(handle, row)
-            show(row)
-            late = row["round"] - saved["round"] >= every["every"] or time.monotonic() - saved["at"] >= 60 * every["minutes"]
-            stop, last = bool(asked), row["round"] >= config["rounds"]
-            if late or stop or last:
-                save(snapshot, row)
-            return stop and not last  # asked meanwhile: after the next block, so that nothing stops unsaved
+            stop = hosts.any_of(bool(asked))
+            if recorder:
+                recorder.add(row, lambda: snapshot, stop)
+                show(row)
+            return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved
 
         def on_start(snapshot: Snapshot):
-            if start is None:  # from now on the directory is known to be this run's
-                save(snapshot, None)
+            if start is None and recorder:  # from now on the directory is known to be this run's
+                recorder.save(snapshot)
 
         options = {"drift": drift, "with_auxiliary": config["eval_auxiliary"], "mesh": mesh, "start": start}
         options |= {name: config[name] for name in ("rounds", "eval_every", "discard")}
         result = run(algorithm, task, data, key, **options, on_start=on_start, on_row=on_row)
-    if asked and int(result.state.round) >= config["rounds"]:
+    if int(result.state.round) >= config["rounds"]:
         asked.clear()  # there was nothing left to stop
+    elif not asked:
+        asked.append(signal.SIGTERM)  # another process was
     return result
 
 
-def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, result, mesh, console: Console) -> None:
-    """Writes clients.parquet, summary.json and curves.png from a finished run, and prints the final table."""
-    table, served = result.clients, algorithm.serve(result.state).index
-    held = result.data
+def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, result, mesh) -> dict:
+    """Writes clients.parquet, summary.json and curves.png of a finished run; returns the summary."""
+    table, served, held = jax.device_get((result.clients, algorithm.serve(result.state).index, result.data.replace(x=None)))
     columns = {"client": np.arange(held.num_clients), "group": served, "concept": held.concept, "train_samples": held.train.size}
     report.write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
     summary = summarise(config, choices, overrides, report.read_metrics(run_dir), result, mesh)
     plot.curves(run_dir, summary)
     report.write_json(run_dir / "summary.json", summary)  # last: its presence says that the run is finished
+    return summary
+
+
+def tell(config: dict, run_dir: Path, algorithm, summary: dict, console: Console) -> None:
+    """Prints the final table of a run."""
     console.print(report.final_table(spoken(summary)))
     if algorithm.clustered and summary["best_accuracy"] is None:
         console.print(f"no accuracy yet: discard={config['discard']} waits until every client has been met; more rounds, or discard=none")

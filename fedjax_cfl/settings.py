@@ -1,6 +1,7 @@
 """What a configuration may say: the checks that run before anything is loaded or trained."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,10 +51,15 @@ _anything = Rule("anything", lambda value: True)
 
 RULES = {
     "seed": _whole(0, 2**31 - 1),
+    "seeds": _whole(1),
+    "vectorize": _list,
     "rounds": _whole(1),
     "clients_per_round": _whole(1),
     "eval_every": _whole(1),
     "devices": _whole(1, or_none=True),
+    "coordinator": Rule("null, auto or HOST:PORT", lambda value: value in (None, "auto") or re.fullmatch(r"\S+:\d{1,5}", str(value))),
+    "processes": _whole(1, or_none=True),
+    "process": _whole(0, or_none=True),
     "run_dir": Rule("the name of a directory", lambda value: type(value) in (str, int) and bool(str(value).strip())),
     "resume": _one_of("auto", "must", "never"),
     "checkpoint.every": _whole(1),
@@ -64,6 +70,7 @@ RULES = {
     "faults.nan": _fraction,
     "faults.byzantine": _fraction,
     "faults.scale": _not_negative,
+    "resident": _one_of("device", "host"),
     "discard": _one_of("rounds", "met", "none"),
     "local.lr": _positive,
     "local.epochs": _whole(1, 100_000),

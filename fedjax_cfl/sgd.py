@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from fedjax_cfl import dual
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, samples_of
-from fedjax_cfl.objective import erm
+from fedjax_cfl.objective import Objective, erm
 from fedjax_cfl.shuffle import permutations, shuffles
 from fedjax_cfl.types import Task, Upload
 
@@ -47,9 +48,9 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         fewest = fewest if local.width == 1 else 1
         return local.epochs if iterations is None else -(-iterations // -(-fewest // batch))
 
-    def visit(client, bucket, data, shared, mine):
+    def visit(objective, lr, client, bucket, data, shared, mine):
         (key, models), (gid, effort, extra) = shared, mine
-        key = jax.random.fold_in(key, client)
+        tuned, key = local._replace(lr=lr), jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
         count, _ = samples_of(client, data)
         per_epoch = jnp.maximum(-(-count // batch), 1)
@@ -57,8 +58,8 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
         plan = Plan(steps, per_epoch, (steps - 1) // per_epoch)
         sizes = dual.sizes(task, objective, local.first_layer, start, buckets(data.capacity), batch, most_steps)
-        ways = [in_sample_space(task, objective, local, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
-        ways.append(direct(objective, local, bucket, passes))
+        ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
+        ways.append(direct(objective, tuned, bucket, passes))
         way = jnp.searchsorted(jnp.array(sizes), jnp.array(buckets(data.capacity))[bucket]) if sizes else 0
         delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
@@ -66,7 +67,7 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         first_loss, last_loss = losses / jnp.maximum(jnp.stack([seen, seen_last]), 1)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=first_loss, last_loss=last_loss, steps=steps)
 
-    return visit
+    return Partial(visit, with_leaves(objective), local.lr)
 
 
 def direct(objective, local: Local, bucket, passes):
@@ -116,7 +117,7 @@ def one_gradient(task: Task, local: Local, objective=None):
     """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA): delta = -lr * gradient of its mean loss."""
     objective = objective or erm(task)
 
-    def visit(client, bucket, data, shared, mine):
+    def visit(objective, lr, client, bucket, data, shared, mine):
         (key, models), (gid, _, extra) = shared, mine
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
@@ -134,7 +135,12 @@ def one_gradient(task: Task, local: Local, objective=None):
 
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
         loss, grad = lax.fori_loop(0, -(-count // BLOCK), block, nothing)
-        delta = jax.tree.map(lambda g: -local.lr * g, grad)
+        delta = jax.tree.map(lambda g: -lr * g, grad)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=loss, last_loss=loss, steps=(count > 0).astype(jnp.int32))
 
-    return visit
+    return Partial(visit, with_leaves(objective), local.lr)
+
+
+def with_leaves(objective):
+    """Returns an objective as a pytree, whose leaves may be traced: a plain function has none."""
+    return objective if isinstance(objective, Objective | Partial) else Partial(objective)

@@ -32,6 +32,8 @@ def use_cpu_cores(count: int | None = None) -> None:
 def mesh_of(devices: int | None = None) -> Mesh:
     """Returns the mesh over the first `devices` devices (default: all). Raises InputError if there are fewer."""
     found = jax.devices()
+    if devices is not None and jax.process_count() > 1:
+        raise InputError(f"devices={devices}: several processes use all of their devices; use null")
     if devices is not None and not 1 <= devices <= len(found):
         raise InputError(f"devices={devices}: between 1 and {len(found)} are available ({found[0].platform})")
     return Mesh(np.array(found[:devices]), (AXIS,))
@@ -40,6 +42,20 @@ def mesh_of(devices: int | None = None) -> Mesh:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def everywhere(tree, mesh: Mesh):
+    """Puts arrays, the same ones in every process, whole on every device."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, replicated(mesh))
+
+    def put(leaf):  # an array of one process's device cannot be moved to those of another, but one of the host can
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        held = np.asarray(leaf)
+        return jax.make_array_from_callback(held.shape, replicated(mesh), lambda part: held[part])
+
+    return jax.tree.map(put, tree)
 
 
 def over_devices(block, mesh: Mesh):

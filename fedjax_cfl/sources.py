@@ -13,6 +13,9 @@ FEATURES, CLASSES = 60, 10  # of the synthetic data
 MOST_CLASSES = 1_000_000  # a label beyond this is no label, and tables of classes should not end in a lack of memory
 SPREAD = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
+CIFAR = tuple(f"cifar10/cifar-10-batches-bin/{part}.bin" for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
+CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
+RECORD = 1 + 32 * 32 * 3  # bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
 FASHION = ("fashion_mnist/fashion_mnist_clients00-24.npz", "fashion_mnist/fashion_mnist_clients25-49.npz")
 
 
@@ -79,6 +82,25 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
         keep = np.flatnonzero(pool.y < 10)
         pool = Pool(pool.x[keep], pool.y[keep], 10, pool.client[keep], None if pool.test is None else pool.test[keep])
     return check_pool(pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None), "femnist")
+
+
+def cifar10() -> Pool:
+    """Returns CIFAR-10, 32x32x3 uint8, 10 classes: all 60,000 images, or the part of them that is here.
+
+    Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/, with the official split as `test`; else the
+    12,242 images of cifar10/cifar10_clients00-21.npz, whose official split is lost (`test` is None). There is no download.
+    """
+    batches, part = download.locate(*CIFAR), download.locate(CIFAR_PART)
+    if batches is not None:
+        records = [_records(path) for path in batches]
+        y, test = np.concatenate([labels for _, labels in records]), np.repeat([False] * 5 + [True], [len(labels) for _, labels in records])
+        pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
+    elif part is not None:
+        arrays = _images(part[0], ("images", "labels"), (32, 32, 3))
+        pool = Pool(arrays["images"], arrays["labels"], 10)
+    else:
+        raise download.missing("cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART)
+    return check_pool(pool, "cifar10")
 
 
 def sent140(
@@ -217,13 +239,23 @@ def _compact(client: np.ndarray) -> np.ndarray:
     return np.unique(client, return_inverse=True)[1].astype(np.int32)
 
 
-def _images(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Reads an npz file whose `images` must be [N, 28, 28] uint8 and `labels` [N]."""
+def _images(path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)) -> dict[str, np.ndarray]:
+    """Reads an npz file whose `images` must be [N, *shape] uint8 and `labels` [N]."""
     arrays = readers.read_npz(path, names)
     x, y = arrays["images"], arrays["labels"]
-    if x.shape[1:] != (28, 28) or x.dtype != np.uint8 or y.shape != x.shape[:1]:
-        raise InputError(f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N, 28, 28] uint8 and [N]")
+    if x.shape[1:] != shape or x.dtype != np.uint8 or y.shape != x.shape[:1]:
+        raise InputError(f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N, {str(shape)[1:-1]}] uint8 and [N]")
     return arrays
+
+
+def _records(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a file of CIFAR-10's binary version, at most 10,000 records; returns x [n, 32, 32, 3] and y [n], both uint8."""
+    with readers.unpacked(path) as (file, _):
+        content = file.read(10_000 * RECORD + 1)
+    if not content or len(content) % RECORD:
+        raise InputError(f"{path}: size of the data is {len(content)} bytes, expected 1 to 10000 records of {RECORD} bytes")
+    records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
+    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
 
 
 def _tested(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:

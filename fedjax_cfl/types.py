@@ -168,4 +168,5 @@ class Algorithm(NamedTuple):
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
     serve: Callable[..., Served]  # (state) -> models and who uses which
     clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody
+    reads: Callable[..., jax.Array] | None = None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
     nonfinite: str = "skip"  # what the run does about updates that are not finite, see `faults.Faults`

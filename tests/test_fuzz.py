@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import readers, sources
+from fedjax_cfl import command_line, readers, sources
 from fedjax_cfl.errors import InputError
 
 EXAMPLES = int(os.environ.get("FEDJAX_CFL_EXAMPLES", "300"))
@@ -155,8 +155,8 @@ def names():
     import hydra
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
-        known = list(cli._default(()))
-    return [*known, *cli._groups(), *(name.partition(".")[0] for name in known), "nope", "algorithm.nope", "hydra.run.dir", ""]
+        known = list(command_line._default(()))
+    return [*known, *command_line._groups(), *(name.partition(".")[0] for name in known), "nope", "algorithm.nope", "hydra.run.dir", ""]
 
 
 NOISE = [
@@ -202,7 +202,7 @@ def test_overrides(names, tmp_path, monkeypatch):
     @given(st.lists(line, min_size=1, max_size=2), st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]))
     def search(lines, flags):
         try:
-            cli.precheck([*flags, *lines])
+            command_line.precheck([*flags, *lines], cli.VERBS)
         except InputError as error:
             assert str(error) and not list(tmp_path.iterdir())
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # an accepted sweep has made its folder

@@ -260,7 +260,8 @@ def test_directions_of_all_founders_are_edc():
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
     node, seen, asked = paper.load(cli.CONF, name), set(), [[]]
-    rows, columns = list(node["rows"].values()), list(node.get("columns", {}).values()) or [[]]
+    rows = [entry for entry in node["rows"].values() if "runs" not in entry]
+    columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
         overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
         if not seen.issuperset(overrides):
@@ -276,6 +277,8 @@ def test_experiments_are_whole(name):
     """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
     node = paper.load(cli.CONF, name)
     for entry in node["rows"].values():
+        if "runs" in entry:  # of a row that has its own
+            assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
         known = [*node.get("columns", {}), *node.get("measures", {})]
         assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)
         assert all(isinstance(value, int | float) for value in entry.get("published", {}).values())

@@ -3,11 +3,13 @@
 from fedjax_cfl.algorithms.alone import nonfed
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
+from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
+from fedjax_cfl.algorithms.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl, rac, rcc
 from fedjax_cfl.algorithms.ifca import ifca
@@ -20,6 +22,7 @@ __all__ = [
     "fedadam",
     "fedavg",
     "fedavgm",
+    "fedcluster",
     "feddane",
     "feddist",
     "feddws",
@@ -28,6 +31,7 @@ __all__ = [
     "fedsgd",
     "fedyogi",
     "fesem",
+    "fesem_ma",
     "fl_hc",
     "flexcfl",
     "ifca",

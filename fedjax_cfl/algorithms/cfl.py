@@ -1,5 +1,5 @@
 """Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under Privacy Constraints",
-IEEE TNNLS 2021, https://arxiv.org/abs/1910.01991 ("FedCluster" in the FeSEM paper).
+IEEE TNNLS 2021, https://arxiv.org/abs/1910.01991. (`fedcluster` is what the FeSEM paper compares with by that name.)
 
 Everybody begins in one group. Where federated learning has become stationary for a group as a whole, but not for some of its members, the
 group is cut in two between the clients whose updates point apart, and each half goes on by itself.
@@ -130,8 +130,11 @@ def descent(train):
     return assign
 
 
-def bipartition(due, linkage: str, gamma_max, stale_updates: bool):
-    """Returns regroup(...): cuts every group that is `due(round, active, mean norm, longest norm, size)` [m] and can be cut."""
+def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda delta: delta):
+    """Returns regroup(...): cuts every group that is `due(round, active, mean norm, longest norm, size)` [m] and can be cut.
+
+    `seen` takes from the updates what their cosines are of.
+    """
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         tree, m = state.memory, state.active.size
@@ -151,7 +154,7 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool):
         state = state.replace(memory=tree.replace(passed=passed))
 
         def cut():
-            half, gamma = halves(ids, jnp.where(sent, group, -1), delta, ready, linkage)
+            half, gamma = halves(ids, jnp.where(sent, group, -1), seen(delta), ready, linkage)
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
         state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))

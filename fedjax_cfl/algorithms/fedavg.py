@@ -5,7 +5,7 @@ Clients train the one global model on their own data; the server averages what t
 """
 
 from fedjax_cfl.aggregate import weighted_mean
-from fedjax_cfl.engine import federated
+from fedjax_cfl.engine import federated, nobody
 from fedjax_cfl.sgd import one_gradient, sgd
 from fedjax_cfl.types import Algorithm
 
@@ -13,10 +13,10 @@ from fedjax_cfl.types import Algorithm
 def fedavg(task, local, select, *, aggregate=weighted_mean) -> Algorithm:
     """FedAvg: E local epochs, means weighted by training samples."""
     local = local.resolved()
-    return federated(task, local, select=select, solve=sgd(task, local), aggregate=aggregate)
+    return federated(task, local, select=select, solve=sgd(task, local), aggregate=aggregate, founders=nobody)
 
 
 def fedsgd(task, local, select) -> Algorithm:
     """FedSGD: one full-batch gradient a client, i.e. FedAvg with E = 1 and B = infinity."""
     local = local.resolved()
-    return federated(task, local, select=select, solve=one_gradient(task, local))
+    return federated(task, local, select=select, solve=one_gradient(task, local), founders=nobody)

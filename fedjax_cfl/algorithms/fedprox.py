@@ -7,7 +7,7 @@ FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.engine import federated
+from fedjax_cfl.engine import federated, nobody
 from fedjax_cfl.objective import erm, proximal
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Algorithm
@@ -17,7 +17,8 @@ def fedprox(task, local, select, *, mu=1.0, drop_percent: float = 0.0) -> Algori
     """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs, uniformly drawn, and are kept."""
     local = local.resolved()
     solve = sgd(task, local, proximal(mu, erm(task)))
-    return federated(task, local, select=select, solve=solve, effort=stragglers(drop_percent, local.epochs) if drop_percent else None)
+    slow = stragglers(drop_percent, local.epochs) if drop_percent else None
+    return federated(task, local, select=select, solve=solve, effort=slow, founders=nobody)
 
 
 def stragglers(drop_percent: float, epochs: int):

@@ -108,6 +108,7 @@ def flexcfl(
         migrate=founded_anew(found, trial, local, count, recluster, temperature_max, move) if recluster else move,
         assign=cold_start(nearest_direction(trial) if newcomers == "nearest" else random_group),
         mix=mixing,
+        founders=None if dynamic or recluster or parts else lambda key, clients: founders_of(jax.random.split(key, 4)[1], clients, count),
         **parts,
     )
 
@@ -166,7 +167,7 @@ def group_cold_start(task, found, count: int, m: int, group_start: str):
     def start(key, data):
         keys = jax.random.split(key, 4)
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        ids = jax.random.permutation(keys[1], data.num_clients)[:count].astype(jnp.int32)
+        ids = founders_of(keys[1], data.num_clients, count)
         cohort, gid, directions, founders = found(keys[2:], ids, initial, data)
         began = directions if group_start == "pretrained" else jax.tree.map(jnp.zeros_like, directions)
         return Start(
@@ -177,6 +178,11 @@ def group_cold_start(task, found, count: int, m: int, group_start: str):
         )
 
     return start
+
+
+def founders_of(key, num_clients: int, count: int):
+    """Returns the clients that found the groups, drawn uniformly."""
+    return jax.random.permutation(key, num_clients)[:count].astype(jnp.int32)
 
 
 def founded_anew(found, trial, local, count: int, rounds: Sequence[int], highest: float, move=None):

@@ -13,7 +13,7 @@ from jax import lax
 from fedjax_cfl import aggregate, traffic
 from fedjax_cfl import local as training
 from fedjax_cfl.assign import best_model, every_round, training_loss
-from fedjax_cfl.engine import SELECT, START, TRAIN, Start, federated, random_groups, stream
+from fedjax_cfl.engine import SELECT, START, TRAIN, Start, federated, nobody, random_groups, stream
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, watch
 from fedjax_cfl.sgd import one_gradient, sgd
@@ -76,7 +76,8 @@ def ifca(
 
     def build(begin):
         parts = {"start": begin, "migrate": move, "assign": every_round(choose), "aggregate": combine}
-        return federated(task, local, select=select, solve=solve, **parts)
+        plain = start == "random" and restarts == 1 and not migrate
+        return federated(task, local, select=select, solve=solve, founders=nobody if plain else None, **parts)
 
     begin = watched(starts[start](task, m)) if migrate else starts[start](task, m)
     return build(begin) if restarts == 1 else build(best_of(restarts, restart_rounds, begin, build(begin)))

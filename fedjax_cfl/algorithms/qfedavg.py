@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from fedjax_cfl import local as training
 from fedjax_cfl.aggregate import q_fair
 from fedjax_cfl.assign import training_loss
-from fedjax_cfl.engine import federated
+from fedjax_cfl.engine import federated, nobody
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
@@ -21,4 +21,4 @@ def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
     def prepare(key, state, data, cohort, gid):
         return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]
 
-    return federated(task, local, select=select, solve=sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr))
+    return federated(task, local, select=select, solve=sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr), founders=nobody)

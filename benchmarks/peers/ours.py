@@ -1,0 +1,61 @@
+"""This package: FedAvg over one CPU device per core."""
+
+import time
+
+import flax.linen as nn
+import jax
+import numpy as np
+from workloads import CLASSES, LR, Workload, cohorts, initial, population
+
+import fedjax_cfl as cfl
+from fedjax_cfl import sharding
+from fedjax_cfl.layers import Conv, dense, flat, images, max_pool
+from peers import Trained
+
+
+class TwoConvolutions(nn.Module):
+    """W3's model."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for layer, features in enumerate((32, 64)):
+            x = max_pool(nn.relu(Conv(features, 5, name=f"conv_{layer}")(x)))
+        return dense(self.num_classes, "head")(flat(x))
+
+
+NAMES = {"mlp": ["hidden_0", "head"], "mclr": ["head"], "cnn": ["conv_0", "conv_1", "head"]}  # of the layers, first to last
+
+
+def module(model: str) -> nn.Module:
+    """Returns the Flax module of a workload."""
+    return TwoConvolutions(CLASSES) if model == "cnn" else cfl.models.MLP(CLASSES, hidden=(128,) if model == "mlp" else ())
+
+
+def train(work: Workload, rounds: int) -> Trained:
+    """Runs FedAvg from the given first model; `jit` of the whole round is what the engine's users run."""
+    cfl.use_cpu_cores()
+    mesh, names = cfl.mesh_of(), NAMES[work.model]
+    x, y, start = population(work.model)
+    owner = np.repeat(np.arange(work.clients), np.diff(start)).astype(np.int32)
+    held = cfl.Holdings(np.arange(y.size), owner, np.zeros(y.size, bool))
+    everywhere = sharding.replicated(mesh)
+    data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
+    task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
+    local = cfl.Local(LR, work.epochs, work.batch, None, mesh)
+    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.listed(cohorts(work, rounds)))
+    key = jax.device_put(jax.random.key(0), everywhere)
+    state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
+    given = {name: {"kernel": kernel[None], "bias": bias[None]} for name, (kernel, bias) in zip(names, initial(work.model), strict=True)}
+    state = jax.device_put(state.replace(groups=given), everywhere)
+    seconds, steps, model = [], [], None
+    for _ in range(rounds):
+        began = time.perf_counter()
+        state, info = jax.block_until_ready(step(key, state, data))
+        seconds.append(time.perf_counter() - began)
+        steps.append(int(info.steps))
+        model = model or [tuple(np.asarray(state.groups[name][part][0]) for part in ("kernel", "bias")) for name in names]
+    return Trained(seconds, steps, model)

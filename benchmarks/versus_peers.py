@@ -1,0 +1,285 @@
+"""Is local training faster than each peer's on the same machine, in the same run?
+
+One round of FedAvg, client updates and aggregation: the same cohorts, data, first model and hyperparameters (`workloads.py`) for all.
+
+    python benchmarks/versus_peers.py --make-environments DIR [PEER ...]     a virtual environment for each peer in DIR, about 6 GB
+    python benchmarks/versus_peers.py --environments DIR                     the table; a peer without environment is not measured
+    python benchmarks/versus_peers.py --quick                                only ours, two rounds of each workload, under two minutes
+
+Results come first: after two epochs of full batches, where the order of samples cannot matter, every parameter of the aggregated model has
+to agree with ours to 1/1,000 of the largest movement; and in the timed rounds, where each shuffles as it does, the model has to have moved
+as far as ours within 5 %. A peer that fails either gets no speed, and the program exits with 1. Then: ours, the peer, ours, the peer, each
+in a fresh process; the ratio of every such pair, median (least..most). The first rounds, which compile and fill caches, have a column.
+
+Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512) that had other work to do as well, Python 3.11, jax 0.10.2 on both sides, PyTorch
+2.13.0; one repetition (`--rounds 3 --repeats 1`):
+
+                      client updates/s        ours over the peer           steps/s  first 2 rounds, s     largest
+                          ours    peer            median (range)      ours    peer       ours    peer  difference
+    W1  FedJAX jit         298   112.8                      2.64     10126    3428        9.7     3.1     3.1e-06
+    W1  PyTorch loop       605    87.1                      6.94     20557    2960        8.1     0.8     6.2e-06
+    W1  pfl                665    66.8                      9.95     22606    2271       10.4     1.4     3.1e-06
+    W1  Flower             314    39.3                      7.98     10661    1336        8.1    21.7     6.2e-06
+    W1  fluke              454    74.1                      6.13     15427    2518        8.1     0.9     6.2e-06
+    W1  CFLA               717    70.4                      10.2     24375    2393        8.6     0.9     3.1e-06
+    W2  FedJAX jit         984    96.7                      10.2     33458    2939       10.6     3.2     2.4e-06
+    W2  PyTorch loop      1796    53.1                      33.8     61050    1804       11.2     1.0     4.7e-06
+    W2  pfl               2176    65.7                      33.1     73993    2235        9.0     1.0     2.4e-06
+    W2  Flower            1726    65.0                      26.5     58670    2211       12.2    38.6     4.7e-06
+    W2  fluke             2164    82.8                      26.1     73589    2815        7.5     0.7     4.7e-06
+    W2  CFLA              1534    68.0                      22.6     52171    2312        8.1     0.9     2.4e-06
+    W3  FedJAX jit           5     5.4                     0.858        47      55       27.1    14.4     1.1e-04
+    W3  PyTorch loop         6     6.1                      0.98        61      62       20.8     7.5     1.4e-04
+    W3  pfl                  6    14.5                     0.397        59     149       20.2     3.2     1.2e-04
+    W3  Flower               8     5.2                       1.5        80      54       10.0    35.1     1.2e-04
+    W3  fluke                6     5.8                         1        60      59       23.9     7.7     1.2e-04
+    W3  CFLA                 6     5.7                     0.987        57      58       23.9     8.7     1.2e-04
+
+    W3 ours: 36 GFLOP/s, of a GEMM peak that the other work left at 31 GFLOP/s
+
+Under such load the spread between repetitions is as large as the ratios of W3. The last column is the largest difference of the aggregated
+model from ours in the check, over the largest movement.
+
+W3's share of the GEMM peak: the matrix products of forward and backward pass per second, over the most that NumPy's sgemm reaches in the
+same run, at W3's own im2col shapes and at 2,048 x 2,048.
+
+What is done to peers (see `peers/`): FedJAX gets the one line that lets 0.0.17 run on a current JAX. CFLA's FedAvg client gets SGD for its
+Adam and no evaluation. pfl keeps the order of its batches. PyTorch peers take one thread or PyTorch's default number, whichever is faster
+here; Flower's workers take one each. Not here: TensorFlow code of FlexCFL, which is not packaged.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from workloads import COHORT, WORKLOADS, Workload, cohorts, flops, gemm_peak, initial, sizes
+
+TORCH = "torch==2.13.0"
+WARM = 2  # rounds that are dropped
+SAME, AS_FAR = 1e-3, 0.05  # of the largest movement; of the length of ours
+
+
+class Peer(NamedTuple):
+    """A peer and what its environment needs."""
+
+    module: str  # of peers/
+    shown: str
+    installs: tuple[tuple[str, ...], ...]  # arguments of pip install, one call after another
+
+
+PEERS = {
+    "fedjax": Peer(
+        "fedjax_jit",
+        "FedJAX jit",
+        (
+            ("jax==0.10.2", "jaxlib==0.10.2", "dm-haiku==0.0.17", "optax==0.2.8", "chex==0.1.92", "numpy==2.4.6", "pandas==3.1.1"),
+            ("msgpack==1.2.4", "absl-py==2.5.1", "tqdm==4.70.1", "requests==2.34.2"),
+            ("--no-deps", "fedjax==0.0.17"),
+        ),
+    ),
+    "torch": Peer("torch_loop", "PyTorch loop", ((TORCH, "numpy==2.4.6"),)),
+    "pfl": Peer("pfl_simulated", "pfl", (("pfl==0.6.0", TORCH),)),
+    "flower": Peer("flower_simulation", "Flower", (("flwr[simulation]==1.41.0", "ray==2.55.1", TORCH),)),
+    "fluke": Peer("fluke_federation", "fluke", (("fluke-fl==0.8.1", TORCH),)),
+    "cfla": Peer("cfla_server", "CFLA", ((TORCH, "numpy==2.4.6"), ("--no-deps", "cfla==1.0.4"))),  # it asks for torch 2.0.1
+}
+
+
+class Failed(Exception):
+    """A side that came to no result, or to another one."""
+
+
+def make_environments(folder: Path, names: list[str]) -> None:
+    """Creates a virtual environment for each peer named; one that exists is completed."""
+    for name in names:
+        python = interpreter(folder, name)
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+        for arguments in PEERS[name].installs:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *arguments], check=True)
+        print(f"{name}: {python}", flush=True)
+
+
+def interpreter(folder: Path, name: str) -> Path:
+    """Returns the interpreter of a peer's environment, whether there is one or not."""
+    return folder / name / "bin" / "python"
+
+
+def side(module: str, work: Workload, rounds: int, model: str) -> None:
+    """Trains in this process and prints seconds and steps per round as one line of JSON; the first round's model goes to a file."""
+    done = importlib.import_module(f"peers.{module}").train(work, rounds)
+    np.savez(model, *(array for layer in done.model for array in layer))
+    sys.stdout.flush()
+    print("\n" + json.dumps({"seconds": done.seconds, "steps": done.steps}), flush=True)
+
+
+class Side(NamedTuple):
+    """What one process measured."""
+
+    seconds: np.ndarray  # [rounds]
+    steps: np.ndarray  # [rounds]
+    moved: np.ndarray  # [P], the global model's movement in the first round
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Client updates and local steps per second, after the first rounds."""
+        return np.array([COHORT * len(self.seconds[WARM:]), self.steps[WARM:].sum()]) / self.seconds[WARM:].sum()
+
+
+def measure(python, module: str, work: Workload, rounds: int, check: bool = False) -> Side:
+    """Runs one side in its own process; raises Failed if it does not finish."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(Path(folder) / "model.npz")
+        command = [str(python), __file__, "--side", module, "--workload", work.name, "--rounds", str(rounds), "--model", model]
+        process = subprocess.Popen(
+            command + ["--check"] * check, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True
+        )
+        try:
+            out, error = process.communicate(timeout=900)
+        except subprocess.TimeoutExpired:
+            out, error = "", "no result within 15 minutes"
+        finally:  # and whatever it left behind
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        if process.returncode or not out.strip():
+            raise Failed(f"failed: {error.strip()[-800:]}")
+        found = json.loads(out.splitlines()[-1])
+        with np.load(model) as arrays:
+            first = (array for layer in initial(work.model) for array in layer)
+            moved = np.concatenate([(arrays[name] - start).ravel() for name, start in zip(arrays.files, first, strict=True)])
+    return Side(np.array(found["seconds"]), np.array(found["steps"]), moved)
+
+
+def compared(ours: Side, theirs: Side) -> float:
+    """Returns the largest difference over our largest movement; raises Failed if it is too large."""
+    apart, most = np.abs(theirs.moved - ours.moved).max(), np.abs(ours.moved).max()
+    if not apart <= SAME * most:
+        raise Failed(f"another result: parameters differ by up to {apart:.1e}, ours moved by up to {most:.1e}; no speed is reported")
+    return float(apart / most)
+
+
+def as_far(ours: Side, theirs: Side) -> None:
+    """Raises Failed unless the timed model moved as far as ours and took about as many steps."""
+    far = np.linalg.norm(theirs.moved) / np.linalg.norm(ours.moved)
+    steps = theirs.steps.sum() / ours.steps.sum()
+    if not (abs(far - 1) <= AS_FAR and abs(steps - 1) <= 2 * AS_FAR):
+        raise Failed(f"another result: {steps:.2f} times our steps, moved {far:.3f} times as far; no speed is reported")
+
+
+def of_peak(work: Workload, rounds: int, ours: list[Side], peaks: list[dict[str, float]]) -> str:
+    """Returns a line: the matrix products per second of ours, as a share of the best sgemm of the run."""
+    samples = sizes(work.model)[cohorts(work, rounds)[WARM:]].sum() * work.epochs
+    reached = [samples * flops(work.model) / one.seconds[WARM:].sum() / 1e9 for one in ours]
+    best = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
+    share = np.array(reached) / max(best.values())
+    told = ", ".join(f"{value:.0f} at {name}" for name, value in best.items())
+    spread = f"{np.median(share):.0%} ({share.min():.0%}..{share.max():.0%})"
+    return f"{work.name} ours: {np.median(reached):.0f} GFLOP/s, {spread} of the GEMM peak ({told} GFLOP/s)"
+
+
+def row(work: Workload, shown: str, pairs: list[tuple[Side, Side]], difference: float) -> str:
+    """Returns a line of the table."""
+    rates = np.array([[one.rates for one in pair] for pair in pairs])  # [repeats, 2, 2]
+    ratio = rates[:, 0, 0] / rates[:, 1, 0]
+    (mine, my_steps), (theirs, their_steps) = np.median(rates, axis=0)
+    first = [np.median([pair[i].seconds[:WARM].sum() for pair in pairs]) for i in (0, 1)]
+    spread = f"{np.median(ratio):.3g} ({ratio.min():.3g}..{ratio.max():.3g})"
+    text = f"{work.name:4s}{shown:14s}{mine:8.1f}{theirs:8.1f}{spread:>26s}{my_steps:10.0f}{their_steps:8.0f}"
+    return text + f"{first[0]:11.1f}{first[1]:8.1f}{difference:12.1e}"
+
+
+HEAD = f"{'':18s}{'client updates/s':>16s}{'ours over the peer':>26s}{'steps/s':>18s}{'first 2 rounds, s':>19s}{'largest':>12s}\n" + (
+    f"{'':18s}{'ours':>8s}{'peer':>8s}{'median (range)':>26s}{'ours':>10s}{'peer':>8s}{'ours':>11s}{'peer':>8s}{'difference':>12s}"
+)
+
+
+def table(folder: Path, names: list[str], chosen: list[Workload], rounds: int, repeats: int) -> bool:
+    """Prints the table and returns whether every peer measured came to our result."""
+    present = [name for name in names if interpreter(folder, name).exists()]
+    print("not measured, no environment: " + (", ".join(name for name in names if name not in present) or "none"), flush=True)
+    print(HEAD, flush=True)
+    wrong = []
+    for work in chosen:
+        here, everyone, peaks = measure(sys.executable, "ours", work, 1, check=True), [], []
+        differences, pairs = {}, {name: [] for name in present}
+        for name in present:
+            try:
+                differences[name] = compared(here, measure(interpreter(folder, name), PEERS[name].module, work, 1, check=True))
+            except Failed as failure:
+                wrong.append(f"{work.name:4s}{PEERS[name].shown:14s}{failure}")
+        for _ in range(repeats):
+            peaks.append(gemm_peak(work))
+            for name in list(differences):
+                mine = measure(sys.executable, "ours", work, rounds)
+                everyone.append(mine)
+                try:
+                    theirs = measure(interpreter(folder, name), PEERS[name].module, work, rounds)
+                    as_far(mine, theirs)
+                    pairs[name].append((mine, theirs))
+                except Failed as failure:
+                    del differences[name]
+                    wrong.append(f"{work.name:4s}{PEERS[name].shown:14s}{failure}")
+        for name, difference in differences.items():
+            print(row(work, PEERS[name].shown, pairs[name], difference), flush=True)
+        if work.model == "cnn" and everyone:
+            print(of_peak(work, rounds, everyone, peaks), flush=True)
+    print(*wrong, sep="\n", end="\n" * bool(wrong), flush=True)
+    return not wrong
+
+
+def quick(chosen: list[Workload]) -> None:
+    """Prints our own speed in two rounds of each workload."""
+    for work in chosen:
+        mine = measure(sys.executable, "ours", work, WARM + 2)
+        updates, steps = mine.rates
+        first = mine.seconds[:WARM].sum()
+        print(
+            f"{work.name}, {work.what}: {updates:.0f} client updates/s, {steps:.0f} steps/s; first {WARM} rounds {first:.1f} s", flush=True
+        )
+
+
+def main() -> None:
+    """Reads the arguments and does what they ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--make-environments", metavar="DIR", type=Path, help="create the environments of the peers in DIR")
+    parser.add_argument("--environments", metavar="DIR", type=Path, help="measure the peers that have an environment in DIR")
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"which (default: all): {', '.join(PEERS)}")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=tuple(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=9, help=f"rounds of a repetition, the first {WARM} are dropped")
+    parser.add_argument("--repeats", type=int, default=3, help="alternating repetitions")
+    parser.add_argument("--quick", action="store_true", help="only ours, two rounds")
+    for inner in ("--side", "--workload", "--model"):
+        parser.add_argument(inner, help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        work = WORKLOADS[given.workload]
+        return side(given.side, work.check() if given.check else work, given.rounds, given.model)
+    if unknown := [name for name in given.peers if name not in PEERS]:
+        parser.error(f"no peer is called {unknown[0]}: {', '.join(PEERS)}")
+    names, chosen = given.peers or list(PEERS), [WORKLOADS[name] for name in given.workloads]
+    if given.make_environments:
+        make_environments(given.make_environments.resolve(), names)
+    elif given.quick:
+        quick(chosen)
+    elif given.environments:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress ends too
+        if not table(given.environments.absolute(), names, chosen, given.rounds, given.repeats):
+            sys.exit(1)
+    else:
+        parser.error("--environments DIR is needed, or --make-environments DIR, or --quick")
+
+
+if __name__ == "__main__":
+    main()

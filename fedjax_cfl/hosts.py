@@ -1,0 +1,44 @@
+"""Several processes as one: each holds some of the devices, all compute the same run, and process 0 alone reads and writes its files."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fedjax_cfl.errors import InputError
+
+
+def connect(coordinator: str | None, processes: int | None = None, process: int | None = None) -> None:
+    """Joins the other processes of a run; call it before anything touches a device.
+
+    `coordinator` None: this process is alone | auto: as the environment says (SLURM, a TPU pod, Open MPI, Kubernetes) | HOST:PORT of
+    process 0, with the number of `processes` and which one this is. Raises InputError if they cannot be joined.
+    """
+    if coordinator is None or jax.distributed.is_initialized():
+        return
+    if coordinator != "auto" and (processes is None or process is None or not 0 <= process < processes):
+        raise InputError(f"coordinator={coordinator}: needs processes=N and process=0 .. N-1, not processes={processes} process={process}")
+    address = {} if coordinator == "auto" else {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from the run, which stops by itself
+    try:
+        jax.distributed.initialize(**address)
+    except (RuntimeError, ValueError) as error:
+        hint = "no cluster was found in the environment; name it, as coordinator=HOST:PORT processes=N process=I"
+        raise InputError(f"coordinator={coordinator}: {hint if coordinator == 'auto' else str(error).splitlines()[0]}") from None
+
+
+def leads() -> bool:
+    """Returns whether this process reads and writes the files."""
+    return jax.process_index() == 0
+
+
+def any_of(flag: bool) -> bool:
+    """Returns whether the flag is set in any process; all of them must ask."""
+    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def told(tree):
+    """Returns process 0's pytree of arrays; the others pass one of the same shapes."""
+    if jax.process_count() == 1:
+        return tree
+    # one array at a time: those of one program may be exchanged in another order by another process
+    return jax.tree.map(lambda leaf: np.asarray(multihost_utils.broadcast_one_to_all(leaf)), tree)

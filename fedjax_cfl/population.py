@@ -1,0 +1,157 @@
+"""Populations larger than a device: samples stay on the host, and those of a block of rounds are fetched while the block before trains.
+
+Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see `federate(..., on_host=True)`. A block is ordinary data
+on the devices, in which everybody keeps their number and all but a few clients are without samples. Its size is static: the most that
+any block of the run needs, known beforehand because cohorts are functions of the key.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl import sharding
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Algorithm, FederatedData, View
+
+ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
+SAMPLES = 2**18  # test samples in a block of an evaluation, about
+DRAWN = 64  # rounds whose cohorts are drawn at once
+
+
+def on_host(data: FederatedData) -> bool:
+    """Returns whether these data stay on the host."""
+    return isinstance(data.x, np.ndarray)
+
+
+def template(data: FederatedData, side: str, most: int, mesh) -> FederatedData:
+    """Returns the shapes and types of a block of one side, train or test, of `most` samples."""
+    place = sharding.replicated(mesh)
+
+    def shape(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    number = shape(jnp.int32, data.num_clients)
+    held, empty = View(shape(jnp.int32, most), number, number), View(shape(jnp.int32, 1), number, number)
+    return data.replace(
+        x=shape(data.x.dtype, most, *data.x.shape[1:]),
+        y=shape(jnp.int32, most),
+        owner=shape(jnp.int32, most),
+        train=held if side == "train" else empty,
+        test=held if side == "test" else empty,
+        concept=number,
+        shifted=shape(jnp.bool_, data.num_clients),
+    )
+
+
+class Resident:
+    """Data that are whole on the devices, as one block."""
+
+    streamed = False
+
+    def __init__(self, data: FederatedData, rounds: int, eval_every: int):
+        self.data, self.rounds, self.eval_every, self.length = data, rounds, eval_every, min(eval_every, rounds)
+
+    def shapes(self, side: str) -> FederatedData:
+        """Returns what the programs are compiled for."""
+        return self.data
+
+    def beginning(self) -> FederatedData:
+        """Returns the data that a run's start reads."""
+        return self.data
+
+    def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
+        """Yields (rounds, data) up to the next evaluation."""
+        yield min(self.eval_every - done % self.eval_every, self.rounds - done), self.data
+
+    def testing(self) -> Iterator[FederatedData]:
+        """Yields everybody's test samples."""
+        yield self.data
+
+
+class Blocks:
+    """The blocks of a population on the host, fetched one ahead."""
+
+    streamed = True
+
+    def __init__(self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh):
+        if algorithm.reads is None:
+            raise InputError("resident=host: this algorithm reads the samples of clients outside its cohort; use resident=device")
+        self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
+        self.length = min(ROUNDS, eval_every, rounds)
+        self.founders = np.unique(np.asarray(algorithm.reads(key, None, data.num_clients)))
+        self.cohorts = drawn(algorithm, key, rounds, data.num_clients)
+        parts = [self._cohort(begin, count) for begin, count in self._plan(0)]
+        self.train_size = max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts])
+        ends = np.cumsum(data.test.size, dtype=np.int64)
+        cuts = np.searchsorted(ends, np.arange(SAMPLES, ends[-1], SAMPLES), side="left") + 1
+        self.tested = [part for part in np.split(np.arange(data.num_clients), cuts) if data.test.size[part].sum()]
+        self.test_size = max(int(data.test.size[part].sum()) for part in self.tested)
+
+    def _plan(self, done: int) -> Iterator[tuple[int, int]]:
+        """Yields (first round, rounds) of the blocks from round `done` on; none goes past an evaluation."""
+        while done < self.rounds:
+            count = min(self.length, self.eval_every - done % self.eval_every, self.rounds - done)
+            yield done, count
+            done += count
+
+    def _cohort(self, begin: int, count: int) -> np.ndarray:
+        return np.unique(self.cohorts[begin : begin + count])
+
+    def _fetched(self, ids: np.ndarray, side: str, most: int) -> FederatedData:
+        """Returns the samples of one side of these clients, ascending, as data of `most` samples on the devices."""
+        held: View = getattr(self.data, side)
+        size = np.zeros(self.data.num_clients, np.int32)
+        size[ids] = held.size[ids]
+        start = np.cumsum(size, dtype=np.int32) - size
+        numbers = np.concatenate([held.order[held.start[k] : held.start[k] + held.size[k]] for k in ids] or [np.zeros(0, np.int32)])
+        place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
+        x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
+        x[place] = self.data.x[numbers[place]]
+        y = np.zeros(most, np.int32)
+        y[: numbers.size] = self.data.y[numbers]
+        owner = np.full(most, -1, np.int32)
+        owner[: numbers.size] = np.repeat(ids, held.size[ids])
+        view = View(np.arange(most, dtype=np.int32), start, size)
+        empty = View(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
+        views = {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
+        return sharding.everywhere(self.data.replace(x=x, y=y, owner=owner, shifted=np.zeros(size.size, bool), **views), self.mesh)
+
+    def shapes(self, side: str) -> FederatedData:
+        """Returns what the programs are compiled for."""
+        return template(self.data, side, self.train_size if side == "train" else self.test_size, self.mesh)
+
+    def beginning(self) -> FederatedData:
+        """Returns the data that a run's start reads."""
+        return self._fetched(self.founders, "train", self.train_size)
+
+    def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
+        """Yields (rounds, data) of the blocks from round `done` up to the next evaluation."""
+        plan = list(self._plan(done))
+        last = next(i for i, (begin, count) in enumerate(plan) if (begin + count) % self.eval_every == 0 or begin + count == self.rounds)
+        plan = plan[: last + 1]
+        jobs = [lambda b=b, c=c: self._fetched(self._cohort(b, c), "train", self.train_size) for b, c in plan]
+        yield from zip((count for _, count in plan), _ahead(jobs), strict=True)
+
+    def testing(self) -> Iterator[FederatedData]:
+        """Yields everybody's test samples, block by block."""
+        yield from _ahead([lambda ids=ids: self._fetched(ids, "test", self.test_size) for ids in self.tested])
+
+
+def _ahead(jobs: list) -> Iterator:
+    """Yields the results of the jobs; while one is in use, the next is being made."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(job) for job in jobs[:1]]
+        for number in range(len(jobs)):
+            ready = waiting.pop().result()
+            if number + 1 < len(jobs):
+                waiting.append(pool.submit(jobs[number + 1]))
+            yield ready
+
+
+def drawn(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
+    """Returns whom every round reads, [rounds, n]."""
+    draw = jax.jit(lambda first: jax.lax.map(lambda i: algorithm.reads(key, first + i, num_clients), jnp.arange(min(rounds, DRAWN))))
+    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAWN)])[:rounds]

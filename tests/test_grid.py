@@ -1,0 +1,156 @@
+"""Runs trained as one program are the runs they would be alone: rows, files, checkpoints."""
+
+import json
+import shlex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import VARYING, jit
+
+import fedjax_cfl as cfl
+from fedjax_cfl import __main__ as cli
+from fedjax_cfl import checkpoint, grid, report
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.vectorize import stacked
+
+SMALL = "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2 checkpoint.every=2"
+FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algorithm.m=2"
+FAULTS = "faults.dropout=0.2 faults.straggler=0.3 faults.nan=0.1"
+CASES = {
+    "seeds and eta_g, swaps, faults": (
+        f"{FLEXCFL} {FAULTS} drift=swap_part drift.p=0.5",
+        "vectorize=[algorithm.eta_g,seed] seed=3,1 algorithm.eta_g=0,0.2",
+    ),
+    "step sizes, incremental": (
+        "algorithm=ifca algorithm.m=2 drift=incremental drift.fractions=[0.5,1] drift.schedule=[0,2]",
+        "vectorize=[local.lr] local.lr=0.01,0.1",
+    ),
+    "mu, one data set": ("algorithm=fedprox model=mlp", "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1"),
+    "seeds": ("algorithm=feddane", "seeds=2"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast(quickly):
+    pass
+
+
+def call(monkeypatch, line: str) -> int:
+    monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
+    try:
+        return cli.main()
+    except SystemExit as ended:
+        return ended.code
+
+
+def rows(folder):
+    return [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(folder)]
+
+
+def same(one, other):
+    """Counts exactly, the rest within rounding."""
+    assert len(one) == len(other) > 0
+    for left, right in zip(one, other, strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if isinstance(value, int | type(None)):
+                assert value == right[name], name
+            else:
+                np.testing.assert_allclose(np.array(value, float), np.array(right[name], float), rtol=2e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
+    setting, together = CASES[case]
+    assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0
+    folders = sorted(path for path in (tmp_path / "grid").iterdir() if path.is_dir())
+    for folder in folders[:: len(folders) - 1]:  # the first and the last
+        own = [line for line in json.loads((folder / "summary.json").read_text())["overrides"] if line not in SMALL.split()]
+        assert call(monkeypatch, f"{SMALL} {shlex.join(own)} run_dir={tmp_path / 'alone' / folder.name}") == 0
+        alone = tmp_path / "alone" / folder.name
+        same(rows(folder), rows(alone))
+        assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
+        ours, theirs = (checkpoint.arrays(checkpoint.saved(path / "checkpoints")[-1]) for path in (folder, alone))
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            assert array.shape == theirs[name].shape, name
+            np.testing.assert_allclose(array, theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
+    line = f"{SMALL} {FLEXCFL} drift=swap_all drift.p=0.4 seeds=2"
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
+    assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
+    for member in "01":
+        assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
+    # a run of a grid can go on alone
+    assert call(monkeypatch, f"{SMALL} {FLEXCFL} drift=swap_all drift.p=0.4 seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
+    assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
+    assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0  # from the last round that all have
+    assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    {
+        "vectorize=[seed]": "vectorize=seed: give seed several values, once, as seed=1,2",
+        "vectorize=[seed,local.epochs] seed=0,1 local.epochs=1,2": "vectorize=local.epochs: one of seed, local.lr, algorithm.mu, ",
+        "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
+        "vectorize=[seed] seed=1,1": "vectorize: seed=1,1 names a value twice",
+        "vectorize=[seed] seed=0,1 seeds=2": "seeds=2: seed has several values already; use one of the two",
+        "algorithm=fedavg vectorize=[algorithm.eta_g] algorithm.eta_g=0,1": "algorithm.eta_g=0: unknown setting",
+        "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
+        "seeds=0": "seeds=0: must be a whole number >= 1",
+    }.items(),
+)
+def test_what_cannot_be_one_program_is_refused(line, said, tmp_path, monkeypatch, capsys):
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'grid'}") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "grid").exists()
+
+
+def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_pool):
+    fewer = np.flatnonzero(np.arange(len(toy_pool.y)) % 5 != 0)
+    smaller = cfl.federate(toy_pool, cfl.Holdings(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=toy.num_clients)
+    both = stacked([toy, smaller])
+    for number, one in enumerate([toy, smaller]):
+        own = jax.tree.map(lambda leaf, number=number: leaf[number], both)
+        for side in ("train", "test"):
+            view, before = getattr(own, side), getattr(one, side)
+            np.testing.assert_array_equal(view.size, before.size)
+            np.testing.assert_array_equal(view.order[: before.order.size], before.order)
+            assert (own.owner[view.order[before.order.size :]] == -1).all()
+        assert sorted(np.concatenate([own.train.order, own.test.order])) == list(range(own.y.size))
+    with pytest.raises(InputError, match=r"the seeds' data differ in their clients \(14, 15\)"):
+        stacked([toy, cfl.federate(toy_pool, cfl.Holdings(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=15)])
+
+
+def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear):
+    """Nested maps, chunks of several clients, a traced step size, on several devices."""
+    mesh, rates, keys = cfl.mesh_of(2), jnp.array([0.05, 0.3]), jax.random.split(jax.random.key(5), 2)
+
+    def after(members: bool, lr, key):
+        local = cfl.Local(lr, 2, 4, 3, mesh, members=members)
+        algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
+        return algorithm.round(key, algorithm.init(key, toy), toy)[0]
+
+    together = jit(jax.vmap(jax.vmap(lambda lr, key: after(True, lr, key), (0, None)), (None, 0)))(rates, keys)
+    alone = jit(lambda lr, key: after(False, lr, key))
+    for s, key in enumerate(keys):
+        for h, lr in enumerate(rates):
+            one = jax.tree.map(lambda leaf, place=(s, h): leaf[place], together)
+            for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(alone(lr, key)), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_axis_is_outermost():
+    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0}
+    assert grid.points(grid.axes(config)) == [
+        {"seed": 4, "algorithm.eta_g": 0.0},
+        {"seed": 4, "algorithm.eta_g": 0.5},
+        {"seed": 2, "algorithm.eta_g": 0.0},
+        {"seed": 2, "algorithm.eta_g": 0.5},
+    ]

@@ -1,0 +1,115 @@
+"""Two processes over the network, with collectives of their own: the run of one process with two devices."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import VARYING
+
+from fedjax_cfl import report
+
+SMALL = [
+    "dataset.clients=20",
+    "model=mclr",
+    "local.epochs=1",
+    "clients_per_round=6",
+    "checkpoint.every=2",
+    "algorithm.alpha=2",
+    "algorithm.m=2",
+]
+SMALL += ["algorithm.pretrain=iters:3", "faults.dropout=0.2"]
+SWAPS = ["drift=swap_all", "drift.p=0.4"]
+
+
+def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
+    """Starts the processes of one run; alone, a process has two devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes), "XLA_FLAGS": ""}
+    started = []
+    for number in range(processes):
+        joined = [f"coordinator=127.0.0.1:{port}", "processes=2", f"process={number}"] if processes > 1 else []
+        command = [sys.executable, "-m", "fedjax_cfl", *SMALL, *more, *joined, f"run_dir={folder}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=environment, **pipes))
+    return started
+
+
+def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Returns (exit status, stdout, stderr) of each."""
+    try:
+        texts = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+def rows(folder):
+    return [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    (status, _, errors), *_ = ended(begin(folder, 1, "rounds=6", *SWAPS))
+    assert status == 0, errors
+    return rows(folder)
+
+
+def test_two_processes_are_one_run_interrupted_and_continued(alone, tmp_path):
+    folder = tmp_path / "both"
+    first = ended(begin(folder, 2, "rounds=4", *SWAPS))
+    assert [status for status, *_ in first] == [0, 0], first
+    assert "2 CPU devices on 2 hosts" in first[0][1]
+    assert "accuracy" not in first[1][1]  # process 0 alone speaks and writes
+    second = ended(begin(folder, 2, "rounds=6", *SWAPS))
+    assert [status for status, *_ in second] == [0, 0], second
+    assert "resuming after round 4" in second[0][1]
+    for ours, theirs in zip(rows(folder), alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_allclose(np.array(ours[name], float), np.array(value, float), rtol=1e-5, atol=1e-6, err_msg=name)
+    refused = ended(begin(folder, 2, "rounds=6", *SWAPS))
+    assert [status for status, *_ in refused] == [2, 2]
+    assert "already holds this run, finished after 6 rounds" in refused[0][2]
+    assert "fedjax-cfl" not in refused[1][2]  # said once
+
+
+def test_a_signal_to_any_process_stops_all_of_them_and_nothing_is_lost(tmp_path):
+    folder = tmp_path / "both"
+    started = begin(folder, 2, "rounds=100000")
+    for _ in range(900):
+        if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000:
+            break
+        time.sleep(0.1)
+    started[1].send_signal(signal.SIGTERM)
+    done = ended(started)
+    assert [status for status, *_ in done] == [128 + signal.SIGTERM] * 2, done
+    last = rows(folder)[-1]["round"]
+    assert f"stopped after round {last}" in done[0][1]
+    assert any(path.name.endswith(f"-step-{last}") for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["coordinator=nowhere"], "coordinator=nowhere: must be null, auto or HOST:PORT"),
+        (["coordinator=127.0.0.1:1"], "coordinator=127.0.0.1:1: needs processes=N and process=0 .. N-1, not processes=None process=None"),
+        (["coordinator=127.0.0.1:1", "processes=2", "process=2"], "needs processes=N and process=0 .. N-1, not processes=2 process=2"),
+        (["coordinator=auto"], "coordinator=auto: no cluster was found in the environment"),
+        (["coordinator=auto", "seeds=2"], "coordinator=auto: a grid of runs trains in one process"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(line, said, tmp_path):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "TPU"))}
+    command = [sys.executable, "-m", "fedjax_cfl", *SMALL, *line, f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=clean | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stderr
+    assert said in done.stderr

@@ -1,0 +1,119 @@
+"""A population that stays on the host trains as one that is on the devices."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl import checkpoint, folder, population
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.run import Snapshot, standing
+
+QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast(quickly):
+    pass
+
+
+@pytest.fixture
+def both(toy_pool):
+    held = cfl.Holdings(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    return cfl.federate(toy_pool, held), cfl.federate(toy_pool, held, on_host=True)
+
+
+def methods(task, local):
+    select = cfl.select.rr_then_random(5)
+    return {
+        "fedavg": lambda: cfl.algorithms.fedavg(task, local, select),
+        "qfedavg": lambda: cfl.algorithms.qfedavg(task, local, select),
+        "ifca": lambda: cfl.algorithms.ifca(task, local, select, m=2),
+        "fedgroup": lambda: cfl.algorithms.fedgroup(task, local, select, m=2, alpha=2, pretrain="iters:3"),
+    }
+
+
+def same(one, other):
+    for left, right in zip(one, other, strict=True):
+        for name in left.keys() - {"wall_s"}:
+            np.testing.assert_allclose(np.array(left[name], float), np.array(right[name], float), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "qfedavg", "ifca", "fedgroup"])
+def test_rows_clients_and_models_are_those_of_data_on_the_devices(name, both, linear, local, monkeypatch):
+    monkeypatch.setattr(population, "SAMPLES", 20)  # several parts in an evaluation
+    monkeypatch.setattr(population, "ROUNDS", 1)  # several blocks between evaluations
+    algorithm = methods(linear, local)[name]()
+    device, host = (cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK) for data in both)
+    assert len(device.rows) == 3
+    same(device.rows, host.rows)
+    np.testing.assert_allclose(device.clients.accuracy, host.clients.accuracy, rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(host.state), jax.tree.leaves(device.state), strict=True):
+        if ours.shape == theirs.shape and ours.dtype == np.float32:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert host.memory["data"] < device.memory["data"]
+
+
+def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
+    algorithm = methods(linear, local)["ifca"]()
+
+    def keep(row, snapshot):
+        if row["round"] == 2:
+            checkpoint.save(tmp_path, 2, (snapshot.state, snapshot.shifting), snapshot.facts, {})
+
+    whole = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK)
+    like = standing(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
+    found = checkpoint.restore_latest(tmp_path, like, {})
+    rest = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, start=Snapshot(*found.tree, found.facts), **QUICK)
+    assert [row["round"] for row in rest.rows] == [4, 5]
+    same(rest.rows, whole.rows[1:])
+
+
+def test_what_needs_everybodys_samples_is_refused(both, linear, local):
+    select, key = cfl.select.uniform(5), jax.random.key(0)
+    flexcfl = cfl.algorithms.flexcfl(linear, local, select, m=2, alpha=2)
+    with pytest.raises(InputError, match="resident=host: this algorithm reads the samples of clients outside its cohort"):
+        cfl.run(flexcfl, linear, both[1], key, mesh=local.mesh, rounds=1)
+    fedavg = cfl.algorithms.fedavg(linear, local, select)
+    with pytest.raises(InputError, match="resident=host: a drift edits who holds which sample of all"):
+        cfl.run(fedavg, linear, both[1], key, mesh=local.mesh, rounds=1, drift=cfl.drift.swap_all())
+    with pytest.raises(InputError, match="resident=host: a concept edits all samples at once"):
+        cfl.federate(
+            cfl.Pool(np.zeros((2, 1), np.uint8), np.zeros(2, np.int32), 2),
+            cfl.Holdings(*np.zeros((3, 2), int)),
+            cfl.concept.none,
+            on_host=True,
+        )
+
+
+def test_a_folder_of_arrays_is_read_without_being_loaded(tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+    arrays = {"x": x, "y": np.arange(30) % 3, "client": np.arange(30) // 3, "split": np.arange(30) % 3 == 2}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    pool = folder.npy(str(tmp_path))
+    assert isinstance(pool.x.base, np.memmap) and pool.num_classes == 3
+    np.testing.assert_array_equal(pool.x, x)
+    np.testing.assert_array_equal(pool.test, arrays["split"])
+    data = cfl.federate(pool, cfl.partition.by_user(pool), on_host=True)
+    assert (data.num_clients, data.capacity, int(data.test.size.sum())) == (10, 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("x", np.full((4, 2), np.nan, np.float32), "x is NaN or infinite in sample 0"),
+        ("x", np.zeros((4, 2)), "x has dtype float64, expected uint8 or float32"),
+        ("x", np.zeros((3, 2), np.float32), r"y has shape \(4,\), x has shape \(3, 2\)"),
+        ("x", np.array([object()]), "Python objects in dtype"),
+        ("y", np.array([0, 1, -1, 0]), "y is -1 in sample 2"),
+        ("client", np.zeros(3, int), r"client has shape \(3,\)"),
+        ("split", np.array([0, 1, 2, 0]), r"expected 0 \(train\) and 1 \(test\)"),
+    ],
+)
+def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
+    arrays = {"x": np.zeros((4, 2), np.float32), "y": np.zeros(4, int)} | {name: array}
+    for each, values in arrays.items():
+        np.save(tmp_path / f"{each}.npy", values, allow_pickle=True)
+    with pytest.raises(InputError, match=said):
+        folder.npy(str(tmp_path))
