@@ -63,9 +63,9 @@ def population(model: str = "mlp"):
     return x.reshape(-1, SIDE, SIDE, 1) if model == "cnn" else x, y, np.concatenate([[0], np.cumsum(size)])
 
 
-def cohorts(work: Workload, rounds: int) -> np.ndarray:
-    """Returns the clients [rounds, 20] of each round; the first two meet a last batch of every length, for those who compile each."""
-    return np.stack([np.random.RandomState(100 + number).choice(work.clients, COHORT, replace=False) for number in range(rounds)])
+def cohorts(work: Workload, rounds: int, count: int = COHORT) -> np.ndarray:
+    """Returns the clients [rounds, count] of each round; the first two meet a last batch of every length, for those who compile each."""
+    return np.stack([np.random.RandomState(100 + number).choice(work.clients, count, replace=False) for number in range(rounds)])
 
 
 def initial(model: str) -> list[tuple[np.ndarray, np.ndarray]]:

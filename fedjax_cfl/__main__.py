@@ -194,7 +194,7 @@ def local_of(config: DictConfig, resolved: dict, data, mesh) -> cfl.Local:
     width = None if config.local.width == "auto" else config.local.width
     batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
     faults = cfl.Faults(**resolved["faults"])
-    return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer)
+    return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer, config.local.momentum)
 
 
 def made(field: str, node: DictConfig, *arguments, **options):

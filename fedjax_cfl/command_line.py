@@ -109,7 +109,8 @@ def _bundles(asked: list[Override], choices: list[list[str]], together: list[str
 @functools.cache
 def _groups() -> dict[str, list[str]]:
     """Returns the options of every group of choices."""
-    return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+    options = {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+    return {name: names for name, names in options.items() if names}
 
 
 @functools.cache

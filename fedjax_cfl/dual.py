@@ -3,7 +3,8 @@
 Every gradient of that kernel W [F, H] is X_b^T g, a combination of the client's own samples, and weight decay and the proximal term only
 scale W. So after any number of steps W = W_0 + V with V = s W_0 + X^T D: a scalar s and a row of D [n, H] per sample say all, and with
 G = X X^T and Z = X W_0, made once, a step needs X_b V = s Z_b + G_b D [B, H] instead of products with F. For a client of n samples
-that is 2 B n H operations a step instead of 4 B F H, and W itself is neither read nor written.
+that is 2 B n H operations a step instead of 4 B F H, and W itself is neither read nor written. With momentum the velocity of W is of the
+same form, s_u W_0 + X^T U.
 """
 
 import jax
@@ -70,8 +71,24 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
     keep = 1 - lr * (decay + mu)
     rest_start = without(start, first.name)
 
+    def heavy(rest, scale, rows, products, velocity, grad, g, at, z_b, moved, gram_b, losses):
+        """One step with momentum: u' = momentum u + decay W_0 + (decay + mu) V + A and V' = V - lr u', where A = X_b^T g."""
+        (vv, vw), (rest_u, scale_u, rows_u, (uu, uv, uw)), beta, pull = products, velocity, local.momentum, decay + mu
+        au = jnp.sum((scale_u * z_b + gram_b @ rows_u) * g)
+        aw, av, aa = jnp.sum(z_b * g), jnp.sum(moved * g), jnp.sum((gram_b[:, at] @ g) * g)
+        step_w, step_v = aw + decay * square + pull * vw, av + decay * vw + pull * vv  # <u' - momentum u, .>
+        step_u = au + decay * uw + pull * uv
+        step_step = aa + decay * (decay * square + 2 * aw) + pull * (pull * vv + 2 * av + 2 * decay * vw)
+        uu, uv, uw = beta**2 * uu + 2 * beta * step_u + step_step, beta * uv + step_v, beta * uw + step_w
+        rest_u = jax.tree.map(lambda u, d: beta * u + d, rest_u, grad)
+        scale_u, rows_u = beta * scale_u + decay + pull * scale, (beta * rows_u + pull * rows).at[at].add(g)
+        velocity = rest_u, scale_u, rows_u, (uu, uv - lr * uu, uw)
+        rest = jax.tree.map(lambda p, u: p - lr * u, rest, rest_u)
+        products = vv - 2 * lr * uv + lr**2 * uu, vw - lr * uw
+        return rest, scale - lr * scale_u, rows - lr * rows_u, products, losses, velocity
+
     def step(t, carry):
-        rest, scale, rows, (vv, vw), losses = carry  # s, D, <V, V>, <V, W_0>
+        rest, scale, rows, (vv, vw), losses, velocity = carry  # s, D, <V, V>, <V, W_0>
         epoch, place = plan.place(t, batch)
         at = lax.dynamic_slice(order, (epoch * size + place,), (batch,))
         real = (place + jnp.arange(batch) < count).astype(jnp.float32)
@@ -87,8 +104,11 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
             return total / jnp.sum(real), total
 
         (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(rest, z_b + moved)
-        rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
         total = total + jnp.sum(real) * kernel_terms
+        losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+        if local.momentum:
+            return heavy(rest, scale, rows, (vv, vw), velocity, grad, g, at, z_b, moved, gram_b, losses)
+        rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
         if pulled:  # the products of V' = keep V - lr (decay W_0 + X_b^T g)
             w = decay * square + jnp.sum(z_b * g)  # <W_0, decay W_0 + X_b^T g>
             v = decay * vw + jnp.sum(moved * g)  # <V, decay W_0 + X_b^T g>
@@ -96,11 +116,12 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
             vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
             scale, rows = keep * scale - lr * decay, keep * rows
         rows = rows.at[at].add(-lr * g)
-        return rest, scale, rows, (vv, vw), losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+        return rest, scale, rows, (vv, vw), losses, velocity
 
     zero = jnp.zeros(())
-    carry = (rest_start, zero, jnp.zeros_like(z_start), (zero, zero), jnp.zeros(2))
-    rest, scale, rows, _, losses = lax.fori_loop(0, plan.steps, step, carry)
+    still = (jax.tree.map(jnp.zeros_like, rest_start), zero, jnp.zeros_like(z_start), (zero,) * 3) if local.momentum else ()
+    carry = (rest_start, zero, jnp.zeros_like(z_start), (zero, zero), jnp.zeros(2), still)
+    rest, scale, rows, _, losses, _ = lax.fori_loop(0, plan.steps, step, carry)
     delta = jax.tree.map(jnp.subtract, rest, rest_start)
     delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=EXACT)
     return delta, losses

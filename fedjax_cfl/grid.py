@@ -108,11 +108,13 @@ def train(
                     recorders[number].save(snapshot())
 
             def on_rows(rows, snapshots):
-                stop = bool(asked)
-                for recorder, row, snapshot in zip(recorders, rows, snapshots, strict=True):
-                    recorder.add(row, snapshot, stop)
+                for recorder, row in zip(recorders, rows, strict=True):
+                    recorder.add(row)
                 scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
                 show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
+                stop = bool(asked)
+                for recorder, row, snapshot in zip(recorders, rows, snapshots, strict=True):
+                    recorder.keep(row, snapshot, stop)
                 return stop and rows[0]["round"] < config["rounds"]
 
             start = None if starts[0] is None else starts

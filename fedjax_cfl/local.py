@@ -30,6 +30,7 @@ class Local(NamedTuple):
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
     first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: whichever is cheaper per client
+    momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
     members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
 
     def resolved(self) -> "Local":

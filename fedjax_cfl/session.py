@@ -189,9 +189,12 @@ class Recorder:
             raise RunError(str(error)) from None
         self.saved = {"round": step, "at": time.monotonic()}
 
-    def add(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
-        """Writes a row; `snapshot()` is where the run then stands, asked for only if it is to be saved."""
+    def add(self, row: dict) -> None:
+        """Writes a row."""
         report.append_row(self.handle, row)
+
+    def keep(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
+        """Saves where the run stands after a row, `snapshot()`, if it is time, or if the run stops or ends there."""
         passed, waited = row["round"] - self.saved["round"], time.monotonic() - self.saved["at"]
         if passed >= self.every["every"] or waited >= 60 * self.every["minutes"] or stop or row["round"] >= self.last:
             self.save(snapshot(), row["accuracy"])
@@ -206,10 +209,12 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
         show = files.enter_context(report.progress(config["rounds"], begun)) if hosts.leads() else None
 
         def on_row(row, snapshot: Snapshot):
+            if recorder:
+                recorder.add(row)
+                show(row)
             stop = hosts.any_of(bool(asked))
             if recorder:
-                recorder.add(row, lambda: snapshot, stop)
-                show(row)
+                recorder.keep(row, lambda: snapshot, stop)
             return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved
 
         def on_start(snapshot: Snapshot):

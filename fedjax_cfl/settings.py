@@ -75,6 +75,7 @@ RULES = {
     "local.lr": _positive,
     "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),
+    "local.momentum": _below_one,
     "local.width": Rule("auto or a whole number from 1 to 4096", lambda value: value == "auto" or _whole(1, 4096).holds(value)),
     "local.first_layer": _one_of("auto", "direct", "dual"),
     "model.l2": _not_negative,

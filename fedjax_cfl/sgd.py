@@ -80,7 +80,7 @@ def direct(objective, local: Local, bucket, passes):
         stride = jnp.array(buckets(data.capacity), jnp.int32)[bucket]
 
         def step(s, carry):
-            params, losses = carry
+            params, velocity, losses = carry
             epoch, place = plan.place(s, batch)
             rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
             real = (place + jnp.arange(batch) < count).astype(jnp.float32)
@@ -91,10 +91,13 @@ def direct(objective, local: Local, bucket, passes):
                 return total / jnp.sum(real), total
 
             (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
+            if local.momentum:
+                grad = velocity = jax.tree.map(lambda v, g: local.momentum * v + g, velocity, grad)
             params = jax.tree.map(lambda p, g: p - local.lr * g, params, grad)
-            return params, losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+            return params, velocity, losses + total * jnp.stack([epoch == 0, epoch == plan.last])
 
-        params, losses = lax.fori_loop(0, plan.steps, step, (start, jnp.zeros(2)))
+        still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
+        params, _, losses = lax.fori_loop(0, plan.steps, step, (start, still, jnp.zeros(2)))
         return jax.tree.map(jnp.subtract, params, start), losses
 
     return train

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import jit
 
@@ -27,8 +28,8 @@ def noise():
     return cfl.federate(pool, cfl.Holdings(np.arange(owner.size), owner, np.zeros(owner.size, bool)))
 
 
-def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5):
-    local = cfl.Local(0.1, epochs, 10, width, cfl.mesh_of(1), first_layer=way)
+def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1):
+    local = cfl.Local(lr, epochs, 10, width, cfl.mesh_of(1), first_layer=way, momentum=momentum)
     solve = training.over_clients(sgd(task, local, objective, iterations), local)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
@@ -47,6 +48,37 @@ def test_equals_training_the_kernel(noise, hidden, l2, mu):
     moved = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(direct.delta))
     assert moved > 0.05
     chex.assert_trees_all_close(other, direct, **CLOSE)
+
+
+@pytest.mark.parametrize(("hidden", "l2", "mu"), [((), 0.0, 0.0), ((7,), 0.01, 0.5), ((7, 5), 0.0, 0.5), ((7,), 0.01, 0.0)])
+def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
+    task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
+    heavy = {"objective": proximal(mu, erm(task)), "momentum": 0.8, "lr": 0.03}
+    direct, other = (trained(task, noise, way, **heavy) for way in ("direct", "dual"))
+    light = trained(task, noise, "direct", objective=heavy["objective"], lr=0.03)
+    apart = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(direct.delta), jax.tree.leaves(light.delta), strict=True))
+    assert apart > 0.05  # momentum does something
+    chex.assert_trees_all_close(other, direct, **CLOSE)
+
+
+def test_momentum_is_that_of_optax(noise):
+    """One client, full batches: heavy-ball SGD."""
+    task = cfl.as_task(cfl.models.MCLR(4), (6, 5), 4)
+    local = cfl.Local(0.1, 6, 1000, 1, cfl.mesh_of(1), first_layer="direct", momentum=0.8)
+    start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
+    one = jnp.array([2])
+    upload = jit(training.over_clients(sgd(task, local), local))(
+        cfl.types.Cohort(one, 0 * one), noise, (KEY, start), training.full(0 * one)
+    )
+    begin, size = int(noise.train.start[2]), int(noise.train.size[2])
+    rows = noise.train.order[begin : begin + size]
+    params, optimizer = jax.tree.map(lambda leaf: leaf[0], start), optax.sgd(0.1, momentum=0.8)
+    state = optimizer.init(params)
+    for _ in range(6):
+        grad = jax.grad(lambda p: task.loss(p, noise.x[rows], noise.y[rows], None).mean())(params)
+        update, state = optimizer.update(grad, state)
+        params = optax.apply_updates(params, update)
+    chex.assert_trees_all_close(jax.tree.map(lambda d, s: d[0] + s[0], upload.delta, start), params, rtol=1e-4, atol=1e-5)
 
 
 def test_equals_a_fixed_number_of_steps(noise):

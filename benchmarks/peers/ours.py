@@ -5,7 +5,7 @@ import time
 import flax.linen as nn
 import jax
 import numpy as np
-from workloads import CLASSES, LR, Workload, cohorts, initial, population
+from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, population
 
 import fedjax_cfl as cfl
 from fedjax_cfl import sharding
@@ -35,8 +35,8 @@ def module(model: str) -> nn.Module:
     return TwoConvolutions(CLASSES) if model == "cnn" else cfl.models.MLP(CLASSES, hidden=(128,) if model == "mlp" else ())
 
 
-def train(work: Workload, rounds: int) -> Trained:
-    """Runs FedAvg from the given first model; `jit` of the whole round is what the engine's users run."""
+def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "auto") -> Trained:
+    """Runs FedAvg with `count` clients a round from the given first model; `jit` of the whole round is what the engine's users run."""
     cfl.use_cpu_cores()
     mesh, names = cfl.mesh_of(), NAMES[work.model]
     x, y, start = population(work.model)
@@ -45,8 +45,8 @@ def train(work: Workload, rounds: int) -> Trained:
     everywhere = sharding.replicated(mesh)
     data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
     task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
-    local = cfl.Local(LR, work.epochs, work.batch, None, mesh)
-    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.listed(cohorts(work, rounds)))
+    local = cfl.Local(LR, work.epochs, work.batch, None, mesh, first_layer=first_layer)
+    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.listed(cohorts(work, rounds, count)))
     key = jax.device_put(jax.random.key(0), everywhere)
     state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
     given = {name: {"kernel": kernel[None], "bias": bias[None]} for name, (kernel, bias) in zip(names, initial(work.model), strict=True)}

@@ -1,0 +1,113 @@
+"""Does a round cost the same, in time and in memory, however many clients there are?
+
+FedAvg, softmax regression on 60 features, 20 samples a client (18 train, 2 test), 1,000 clients a round, B = 10, E = 1. Samples lie in
+memory-mapped files (4.8 GB for a million clients) and stay there (resident=host); every size runs in a process of its own.
+
+    python benchmarks/clients_scaling.py
+    python benchmarks/clients_scaling.py --quick      1,000 and 10,000 clients, under two minutes
+
+`training` is rounds per second after the first block; `own memory` is the peak of what the process itself allocated, without the pages of
+the mapped files, which the system can drop at any time.
+
+TABLE
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+FEATURES, CLASSES, HELD, COHORT, ROUNDS, EVERY = 60, 10, 20, 1000, 24, 8
+
+
+def written(folder: Path, clients: int) -> None:
+    """Writes the samples of all clients, in pieces; labels follow one of ten teachers."""
+    rng = np.random.default_rng(0)
+    total = clients * HELD
+    x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (total, FEATURES))
+    y = np.lib.format.open_memmap(folder / "y.npy", "w+", np.int32, (total,))
+    teacher = rng.standard_normal((FEATURES, CLASSES)).astype(np.float32)
+    for begin in range(0, total, 200_000):
+        piece = rng.standard_normal((min(200_000, total - begin), FEATURES), np.float32)
+        x[begin : begin + len(piece)], y[begin : begin + len(piece)] = piece, np.argmax(piece @ teacher, axis=1)
+    x.flush()
+    y.flush()
+
+
+def own_memory() -> int:
+    """Returns the bytes that this process has allocated and that lie in memory now (Linux)."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in status if line.startswith("RssAnon")).split()[1])
+
+
+def measured(folder: Path, clients: int) -> dict[str, float]:
+    """Runs one size in this process."""
+    import jax
+
+    import fedjax_cfl as cfl
+
+    cfl.use_cpu_cores()
+    peak, running = [0], threading.Event()
+
+    def watch():
+        while not running.wait(0.05):
+            peak[0] = max(peak[0], own_memory())
+
+    threading.Thread(target=watch, daemon=True).start()
+    x, y = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy")
+    numbers = np.arange(clients * HELD)
+    held = cfl.Holdings(numbers, (numbers // HELD).astype(np.int32), numbers % HELD >= HELD - 2)
+    data = cfl.federate(cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True)
+    task = cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES)
+    algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(COHORT))
+    began = time.perf_counter()
+    result = cfl.run(algorithm, task, data, jax.random.key(0), rounds=ROUNDS, eval_every=EVERY)
+    total = time.perf_counter() - began
+    running.set()
+    later = result.rows[-1]["wall_s"] - result.rows[0]["wall_s"] - result.times["eval_s"] * (1 - EVERY / ROUNDS)
+    return {
+        "training": (ROUNDS - EVERY) / later,
+        "evaluation": result.times["eval_s"] * EVERY / ROUNDS,
+        "total": total,
+        "own": peak[0],
+        "resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "accuracy": result.rows[-1]["accuracy"],
+    }
+
+
+def main() -> None:
+    """Prints a line for each number of clients."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="1,000 and 10,000 clients")
+    parser.add_argument("--folder", type=Path, help="where the files go (default: a temporary folder)")
+    parser.add_argument("--side", type=int, metavar="K", help="measure this many clients here, in files that exist")
+    given = parser.parse_args()
+    if given.side:
+        print(json.dumps(measured(given.folder, given.side)))
+        return
+    print(f"{'clients':>9}{'training, rounds/s':>20}{'an evaluation, s':>18}{'own memory, MB':>16}{'with files, MB':>16}{'accuracy':>10}")
+    for clients in (10**3, 10**4) if given.quick else (10**3, 10**4, 10**5, 10**6):
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            written(Path(folder), clients)
+            command = [sys.executable, __file__, "--side", str(clients), "--folder", folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{clients} clients failed:\n{done.stderr[-2000:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"{clients:9,}{found['training']:20.2f}{found['evaluation']:18.2f}{found['own'] / 1e6:16,.0f}{found['resident'] / 1e6:16,.0f}"
+            f"{found['accuracy']:10.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main()

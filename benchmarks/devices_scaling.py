@@ -1,0 +1,67 @@
+"""How does local training scale with devices?
+
+FedAvg on W1, W2 and W3 of `workloads.py` with 1, 2, 4, ... devices up to the cores of this machine (or its accelerators), each number in a
+process of its own, in alternating repetitions; the first rounds, which compile, are dropped.
+
+    python benchmarks/devices_scaling.py
+    python benchmarks/devices_scaling.py --quick      W1 only, few rounds, under two minutes
+
+TABLE
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from workloads import COHORT, WORKLOADS
+
+WARM = 2  # rounds that are dropped
+
+
+def speed(name: str, devices: int, rounds: int) -> float:
+    """Returns client updates per second of a process with so many CPU devices."""
+    command = [sys.executable, __file__, "--side", name, "--rounds", str(rounds)]
+    done = subprocess.run(command, env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} on {devices} devices failed:\n{done.stderr[-2000:]}")
+    seconds = json.loads(done.stdout.splitlines()[-1])[WARM:]
+    return COHORT * len(seconds) / sum(seconds)
+
+
+def main() -> None:
+    """Prints a line for each workload."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="W1 only, few rounds")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=tuple(WORKLOADS), help="train this one here")
+    given = parser.parse_args()
+    if given.side:
+        from peers import ours
+
+        print(json.dumps(ours.train(WORKLOADS[given.side], given.rounds).seconds))
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    counts = [2**i for i in range(cores.bit_length()) if 2**i <= cores]
+    rounds, repeats = (WARM + 2, 1) if given.quick else (given.rounds, given.repeats)
+    for name in ["W1"] if given.quick else WORKLOADS:
+        found = {count: [] for count in counts}
+        for _ in range(repeats):
+            for count in counts:
+                found[count].append(speed(name, count, rounds))
+        ratios = {count: sorted(a / b for a, b in zip(found[count], found[1], strict=True)) for count in counts}
+        for count in counts:
+            median = ratios[count][repeats // 2]
+            print(
+                f"{name}  {count} device{'s' * (count > 1):1}  {min(found[count]):7.0f}..{max(found[count]):.0f} client updates/s  "
+                f"{median:.2f} times one device ({ratios[count][0]:.2f}..{ratios[count][-1]:.2f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main()

@@ -1,0 +1,67 @@
+"""What does training a sweep as one program gain over its runs one after another?
+
+FlexCFL, 5 seeds x 5 eta_g, end to end as a user waits for it: two commands, each with an empty cache of compiled programs.
+
+    python benchmarks/vectorized_sweep.py                 digits (60 rounds), and MNIST-MLP (20 rounds) where the data are
+    python benchmarks/vectorized_sweep.py --quick         digits, 2 x 2 runs of 5 rounds, under two minutes
+
+TABLE
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "fedjax_cfl"]
+CASES = {"digits": ["dataset=digits", "rounds=60"], "MNIST-MLP": ["dataset=mnist", "model=mlp", "rounds=20", "offline=true"]}
+
+
+def timed(folder: Path, *overrides: str) -> float:
+    """Runs a command with a cache of its own; returns its seconds."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    began = time.perf_counter()
+    done = subprocess.run([*COMMAND, *overrides, f"run_dir={folder / 'runs'}"], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
+    return time.perf_counter() - began
+
+
+def totals(folder: Path) -> dict[str, float]:
+    """Returns the sums over all runs of what they say they spent, and their mean best accuracy."""
+    runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").rglob("summary.json"))]
+    return {name: sum(run[name] for run in runs) for name in ("compile_s", "train_s", "eval_s")} | {
+        "accuracy": sum(run["best_accuracy"] or 0.0 for run in runs) / len(runs),
+        "runs": len(runs),
+    }
+
+
+def main() -> None:
+    """Prints a line for each way and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="digits only, 2 x 2 runs of 5 rounds")
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    given = parser.parse_args()
+    cases = {"digits": ["dataset=digits", "rounds=5", "discard=none"]} if given.quick else {name: CASES[name] for name in given.cases}
+    seeds, rates = ("0,1", "0,0.1") if given.quick else ("0,1,2,3,4", "0,0.05,0.1,0.5,1")
+    grid = [f"seed={seeds}", f"algorithm.eta_g={rates}"]
+    print(f"{'':28}{'runs':>5}{'seconds':>9}{'compiling':>11}{'training':>10}{'evaluating':>12}{'accuracy':>10}")
+    for name, overrides in cases.items():
+        seconds = {}
+        for way, more in (("one after another", ["-m"]), ("one program", ["vectorize=[seed,algorithm.eta_g]"])):
+            with tempfile.TemporaryDirectory() as folder:
+                seconds[way] = timed(Path(folder), *more, "algorithm=flexcfl", *overrides, *grid)
+                parts = totals(Path(folder))
+            print(
+                f"{name + ', ' + way:28}{parts['runs']:5}{seconds[way]:9.1f}{parts['compile_s']:11.1f}{parts['train_s']:10.1f}"
+                f"{parts['eval_s']:12.1f}{parts['accuracy']:10.4f}"
+            )
+        print(f"{name}: {seconds['one after another'] / seconds['one program']:.1f} times as fast")
+
+
+if __name__ == "__main__":
+    main()
