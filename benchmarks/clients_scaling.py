@@ -6,10 +6,19 @@ memory-mapped files (4.8 GB for a million clients) and stay there (resident=host
     python benchmarks/clients_scaling.py
     python benchmarks/clients_scaling.py --quick      1,000 and 10,000 clients, under two minutes
 
-`training` is rounds per second after the first block; `own memory` is the peak of what the process itself allocated, without the pages of
+`training` is rounds per second, fetching included; `own memory` is the peak of what the process itself allocated, without the pages of
 the mapped files, which the system can drop at any time.
 
-TABLE
+Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2:
+
+      clients  training, rounds/s  an evaluation, s  own memory, MB  with files, MB  accuracy
+        1,000              101.46              0.00             393             588     0.180
+       10,000               44.91              0.02             660             913     0.188
+      100,000               42.65              0.31             913           1,597     0.189
+    1,000,000               41.85              4.21           2,637           7,712     0.188
+
+The samples cost no memory; what grows is about 2.2 KB a client, most of it while the run begins and in the tables of an evaluation, which
+has three counts for each client and class. Drawing a cohort costs the same for any number of clients: beyond 65,536 a Feistel permutation.
 """
 
 import argparse
@@ -62,8 +71,8 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
 
     threading.Thread(target=watch, daemon=True).start()
     x, y = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy")
-    numbers = np.arange(clients * HELD)
-    held = cfl.Holdings(numbers, (numbers // HELD).astype(np.int32), numbers % HELD >= HELD - 2)
+    numbers = np.arange(clients * HELD, dtype=np.int32)
+    held = cfl.Holdings(numbers, numbers // HELD, numbers % HELD >= HELD - 2)
     data = cfl.federate(cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True)
     task = cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES)
     algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(COHORT))
@@ -71,9 +80,8 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
     result = cfl.run(algorithm, task, data, jax.random.key(0), rounds=ROUNDS, eval_every=EVERY)
     total = time.perf_counter() - began
     running.set()
-    later = result.rows[-1]["wall_s"] - result.rows[0]["wall_s"] - result.times["eval_s"] * (1 - EVERY / ROUNDS)
     return {
-        "training": (ROUNDS - EVERY) / later,
+        "training": ROUNDS / result.times["train_s"],
         "evaluation": result.times["eval_s"] * EVERY / ROUNDS,
         "total": total,
         "own": peak[0],

@@ -5,7 +5,15 @@ FlexCFL, 5 seeds x 5 eta_g, end to end as a user waits for it: two commands, eac
     python benchmarks/vectorized_sweep.py                 digits (60 rounds), and MNIST-MLP (20 rounds) where the data are
     python benchmarks/vectorized_sweep.py --quick         digits, 2 x 2 runs of 5 rounds, under two minutes
 
-TABLE
+Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the sums of what the runs say they spent, and the mean of
+their best accuracies:
+
+                                 runs  seconds  compiling  training  evaluating  accuracy
+    digits, one after another      25    209.6      178.8       4.8         1.5    0.9517
+    digits, one program            25     41.4       17.4       1.3         0.2    0.9517
+    digits: 5.1 times as fast
+
+MNIST-MLP has not been measured.
 """
 
 import argparse

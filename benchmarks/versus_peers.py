@@ -11,34 +11,30 @@ to agree with ours to 1/1,000 of the largest movement; and in the timed rounds, 
 as far as ours within 5 %. A peer that fails either gets no speed, and the program exits with 1. Then: ours, the peer, ours, the peer, each
 in a fresh process; the ratio of every such pair, median (least..most). The first rounds, which compile and fill caches, have a column.
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512) that had other work to do as well, Python 3.11, jax 0.10.2 on both sides, PyTorch
-2.13.0; one repetition (`--rounds 3 --repeats 1`):
+Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both sides, PyTorch 2.13.0; one
+repetition (`--repeats 1`), 5 (W1) and 3 (W3) rounds of 20 clients each:
 
                       client updates/s        ours over the peer           steps/s  first 2 rounds, s     largest
                           ours    peer            median (range)      ours    peer       ours    peer  difference
-    W1  FedJAX jit         298   112.8                      2.64     10126    3428        9.7     3.1     3.1e-06
-    W1  PyTorch loop       605    87.1                      6.94     20557    2960        8.1     0.8     6.2e-06
-    W1  pfl                665    66.8                      9.95     22606    2271       10.4     1.4     3.1e-06
-    W1  Flower             314    39.3                      7.98     10661    1336        8.1    21.7     6.2e-06
-    W1  fluke              454    74.1                      6.13     15427    2518        8.1     0.9     6.2e-06
-    W1  CFLA               717    70.4                      10.2     24375    2393        8.6     0.9     3.1e-06
-    W2  FedJAX jit         984    96.7                      10.2     33458    2939       10.6     3.2     2.4e-06
-    W2  PyTorch loop      1796    53.1                      33.8     61050    1804       11.2     1.0     4.7e-06
-    W2  pfl               2176    65.7                      33.1     73993    2235        9.0     1.0     2.4e-06
-    W2  Flower            1726    65.0                      26.5     58670    2211       12.2    38.6     4.7e-06
-    W2  fluke             2164    82.8                      26.1     73589    2815        7.5     0.7     4.7e-06
-    W2  CFLA              1534    68.0                      22.6     52171    2312        8.1     0.9     2.4e-06
-    W3  FedJAX jit           5     5.4                     0.858        47      55       27.1    14.4     1.1e-04
-    W3  PyTorch loop         6     6.1                      0.98        61      62       20.8     7.5     1.4e-04
-    W3  pfl                  6    14.5                     0.397        59     149       20.2     3.2     1.2e-04
-    W3  Flower               8     5.2                       1.5        80      54       10.0    35.1     1.2e-04
-    W3  fluke                6     5.8                         1        60      59       23.9     7.7     1.2e-04
-    W3  CFLA                 6     5.7                     0.987        57      58       23.9     8.7     1.2e-04
+    W1  FedJAX jit       561.7   176.9         3.18 (3.18..3.18)     37187   11027        2.7     1.1     3.1e-06
+    W1  PyTorch loop     527.3    75.7         6.96 (6.96..6.96)     34906    5012        2.6     0.3     6.2e-06
+    W1  pfl              672.6    51.2         13.1 (13.1..13.1)     44529    3389        2.6     0.4     3.1e-06
+    W1  Flower           642.9    46.7         13.8 (13.8..13.8)     42560    3095        2.6     9.2     9.3e-06
+    W1  fluke            668.4    69.6            9.6 (9.6..9.6)     44250    4609        2.5     0.4     6.2e-06
+    W1  CFLA             725.3    55.8               13 (13..13)     48017    3696        2.3     0.5     3.1e-06
+    W3  FedJAX jit        28.5    18.2         1.56 (1.56..1.56)       292     187        4.6     3.7     2.3e-04
+    W3  PyTorch loop      28.5    31.3         0.91 (0.91..0.91)       292     321        4.7     1.3     5.9e-05
+    W3  pfl               29.0    30.6      0.947 (0.947..0.947)       297     314        4.6     1.2     2.4e-04
+    W3  Flower            27.8    21.9         1.27 (1.27..1.27)       285     225        4.6     8.7     2.4e-04
+    W3  fluke             29.5    30.3      0.976 (0.976..0.976)       303     310        4.4     1.3     2.4e-04
+    W3  CFLA              29.9    28.8         1.04 (1.04..1.04)       307     295        4.3     1.5     2.4e-04
 
-    W3 ours: 36 GFLOP/s, of a GEMM peak that the other work left at 31 GFLOP/s
+    W3 ours: 177 GFLOP/s, 76% (74%..79%) of the GEMM peak (195 at own shapes, 232 at 2048^3 GFLOP/s)
 
-Under such load the spread between repetitions is as large as the ratios of W3. The last column is the largest difference of the aggregated
-model from ours in the check, over the largest movement.
+Single pairs: our own speed on W1 varied from 527 to 725 between them, so a ratio is right within a third. In an earlier run with three
+alternating repetitions FedJAX was at 4.06 to 5.45 (median 4.51) on W1 and 3.88 to 7.20 (5.42) on W2; the other peers have not been
+measured on W2 on a quiet machine. The last column is the largest difference of the aggregated model from ours in the check, over the
+largest movement.
 
 W3's share of the GEMM peak: the matrix products of forward and backward pass per second, over the most that NumPy's sgemm reaches in the
 same run, at W3's own im2col shapes and at 2,048 x 2,048.

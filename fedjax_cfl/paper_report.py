@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import statistics
+import textwrap
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -219,7 +220,7 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         unit = "; ".join([*([unit] if unit else []), *sorted(rounds)])
         dress(axes, panel if outer == "column" else row_title(table, panel), unit, "")
         axes.grid(axis="x", color="0.9", linewidth=0.8)
-        axes.title.set_fontsize(10.5)
+        axes.set_title(textwrap.fill(axes.get_title(loc="left"), 34), loc="left", fontsize=10.5, fontweight="bold")
     for axes in list(grid):  # the rest of the last line
         axes.remove()
     marks = [

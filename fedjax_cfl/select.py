@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Select = Callable[..., jax.Array]
+SORTABLE = 2**16  # clients up to which a whole permutation is drawn
 
 
 def everybody() -> Select:
@@ -23,9 +24,36 @@ def uniform(clients_per_round: int) -> Select:
     """Draws uniformly without replacement every round (FedAvg)."""
 
     def select(key, round, num_clients):
+        if num_clients > SORTABLE:
+            return distinct(key, clients_per_round, num_clients)
         return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
 
     return select
+
+
+def distinct(key, count: int, num_clients: int):
+    """Returns the first `count` places [count] int32 of a random permutation of 0 .. K - 1, without making the rest of it.
+
+    A Feistel network of six rounds on the smallest even number of bits that holds K; what falls outside goes through it again, which keeps
+    it a permutation (cycle walking; Black and Rogaway 2002).
+    """
+    half = (max(num_clients - 1, 1).bit_length() + 1) // 2
+    mask = jnp.uint32(2**half - 1)
+    words = jax.random.bits(key, (6,))
+
+    def network(x):
+        left, right = x >> half, x & mask
+        for word in words:
+            mixed = (right + word) * jnp.uint32(0x9E3779B9)
+            mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+            mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+            left, right = right, left ^ ((mixed ^ (mixed >> 16)) & mask)
+        return (left << half) | right
+
+    def inside(x):
+        return jax.lax.while_loop(lambda x: x >= num_clients, network, network(x))
+
+    return jax.vmap(inside)(jnp.arange(count, dtype=jnp.uint32)).astype(jnp.int32)
 
 
 def rr_then_random(clients_per_round: int) -> Select:

@@ -10,9 +10,10 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "workloads.py")
+LONGER = {"round_breakdown.py", "vectorized_sweep.py", "versus_peers.py"}  # half a minute to a minute each
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in PROGRAMS])
 def test_a_quick_run_of_a_benchmark_prints_its_numbers(name):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(FOLDER / name), "--quick"]

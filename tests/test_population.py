@@ -117,3 +117,16 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
         np.save(tmp_path / f"{each}.npy", values, allow_pickle=True)
     with pytest.raises(InputError, match=said):
         folder.npy(str(tmp_path))
+
+
+@pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])
+def test_a_cohort_of_many_is_drawn_without_repeats_and_evenly(clients):
+    count = min(clients, 2000)
+    drawn = np.stack([cfl.select.distinct(jax.random.key(seed), count, clients) for seed in range(5)])
+    for ids in drawn:
+        assert ids.min() >= 0 and ids.max() < clients and len(set(ids.tolist())) == count
+    assert not (drawn[0] == drawn[1]).all() or clients == 5
+    if clients > 1000:
+        tenths = np.bincount(drawn.reshape(-1) * 10 // clients, minlength=10)  # 1,000 each, sd 30
+        assert np.abs(tenths - 1000).max() < 150
+        assert np.abs(np.corrcoef(drawn[0], np.arange(count))[0, 1]) < 0.1
