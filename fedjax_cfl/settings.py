@@ -52,7 +52,6 @@ _anything = Rule("anything", lambda value: True)
 RULES = {
     "seed": _whole(0, 2**31 - 1),
     "seeds": _whole(1),
-    "vectorize": _list,
     "rounds": _whole(1),
     "clients_per_round": _whole(1),
     "eval_every": _whole(1),

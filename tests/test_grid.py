@@ -38,6 +38,7 @@ def fast(quickly):
 
 
 def call(monkeypatch, line: str) -> int:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
         return cli.main()
@@ -61,7 +62,7 @@ def same(one, other):
                 np.testing.assert_allclose(np.array(value, float), np.array(right[name], float), rtol=2e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if "faults" in case else [pytest.mark.slow]) for case in CASES])
 def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
     setting, together = CASES[case]
     assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0
@@ -147,7 +148,7 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear):
 
 
 def test_the_first_axis_is_outermost():
-    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0}
+    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0, "coordinator": None}
     assert grid.points(grid.axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},

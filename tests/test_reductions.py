@@ -185,7 +185,7 @@ def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local
     assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
 
 
-def test_mixing_of_strength_zero_changes_nothing_but_the_bill(toy, linear, local, grouped):
+def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(toy, linear, local, grouped):
     begun, _ = play(zoo.fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
 
     def mixed(eta):
@@ -193,8 +193,10 @@ def test_mixing_of_strength_zero_changes_nothing_but_the_bill(toy, linear, local
 
     unmoved = mixed(jnp.float32(0))  # an array, which is mixed like any other strength
     assert_same(grouped, unmoved)
-    assert unmoved[0].traffic.units_down - grouped[0].traffic.units_down == 3 * 2
-    assert_differ(grouped, mixed(0.5))
+    assert unmoved[0].traffic.units_down == grouped[0].traffic.units_down
+    moved = mixed(0.5)
+    assert_differ(grouped, moved)
+    assert moved[0].traffic.units_down - grouped[0].traffic.units_down == 3 * 2
 
 
 def test_hypocluster_is_ifca_weighted_by_samples():
