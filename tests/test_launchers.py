@@ -14,7 +14,8 @@ SMALL = ["dataset.clients=12", "algorithm=fedavg", "model=mclr", "rounds=1", "lo
 NEEDS = {"cores": "hydra_plugins.hydra_joblib_launcher", "processes": "hydra_plugins.hydra_submitit_launcher"}
 
 
-@pytest.mark.parametrize("launcher", ["cores", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", NEEDS)
 def test_a_sweep_is_spread_over_processes(launcher, tmp_path):
     pytest.importorskip(NEEDS[launcher], reason="pip install '.[launchers]'")
     command = [sys.executable, "-m", "fedjax_cfl", "-m", f"hydra/launcher={launcher}", *SMALL, "seed=3,4", f"run_dir={tmp_path / 'sweep'}"]
