@@ -162,11 +162,8 @@ def build(config: DictConfig, resolved: dict):
     jax.config.update("jax_default_matmul_precision", "float32")  # accelerators would otherwise round inputs to TF32 or bfloat16
     mesh = cfl.mesh_of(config.devices)
     pool = made("dataset.source", config.dataset.source)
-    concept = functools.partial(made, "concept", config.concept)
-    host = config.resident == "host"
-    data = cfl.federate(
-        pool, made("partition", config.partition, pool), None if host and config.concept.name == "none" else concept, on_host=host
-    )
+    concept = functools.partial(made, "concept", config.concept) if config.concept else None
+    data = cfl.federate(pool, made("partition", config.partition, pool), concept, on_host=config.resident == "host")
     settings.check_sizes(resolved, data.num_clients, int(data.test.size.sum()))
     module = made("model.module", config.model.module, num_classes=pool.num_classes)
     l2 = config.model.get("l2", 0.0) if config.preset.l2 is None else config.preset.l2

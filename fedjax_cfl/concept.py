@@ -1,7 +1,7 @@
 """Ground-truth groups: what differs between clients beside the data they happen to hold.
 
 Every function is `(x, y, owner, clients, num_classes, ...) -> (x, y, concept)` on host arrays, after the samples were dealt:
-x [N, ...], y [N], owner [N]; concept [K] int32 is the true group of each client, -1 where there is none to know.
+x [N, ...], y [N], owner [N]; concept [K] int32 is the true group of each client.
 """
 
 import math
@@ -11,11 +11,6 @@ import numpy as np
 from fedjax_cfl.errors import InputError
 
 Result = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def none(x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int) -> Result:
-    """Changes nothing; the groups are unknown."""
-    return x, y, np.full(clients, -1, np.int32)
 
 
 def rotate(

@@ -18,8 +18,9 @@ def federate(
 ) -> FederatedData:
     """Gathers the held samples of a pool, N of them, and who holds them; a sample held twice is there twice.
 
-    `concept` is a function of `concept.py`. K is `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
-    result is a population for `run`, NumPy arrays whose views number the pool's own samples (see `population`).
+    `concept` is a function of `concept.py`, None: the groups are unknown, -1. K is `clients`, by default the largest owner + 1. With
+    `on_host` nothing is gathered: the result is a population for `run`, NumPy arrays whose views number the pool's own samples (see
+    `population`).
     """
     owner = np.asarray(holdings.owner, np.int32)
     if not len(owner) or holdings.test.all():

@@ -7,6 +7,8 @@ that is 2 B n H operations a step instead of 4 B F H, and W itself is neither re
 same form, s_u W_0 + X^T U.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,15 @@ from fedjax_cfl.types import Task
 
 SMALLEST, STEP = 64, 4  # sizes that are compiled: 64, 256, ... samples. Steps of small clients take no longer, and each size compiles anew
 EXACT = lax.Precision.HIGHEST  # G and Z are reused by every step
+
+
+class Velocity(NamedTuple):
+    """With momentum, what the last step was made of: u of the other parameters, and U = scale W_0 + X^T rows of the kernel."""
+
+    rest: Any
+    scale: jax.Array
+    rows: jax.Array  # [n, H]
+    products: tuple[jax.Array, ...]  # <U, U>, <U, V>, <U, W_0>
 
 
 def possible(task: Task, objective) -> bool:
@@ -71,24 +82,24 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
     keep = 1 - lr * (decay + mu)
     rest_start = without(start, first.name)
 
-    def heavy(rest, scale, rows, products, velocity, grad, g, at, z_b, moved, gram_b, losses):
+    def heavy(rest, scale, rows, products, velocity: Velocity, grad, batch):
         """One step with momentum: u' = momentum u + decay W_0 + (decay + mu) V + A and V' = V - lr u', where A = X_b^T g."""
-        (vv, vw), (rest_u, scale_u, rows_u, (uu, uv, uw)), beta, pull = products, velocity, local.momentum, decay + mu
-        au = jnp.sum((scale_u * z_b + gram_b @ rows_u) * g)
+        at, g, z_b, moved, gram_b = batch
+        (vv, vw), (uu, uv, uw), beta, pull = products, velocity.products, local.momentum, decay + mu
+        au = jnp.sum((velocity.scale * z_b + gram_b @ velocity.rows) * g)
         aw, av, aa = jnp.sum(z_b * g), jnp.sum(moved * g), jnp.sum((gram_b[:, at] @ g) * g)
         step_w, step_v = aw + decay * square + pull * vw, av + decay * vw + pull * vv  # <u' - momentum u, .>
         step_u = au + decay * uw + pull * uv
         step_step = aa + decay * (decay * square + 2 * aw) + pull * (pull * vv + 2 * av + 2 * decay * vw)
         uu, uv, uw = beta**2 * uu + 2 * beta * step_u + step_step, beta * uv + step_v, beta * uw + step_w
-        rest_u = jax.tree.map(lambda u, d: beta * u + d, rest_u, grad)
-        scale_u, rows_u = beta * scale_u + decay + pull * scale, (beta * rows_u + pull * rows).at[at].add(g)
-        velocity = rest_u, scale_u, rows_u, (uu, uv - lr * uu, uw)
-        rest = jax.tree.map(lambda p, u: p - lr * u, rest, rest_u)
+        new = jax.tree.map(lambda u, d: beta * u + d, velocity.rest, grad)
+        scale_u, rows_u = beta * velocity.scale + decay + pull * scale, (beta * velocity.rows + pull * rows).at[at].add(g)
+        rest = jax.tree.map(lambda p, u: p - lr * u, rest, new)
         products = vv - 2 * lr * uv + lr**2 * uu, vw - lr * uw
-        return rest, scale - lr * scale_u, rows - lr * rows_u, products, losses, velocity
+        return rest, scale - lr * scale_u, rows - lr * rows_u, products, Velocity(new, scale_u, rows_u, (uu, uv - lr * uu, uw))
 
     def step(t, carry):
-        rest, scale, rows, (vv, vw), losses, velocity = carry  # s, D, <V, V>, <V, W_0>
+        (rest, scale, rows, (vv, vw), velocity), losses = carry  # s, D, <V, V>, <V, W_0>
         epoch, place = plan.place(t, batch)
         at = lax.dynamic_slice(order, (epoch * size + place,), (batch,))
         real = (place + jnp.arange(batch) < count).astype(jnp.float32)
@@ -107,7 +118,7 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
         total = total + jnp.sum(real) * kernel_terms
         losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last])
         if local.momentum:
-            return heavy(rest, scale, rows, (vv, vw), velocity, grad, g, at, z_b, moved, gram_b, losses)
+            return heavy(rest, scale, rows, (vv, vw), velocity, grad, (at, g, z_b, moved, gram_b)), losses
         rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
         if pulled:  # the products of V' = keep V - lr (decay W_0 + X_b^T g)
             w = decay * square + jnp.sum(z_b * g)  # <W_0, decay W_0 + X_b^T g>
@@ -116,12 +127,12 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
             vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
             scale, rows = keep * scale - lr * decay, keep * rows
         rows = rows.at[at].add(-lr * g)
-        return rest, scale, rows, (vv, vw), losses, velocity
+        return (rest, scale, rows, (vv, vw), velocity), losses
 
-    zero = jnp.zeros(())
-    still = (jax.tree.map(jnp.zeros_like, rest_start), zero, jnp.zeros_like(z_start), (zero,) * 3) if local.momentum else ()
-    carry = (rest_start, zero, jnp.zeros_like(z_start), (zero, zero), jnp.zeros(2), still)
-    rest, scale, rows, _, losses, _ = lax.fori_loop(0, plan.steps, step, carry)
+    zero, still = jnp.zeros(()), jnp.zeros_like(z_start)
+    velocity = Velocity(jax.tree.map(jnp.zeros_like, rest_start), zero, still, (zero,) * 3) if local.momentum else ()
+    begun = (rest_start, zero, still, (zero, zero), velocity), jnp.zeros(2)
+    (rest, scale, rows, _, _), losses = lax.fori_loop(0, plan.steps, step, begun)
     delta = jax.tree.map(jnp.subtract, rest, rest_start)
     delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=EXACT)
     return delta, losses

@@ -45,6 +45,8 @@ def axes(config: dict) -> dict[str, list]:
         found["seed"] = [config["seed"] + number for number in range(config["seeds"])]
     if found and config["coordinator"] is not None:
         raise InputError(f"coordinator={config['coordinator']}: a grid of runs trains in one process; leave out vectorize and seeds")
+    if found and config["resident"] == "host":
+        raise InputError("resident=host: a grid of runs trains on data that are on the devices; leave out vectorize and seeds")
     for name, values in found.items():
         if len(set(values)) < len(values):
             raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")
@@ -84,7 +86,7 @@ def train(
     config = members[0].config
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
     console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {len(members)} runs as one, {said}")
-    console.print(f"the first: {sentence(parts[0][2])}, {mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}")
+    console.print(f"the first: {sentence(parts[0][2])}, {session.machine(mesh)}")
     sets = [part[2] for part in parts]
     same = all(_equal(sets[0], other) for other in sets[1:])
     options = {"drift": drift, "with_auxiliary": config["eval_auxiliary"], "mesh": mesh}

@@ -76,7 +76,6 @@ def panel(axes: Axes, shown: Map, title: str) -> None:
         axes.scatter(*shown.centers[g], s=150, color=shade, marker="X", linewidths=1.4, edgecolors="black", zorder=3)
     drawn = f", {len(shown.points)} drawn" if len(shown.points) < shown.sizes.sum() else ""
     dress(axes, f"{title}{drawn}", *(f"component {i + 1} ({part:.1%} of variance)" for i, part in enumerate(shown.explained)))
-    axes.title.set_fontsize(10.5)
     axes.grid(axis="x", color="0.9", linewidth=0.8)
     axes.legend(frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 

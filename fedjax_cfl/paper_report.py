@@ -218,9 +218,8 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         unit = "percent" if scale_of(table, measure) == 100 else ""
         rounds = {f"{r['rounds']} of {r['of_rounds']} rounds" for r in shown.values() if r["runs"] and r["rounds"] != r["of_rounds"]}
         unit = "; ".join([*([unit] if unit else []), *sorted(rounds)])
-        dress(axes, panel if outer == "column" else row_title(table, panel), unit, "")
+        dress(axes, textwrap.fill(panel if outer == "column" else row_title(table, panel), 34), unit, "")
         axes.grid(axis="x", color="0.9", linewidth=0.8)
-        axes.set_title(textwrap.fill(axes.get_title(loc="left"), 34), loc="left", fontsize=10.5, fontweight="bold")
     for axes in list(grid):  # the rest of the last line
         axes.remove()
     marks = [

@@ -5,7 +5,7 @@ on the devices, in which everybody keeps their number and all but a few clients 
 any block of the run needs, known beforehand because cohorts are functions of the key.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -58,13 +58,20 @@ class Resident:
         """Returns what the programs are compiled for."""
         return self.data
 
+    def at_once(self):
+        """Returns the shapes of what is on the devices at the same time."""
+        return self.data
+
     def beginning(self) -> FederatedData:
         """Returns the data that a run's start reads."""
         return self.data
 
     def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
-        """Yields (rounds, data) up to the next evaluation."""
-        yield min(self.eval_every - done % self.eval_every, self.rounds - done), self.data
+        """Yields (rounds, data) of the blocks from round `done` on, each up to an evaluation."""
+        while done < self.rounds:
+            count = min(self.eval_every - done % self.eval_every, self.rounds - done)
+            yield count, self.data
+            done += count
 
     def testing(self) -> Iterator[FederatedData]:
         """Yields everybody's test samples."""
@@ -91,9 +98,10 @@ class Blocks:
         self.test_size = max(int(data.test.size[part].sum()) for part in self.tested)
 
     def _plan(self, done: int) -> Iterator[tuple[int, int]]:
-        """Yields (first round, rounds) of the blocks from round `done` on; none goes past an evaluation."""
+        """Yields (first round, rounds) of the blocks from round `done` on; they end in the same rounds wherever a run is taken up."""
         while done < self.rounds:
-            count = min(self.length, self.eval_every - done % self.eval_every, self.rounds - done)
+            since = done % self.eval_every  # the last evaluation
+            count = min(self.length - since % self.length, self.eval_every - since, self.rounds - done)
             yield done, count
             done += count
 
@@ -106,7 +114,7 @@ class Blocks:
         size = np.zeros(self.data.num_clients, np.int32)
         size[ids] = held.size[ids]
         start = np.cumsum(size, dtype=np.int32) - size
-        numbers = np.concatenate([held.order[held.start[k] : held.start[k] + held.size[k]] for k in ids] or [np.zeros(0, np.int32)])
+        numbers = held.order[np.repeat(held.start[ids] - start[ids], size[ids]) + np.arange(size.sum())]
         place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
         x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
         x[place] = self.data.x[numbers[place]]
@@ -123,32 +131,38 @@ class Blocks:
         """Returns what the programs are compiled for."""
         return template(self.data, side, self.train_size if side == "train" else self.test_size, self.mesh)
 
+    def at_once(self):
+        """Returns the shapes of what is on the devices at the same time: of each side a block in use and the next."""
+        return [self.shapes(side) for side in ("train", "train", "test", "test")]
+
     def beginning(self) -> FederatedData:
         """Returns the data that a run's start reads."""
         return self._fetched(self.founders, "train", self.train_size)
 
     def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
-        """Yields (rounds, data) of the blocks from round `done` up to the next evaluation."""
-        plan = list(self._plan(done))
-        last = next(i for i, (begin, count) in enumerate(plan) if (begin + count) % self.eval_every == 0 or begin + count == self.rounds)
-        plan = plan[: last + 1]
-        jobs = [lambda b=b, c=c: self._fetched(self._cohort(b, c), "train", self.train_size) for b, c in plan]
-        yield from zip((count for _, count in plan), _ahead(jobs), strict=True)
+        """Yields (rounds, data) of the blocks from round `done` on; none goes past an evaluation."""
+
+        def fetch(begin: int, count: int):
+            return count, self._fetched(self._cohort(begin, count), "train", self.train_size)
+
+        yield from _ahead(fetch, self._plan(done))
 
     def testing(self) -> Iterator[FederatedData]:
         """Yields everybody's test samples, block by block."""
-        yield from _ahead([lambda ids=ids: self._fetched(ids, "test", self.test_size) for ids in self.tested])
+        yield from _ahead(lambda ids: self._fetched(ids, "test", self.test_size), zip(self.tested, strict=True))
 
 
-def _ahead(jobs: list) -> Iterator:
-    """Yields the results of the jobs; while one is in use, the next is being made."""
+def _ahead(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
+    """Yields fetch(*each) for each of a plan; while one is in use, the next is being fetched."""
     with ThreadPoolExecutor(1) as pool:
-        waiting = [pool.submit(job) for job in jobs[:1]]
-        for number in range(len(jobs)):
-            ready = waiting.pop().result()
-            if number + 1 < len(jobs):
-                waiting.append(pool.submit(jobs[number + 1]))
-            yield ready
+        waiting = None
+        for each in plan:
+            coming = pool.submit(fetch, *each)
+            if waiting:
+                yield waiting.result()
+            waiting = coming
+        if waiting:
+            yield waiting.result()
 
 
 def drawn(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:

@@ -162,31 +162,31 @@ def run(
     shapes, begin, train, test = programs(algorithm, drift, task, mesh, feed, key, with_auxiliary)
     begin = begin.compile() if start is None else None
     compile_s = time.perf_counter() - began
-    planned = memory.plan(shapes, feed.shapes("train"), [program for program in (begin, train, test.first) if program])
+    planned = memory.plan(shapes, feed.at_once(), [program for program in (begin, train, test.first) if program])
     memory.check(planned, mesh)
     state, shifting, facts = start or (*begin(key, feed.beginning()), dict(COUNTERS))
     facts = facts | {"compile_s": facts["compile_s"] + compile_s}
     on_start(Snapshot(state, shifting, facts))
-    rows, done, table = [], int(state.round), None
-    while done < rounds:
-        started, blocks = time.perf_counter(), []
-        for count, block in feed.training(done):
-            state, shifting, infos = jax.block_until_ready(train(key, state, shifting, block, count))
-            blocks.append(jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos)))
+    rows, table, blocks, started = [], None, [], time.perf_counter()
+    for count, block in feed.training(int(state.round)):
+        state, shifting, infos = jax.block_until_ready(train(key, state, shifting, block, count))
+        blocks.append(jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos)))
+        done = int(state.round)
+        if done % eval_every and done < rounds:
+            continue
         trained = time.perf_counter()
         found, table = jax.block_until_ready(test(state, shifting, feed.testing()))
-        infos = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
-        count = len(infos.loss)
+        infos, blocks = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks), []
         ended = time.perf_counter()
-        complain(algorithm, state, infos, count)  # first: neither row nor checkpoint may lead past it
-        row = plain_row(state, infos, found, count, facts)
+        complain(algorithm, state, infos)  # first: neither row nor checkpoint may lead past it
+        row = plain_row(state, infos, found, facts)
         if algorithm.clustered and hidden(discard, row, int(infos.selected[0]), data.num_clients):
             row["accuracy"] = None
         facts = counted(facts, row, trained - started, ended - trained)
-        done += count
         rows.append(row)
         if on_row(row, Snapshot(state, shifting, facts)):
             break
+        started = time.perf_counter()
     if table is None:  # a finished run was taken up again
         _, table = test(state, shifting, feed.testing())
     return Result(state, shifting.on(data) if shifting else data, rows, table, {name: facts[name] for name in TIMES}, planned)
@@ -207,15 +207,15 @@ def hidden(discard: str, row: dict[str, Any], selected: int, num_clients: int) -
     return discard == "met" and row["evaluated_clients"] < num_clients
 
 
-def complain(algorithm: Algorithm, state: State, infos, count: int) -> None:
-    """Raises NonFiniteUpdate for the first update of a block that was not finite, if that is the policy."""
+def complain(algorithm: Algorithm, state: State, infos) -> None:
+    """Raises NonFiniteUpdate for the first update of the rounds just done that was not finite, if that is the policy."""
     if algorithm.nonfinite != "raise":
         return
-    culprits = np.asarray(infos.lost.culprit)[:count]
+    culprits = np.asarray(infos.lost.culprit)
     for place in np.flatnonzero(culprits[:, 0] >= 0):
         client, leaf = culprits[place]
         layer = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(state.groups)[leaf][0], simple=True, separator="/")
-        raise NonFiniteUpdate(f"round {int(state.round) - count + place + 1}: client {client} sent a non-finite update of {layer}")
+        raise NonFiniteUpdate(f"round {int(state.round) - len(culprits) + place + 1}: client {client} sent a non-finite update of {layer}")
 
 
 def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key) -> tuple[State, Shifting]:
@@ -274,10 +274,9 @@ class Scoring:
         return self.last(state, *found, concept), found[0]
 
 
-def plain_row(state: State, infos, found, count: int, before: dict[str, Any]) -> dict[str, Any]:
+def plain_row(state: State, infos, found, before: dict[str, Any]) -> dict[str, Any]:
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the block's mean discrepancy, everything sent so far."""
     state_round, sent, infos, found = jax.device_get((state.round, state.traffic, infos, found))
-    infos = jax.tree.map(lambda values: values[:count], infos)
     model_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.groups))
     down, up = traffic.in_bytes(sent, model_bytes)
     row = {name: value.tolist() for name, value in found.items()}

@@ -29,7 +29,7 @@ from fedjax_cfl.run import COUNTERS, Snapshot, run, standing
 CHECKPOINTS = "checkpoints"
 # Settings that may differ between a run and its continuation: they change neither the numbers nor what has been computed already.
 FREE = ("run_dir", "rounds", "eval_every", "eval_auxiliary", "devices", "offline", "resume", "checkpoint.", "paper.")
-FREE += ("local.width", "local.first_layer", "vectorize", "seeds", "coordinator", "process", "resident")
+FREE += ("local.width", "local.first_layer", "vectorize", "seeds", "coordinator", "process")
 PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core", "orbax-checkpoint")
 SPOKEN = ("algorithm", "dataset", "partition", "model", "drift", "seed", "rounds", "best_round", "ari")  # said as they are, with the scores
 
@@ -209,11 +209,10 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
         show = files.enter_context(report.progress(config["rounds"], begun)) if hosts.leads() else None
 
         def on_row(row, snapshot: Snapshot):
+            stop = hosts.any_of(bool(asked))
             if recorder:
                 recorder.add(row)
                 show(row)
-            stop = hosts.any_of(bool(asked))
-            if recorder:
                 recorder.keep(row, lambda: snapshot, stop)
             return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl import download, readers, text
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import Pool
 
 FEATURES, CLASSES = 60, 10  # of the synthetic data
@@ -37,13 +37,15 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     return check_pool(Pool(_standardized(x, slice(None)) if standardize else x, y, 10, test=test), "mnist")
 
 
-def fashion_mnist(standardize: bool = True, offline: bool = False) -> Pool:
+def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = "official") -> Pool:
     """Returns the 70,000 images of Fashion-MNIST, 28x28, 10 classes.
 
     From the official IDX files under fashion_mnist/, `test` is the official split, and `standardize` takes mean and standard
     deviation (+ 0.001) of each pixel from the training images. If only the two files fashion_mnist_clients*.npz are there, they
-    are read instead: the official split is lost, `test` is None, and all images are standardised together.
+    are read instead: the official split is lost, `test` is None, and all images are standardised together. `split=random` draws a
+    test split of the official one's size, a seventh of every class, always the same for the same files.
     """
+    require("dataset.source.split", split, ("official", "random"))
     relative = [f"fashion_mnist/{file}" for file in download.REGISTRY["fashion_mnist"].files]
     pooled = download.locate(*FASHION) if download.locate(*relative) is None else None
     if pooled is None:
@@ -53,6 +55,11 @@ def fashion_mnist(standardize: bool = True, offline: bool = False) -> Pool:
         parts = [_images(path, ("images", "labels")) for path in pooled]
         x, y = (np.concatenate([part[name] for part in parts]) for name in ("images", "labels"))
         test, rows = None, slice(None)
+    if split == "random":
+        rng = np.random.RandomState(0)
+        test = np.zeros(len(y), bool)
+        test[np.concatenate([rng.permutation(same)[: len(same) // 7] for same in (np.flatnonzero(y == c) for c in range(10))])] = True
+        rows = ~test
     return check_pool(Pool(_standardized(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
 
 

@@ -121,9 +121,10 @@ def run_members(
         fetched = jax.device_get(((state.round, state.traffic), infos, found))
         for member, place in enumerate(places):
             (round, sent), info, score = jax.tree.map(lambda leaf, place=place: leaf[place], fetched)
+            info = jax.tree.map(lambda values, count=count: values[:count], info)
             stand = state.replace(round=round, traffic=sent, groups=groups)
-            complain(algorithm, stand, info, count)
-            row = plain_row(stand, info, score, count, facts[member])
+            complain(algorithm, stand, info)
+            row = plain_row(stand, info, score, facts[member])
             if algorithm.clustered and hidden(discard, row, int(info.selected[0]), own[0].num_clients):
                 row["accuracy"] = None
             facts[member] = counted(facts[member], row, *seconds)

@@ -1,12 +1,14 @@
 """Eight simulated devices, and one toy problem small enough to check by hand."""
 
 import functools
+import shlex
 
 import jax
 import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
+from fedjax_cfl import __main__ as cli
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
@@ -73,3 +75,13 @@ def mlp():
 def local():
     """Two epochs, batches of 5 with a short last one, one client after another on one device."""
     return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.mesh_of(1))
+
+
+def call(monkeypatch, line: str) -> int:
+    """Runs the command line in this process, on two devices; returns its exit status."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # other tests may have started JAX already
+    monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
+    try:
+        return cli.main()
+    except SystemExit as ended:
+        return ended.code

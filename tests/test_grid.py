@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING, jit
+from conftest import VARYING, call, jit
 
 import fedjax_cfl as cfl
-from fedjax_cfl import __main__ as cli
 from fedjax_cfl import checkpoint, grid, report
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.vectorize import stacked
@@ -29,21 +28,13 @@ CASES = {
     ),
     "mu, one data set": ("algorithm=fedprox model=mlp", "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1"),
     "seeds": ("algorithm=feddane", "seeds=2"),
+    "server step sizes": ("algorithm=fedadam", "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1"),
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def fast(quickly):
     pass
-
-
-def call(monkeypatch, line: str) -> int:
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # other tests may have started JAX already
-    monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
-    try:
-        return cli.main()
-    except SystemExit as ended:
-        return ended.code
 
 
 def rows(folder):
@@ -104,6 +95,7 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
         "vectorize=[seed] seed=0,1 seeds=2": "seeds=2: seed has several values already; use one of the two",
         "algorithm=fedavg vectorize=[algorithm.eta_g] algorithm.eta_g=0,1": "algorithm.eta_g=0: unknown setting",
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
+        "seeds=2 resident=host algorithm=fedavg": "resident=host: a grid of runs trains on data that are on the devices",
         "seeds=0": "seeds=0: must be a whole number >= 1",
     }.items(),
 )
@@ -148,7 +140,7 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear):
 
 
 def test_the_first_axis_is_outermost():
-    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0, "coordinator": None}
+    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0, "coordinator": None, "resident": "device"}
     assert grid.points(grid.axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},

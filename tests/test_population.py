@@ -1,11 +1,14 @@
 """A population that stays on the host trains as one that is on the devices."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
+from conftest import VARYING, call
 
 import fedjax_cfl as cfl
-from fedjax_cfl import checkpoint, folder, population
+from fedjax_cfl import checkpoint, folder, population, report
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.run import Snapshot, standing
 
@@ -69,6 +72,48 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     same(rest.rows, whole.rows[1:])
 
 
+def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
+    """Its rounds and evaluations may have been others until then; a block has room for what is left of it."""
+    monkeypatch.setattr(population, "ROUNDS", 3)
+    algorithm = methods(linear, local)["fedavg"]()
+
+    def blocks(done: int, rounds: int):
+        feed = population.Blocks(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
+        return [count for count, block in feed.training(done) if block.train.size.sum() <= feed.train_size]
+
+    assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
+    assert blocks(1, 20) == [2, 3, 2, 3, 3, 2, 3, 1]
+    assert blocks(12, 20) == [2, 2, 3, 1]
+    assert blocks(20, 20) == []
+
+
+def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monkeypatch):
+    """Also past an evaluation, of which there is one after every round here."""
+    feed = population.Blocks(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
+    fetched, began = feed._fetched, [threading.Event() for _ in range(3)]
+
+    def watched(*asked):
+        next(event for event in began if not event.is_set()).set()
+        return fetched(*asked)
+
+    monkeypatch.setattr(feed, "_fetched", watched)
+    blocks = feed.training(0)
+    for number in range(2):
+        assert next(blocks)[0] == 1
+        assert began[number + 1].wait(60), "the next block is only fetched when it is asked for"
+    assert [count for count, _ in blocks] == [1]
+
+
+def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsys):
+    line = "algorithm=fedavg dataset.clients=20 model=mclr rounds=3 local.epochs=1 clients_per_round=6"
+    for resident in ("host", "device"):
+        assert call(monkeypatch, f"{line} resident={resident} run_dir={tmp_path / resident}") == 0
+    host, device = (report.read_metrics(tmp_path / resident) for resident in ("host", "device"))
+    same(*([{name: row[name] for name in row.keys() - VARYING} for row in rows] for rows in (host, device)))
+    assert call(monkeypatch, f"{line} resident=device rounds=4 run_dir={tmp_path / 'host'}") == 2
+    assert "resident: host there, device here" in capsys.readouterr().err
+
+
 def test_what_needs_everybodys_samples_is_refused(both, linear, local):
     select, key = cfl.select.uniform(5), jax.random.key(0)
     flexcfl = cfl.algorithms.flexcfl(linear, local, select, m=2, alpha=2)
@@ -81,7 +126,7 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
         cfl.federate(
             cfl.Pool(np.zeros((2, 1), np.uint8), np.zeros(2, np.int32), 2),
             cfl.Holdings(*np.zeros((3, 2), int)),
-            cfl.concept.none,
+            cfl.concept.rotate,
             on_host=True,
         )
 

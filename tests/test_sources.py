@@ -107,16 +107,18 @@ def test_missing_files(tmp_path, monkeypatch):
 def test_official_split_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv(download.VARIABLE, str(tmp_path))
     rng = np.random.default_rng(0)
-    images = {"train": rng.integers(0, 256, (30, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
+    images = {"train": rng.integers(0, 256, (60, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
     (tmp_path / "fashion_mnist").mkdir()
     for part, array in images.items():
         for file, a in {"images-idx3": array, "labels-idx1": np.arange(len(array), dtype=np.uint8) % 10}.items():
             head = bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes()
             (tmp_path / "fashion_mnist" / f"{part}-{file}-ubyte").write_bytes(head + a.tobytes())
     pool = sources.fashion_mnist(offline=True)
-    assert pool.test.tolist() == [False] * 30 + [True] * 10
+    assert pool.test.tolist() == [False] * 60 + [True] * 10
     mean, std = images["train"].mean(axis=0), images["train"].std(axis=0)
-    np.testing.assert_allclose(pool.x[30:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pool.x[60:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5)
+    drawn = sources.fashion_mnist(split="random", offline=True)
+    assert sorted(drawn.y[drawn.test]) == list(range(10))  # a seventh of seven each
     (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1]))
     one_line("10 images but 2 labels", sources.fashion_mnist, offline=True)
 
@@ -137,6 +139,9 @@ def test_real_fashion_mnist():
     pool = sources.fashion_mnist(standardize=False, offline=True)
     assert np.bincount(pool.y).tolist() == [7000] * 10
     assert abs(float(pool.x.mean()) / 255 - 0.286) < 0.0005
+    drawn = sources.fashion_mnist(standardize=False, offline=True, split="random").test
+    assert np.bincount(pool.y[drawn]).tolist() == [1000] * 10
+    one_line("dataset.source.split=train: one of official, random", sources.fashion_mnist, True, True, "train")
 
 
 @real

@@ -62,7 +62,7 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
         start=counted(pure_clustering(task, local, m, restarts), words),
         migrate=e_step_of_all("full"),
         assign=assign,
-        regroup=recount,
+        regroup=recount if words else None,
         aggregate=stored_mean if head == "plain" else by_class(layers[-1].name),
         remember=keep_models,
     )
