@@ -99,9 +99,8 @@ def q_fair(q: float, lr):
     def aggregate(upload: Upload, gid, cohort: Cohort, extra, state: State):
         present = (upload.weight > 0).astype(jnp.float32)
         loss = jnp.where(present > 0, extra, 0.0) + 1e-10  # an absent client's loss may be anything
-        squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(upload.delta))
         gain = loss**q
-        bend = q * loss ** (q - 1) * lipschitz**2 * squares + lipschitz * gain
+        bend = q * loss ** (q - 1) * lipschitz**2 * upload.square + lipschitz * gain
         total = members(present * bend, gid, state.active.size).sum(0)
         coefficient = members(present * gain * lipschitz, gid, state.active.size)
         return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total

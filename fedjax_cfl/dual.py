@@ -16,7 +16,8 @@ from jax import lax
 from fedjax_cfl.objective import Objective, penalty
 from fedjax_cfl.types import Task
 
-SMALLEST, STEP = 64, 4  # sizes that are compiled: 64, 256, ... samples. Steps of small clients take no longer, and each size compiles anew
+SMALLEST = 64  # samples: steps of smaller clients take no longer, and each size is compiled anew
+STEP, VISIT = 6e5, 4e7  # operations that take as long as what a step and a visit cost besides their products, about
 EXACT = lax.Precision.HIGHEST  # G and Z are reused by every step
 
 
@@ -34,27 +35,37 @@ def possible(task: Task, objective) -> bool:
     return task.first is not None and isinstance(objective, Objective) and objective.loss == task.loss
 
 
+def once(size: int, features: int, hidden: int) -> int:
+    """Returns the operations before and after the steps of a client of `size` samples: G, Z and X^T D."""
+    return 2 * size**2 * features + 4 * size * features * hidden
+
+
 def cheaper(size: int, features: int, hidden: int, batch: int, steps: int) -> bool:
-    """Returns whether `steps` steps take less than half the operations that SGD on the kernel itself takes, on `size` samples.
+    """Returns whether `steps` steps take less than 0.7 times the operations that SGD on the kernel itself takes, on `size` samples.
 
-    Half: its gathers and scatters are slower than matrix products.
+    0.7: its gathers and scatters are slower than matrix products.
     """
-    direct = steps * 4 * batch * features * hidden
-    once = 2 * size**2 * features + 4 * size * features * hidden
-    return once + steps * 2 * batch * size * hidden < direct / 2
+    return once(size, features, hidden) + steps * 2 * batch * size * hidden < 0.7 * steps * 4 * batch * features * hidden
 
 
-def sizes(task: Task, objective, wanted: str, start, buckets: list[int], batch: int, steps) -> list[int]:
+def sizes(task: Task, objective, wanted: str, buckets: list[int], batch: int, steps) -> list[int]:
     """Returns the sizes that training in sample space is compiled for, ascending; larger clients train directly.
 
     `wanted` is `Local.first_layer`; `steps(size)` the most steps that a client of that size takes.
     """
     if wanted == "direct" or not possible(task, objective):
         return []
-    shape = start[task.first.name]["kernel"].shape
-    fitting = [size for size in buckets if wanted == "dual" or cheaper(size, *shape, batch, steps(size))]
-    compiled = [size for size in fitting if size in {SMALLEST * STEP**i for i in range(len(buckets))}]
-    return sorted({*compiled, *fitting[-1:]}) if wanted == "dual" else compiled or fitting[-1:]
+    fitting = [size for size in buckets if wanted == "dual" or cheaper(size, *task.first.shape, batch, steps(size))]
+    return [size for size in fitting if size >= SMALLEST] or fitting[-1:]
+
+
+def load(task: Task, sizes: list[int], batch: int, held, steps):
+    """Returns about the operations that training clients of `held` [k] samples for `steps` [k] steps takes, given `sizes`."""
+    features, hidden = task.first.shape
+    way = jnp.searchsorted(jnp.array(sizes), held)
+    begin = jnp.array([once(size, features, hidden) for size in sizes] + [0], jnp.float32)
+    each = jnp.array([2 * batch * size * hidden for size in sizes] + [4 * batch * features * hidden], jnp.float32)
+    return VISIT + begin[way] + steps * (STEP + each[way])
 
 
 def without(params, name: str):

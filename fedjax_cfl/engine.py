@@ -9,6 +9,7 @@ import optax
 from fedjax_cfl import faults, traffic
 from fedjax_cfl.aggregate import group_mean, weighted_mean
 from fedjax_cfl.local import Local, Work, dealt, over_clients
+from fedjax_cfl.sgd import load
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
@@ -87,9 +88,9 @@ def federated(
     local = local.resolved()
     start = start or random_groups(task, 1)
     server = server or optax.sgd(1.0)
-    solve = over_clients(solve, local)
-    clustered = assign is not one_group
     troubles = local.faults.checked()
+    solve = over_clients(faults.suffering(troubles, solve), local)
+    clustered = assign is not one_group
 
     def init(key, data):
         begun = start(stream(key, START), data)
@@ -109,25 +110,27 @@ def federated(
         if migrate:
             state, moved, walked = migrate(stream(key, MIGRATE, state.round), state, data)
         ids = select(stream(key, SELECT, state.round), state.round, data.num_clients)
-        cohort = dealt(ids, data, local)
+        cohort = dealt(ids, data, local, load(task, local, data.capacity))
         gid, asked = assign(stream(key, ASSIGN, state.round), state, data, cohort)
         extra = prepare(stream(key, PREPARE, state.round), state, data, cohort, gid) if prepare else ()
         share = effort(stream(key, PREPARE, state.round), data, cohort) if effort else jnp.ones(gid.shape)
         share = faults.slowed(troubles, stream(key, FAULTS, state.round), cohort, share)
         attackers = faults.hostile(troubles, stream(key, HOSTILE), data.num_clients)
         seen = faults.flipped(troubles, attackers, data)
-        upload = solve(cohort, seen, (stream(key, TRAIN, state.round), state.groups), Work(gid, share, extra))
-        upload, lost = faults.suffered(troubles, stream(key, FAULTS, state.round), cohort, upload, attackers)
+        received = stream(key, TRAIN, state.round), state.groups
+        upload, lost = solve(cohort, seen, (received, (stream(key, FAULTS, state.round), attackers)), Work(gid, share, extra))
         if regroup:
             state, gid = regroup(stream(key, REGROUP, state.round), state, data, cohort, gid, upload)
         met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
         step, mass = aggregate(upload, gid, cohort, extra, met)
         groups, server_state = serve_step(server, state, step, mass)
-        sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
+        sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped.sum())
         if mix:
             groups, exchanged = mix(groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0))
             sent = traffic.add(sent, exchanged)
-        info = report(state, groups, cohort, gid, upload, mass).replace(shifted=jnp.sum(data.shifted), migrated=moved, lost=lost)
+        info = report(state, groups, cohort, gid, upload, mass).replace(
+            shifted=jnp.sum(data.shifted), migrated=moved, lost=faults.added(lost, cohort)
+        )
         memory = remember(met, groups, cohort, gid, upload) if remember else state.memory
         total = traffic.add(state.traffic, walked, asked, sent)
         return met.replace(round=state.round + 1, groups=groups, server=server_state, traffic=total, memory=memory), info
@@ -158,16 +161,18 @@ def serve_step(server: optax.GradientTransformation, state: State, step, mass):
 
 
 def deviation(state: State, groups, gid, upload):
-    """Returns each trained model's distance [S] from its own group's new model, and the cosine [S] of its delta to the group's step."""
+    """Returns each trained model's distance [S] from its own group's new model, and the cosine [S] of its delta to the group's step.
+
+    By one matrix product of all updates with all steps; a distance within its rounding, 1/300 of the update's length, is 0.
+    """
     shift = jax.tree.map(jnp.subtract, groups, state.groups)
-
-    def dots(a, b):
-        return sum(jnp.sum(x * y, axis=tuple(range(1, x.ndim))) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-
-    own = jax.tree.map(lambda leaf: leaf[gid], shift)
-    gap = jax.tree.map(jnp.subtract, upload.delta, own)
-    norms = jnp.sqrt(dots(upload.delta, upload.delta) * dots(own, own))
-    return jnp.sqrt(dots(gap, gap)), jnp.where(norms > 0, dots(upload.delta, own) / jnp.where(norms > 0, norms, 1.0), 0.0)
+    pairs = zip(jax.tree.leaves(upload.delta), jax.tree.leaves(shift), strict=True)
+    product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
+    own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
+    walked = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(shift))[gid]
+    gap = upload.square - 2 * own + walked
+    norms = jnp.sqrt(upload.square * walked)
+    return jnp.sqrt(jnp.where(gap > 1e-5 * upload.square, gap, 0.0)), jnp.where(norms > 0, own / jnp.where(norms > 0, norms, 1.0), 0.0)
 
 
 def report(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:

@@ -5,11 +5,12 @@ after another, each with its own trip count: 1 on a CPU core (a client's weights
 the chunks.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import jit, lax
 
 from fedjax_cfl import members, sharding
 from fedjax_cfl.errors import require
@@ -78,7 +79,7 @@ def over_clients(visit, local: Local):
 
     def block(shared, mine):
         (data, shared), (clients, own) = shared, mine
-        held = jnp.where(clients < data.num_clients, data.train.size[jnp.minimum(clients, data.num_clients - 1)], 0)
+        held = jnp.where(clients < data.num_clients, data.train.size[jnp.minimum(clients, data.num_clients - 1)], -1)
 
         def one(client, bucket, own):
             return visit(client, bucket, data, shared, own)
@@ -94,24 +95,41 @@ def over_clients(visit, local: Local):
 
 
 def in_chunks(one, held, clients, own, capacity: int, width: int):
-    """Applies one(client, bucket, own) to the slots of one device, in chunks of `width`; `held` [S] are the clients' training samples."""
-    sizes = jnp.array(buckets(capacity))
+    """Applies one(client, bucket, own) to the slots of one device, in chunks of `width`; chunks of empty slots cost nothing and give 0.
 
-    def chunk(xs):
-        size, client, mine = xs
-        bucket = jnp.searchsorted(sizes, jnp.max(size)).astype(jnp.int32)
+    `held` [S] are the clients' training samples, -1 in an empty slot.
+    """
+    sizes = jnp.array(buckets(capacity))
+    chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
+    largest = jnp.max(chunked[0], axis=1)
+
+    @functools.partial(jit, inline=True)  # so that it is traced once, for its shapes and its use
+    def chunk(number):
+        _, client, mine = jax.tree.map(lambda a: a[number], chunked)
+        bucket = jnp.searchsorted(sizes, largest[number]).astype(jnp.int32)
         if width == 1:
             out = one(client[0], bucket, jax.tree.map(lambda a: a[0], mine))
             return jax.tree.map(lambda a: jnp.asarray(a)[None], out)
         return jax.vmap(one, in_axes=(0, None, 0))(client, bucket, mine)
 
-    chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), lax.map(chunk, chunked))
+    order = jnp.argsort(largest < 0, stable=True)  # somebody first
+    begun = jax.tree.map(lambda s: jnp.zeros((largest.size, *s.shape), s.dtype), jax.eval_shape(chunk, order[0]))
+
+    def visit(i, done):
+        return jax.tree.map(lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, order[i], 0), done, chunk(order[i]))
+
+    done = lax.fori_loop(0, jnp.sum(largest >= 0), visit, begun)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), done)
 
 
-def dealt(ids, data: FederatedData, local: Local) -> Cohort:
-    """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are: a visit costs about the steps of a few samples."""
-    load = jnp.where(ids < data.num_clients, data.train.size[jnp.minimum(ids, data.num_clients - 1)] + 16.0, 0.0)
+def by_samples(held):
+    """Returns how long clients of `held` [k] samples take, in any unit: a visit costs about the steps of a few samples."""
+    return held + 16.0
+
+
+def dealt(ids, data: FederatedData, local: Local, load=by_samples) -> Cohort:
+    """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are, `load(held [k])`."""
+    load = jnp.where(ids < data.num_clients, load(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0)
     return sharding.deal(ids, load, data.num_clients, local.mesh.size, local.width)
 
 

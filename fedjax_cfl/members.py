@@ -41,7 +41,7 @@ def over_clients(visit, local, in_chunks):
             fixed, shared = jax.tree.map(lambda stack, member: stack[member], rest, rest_at)
             return structure.unflatten(fixed)(client, bucket, jax.tree.map(Part, data, data_at), shared, own)
 
-        held = jnp.where(clients < num_clients, size, 0)
+        held = jnp.where(clients < num_clients, size, -1)
         return in_chunks(one, held, clients, ((data_index, rest_index), own), data.capacity, local.width)
 
     mapped = sharding.over_devices(block, local.mesh)

@@ -262,14 +262,16 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
         return cross_entropy(out, y) + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in others)
 
     first = getattr(module, "first_layer", None)
-    known = first and FirstLayer(first, l2 if first in decayed else 0.0, lambda x: flat(as_float(x)), from_first)
-    task = Task(init, loss, predict, known)
-    _check(task, type(module).__name__, sample_shape, num_classes, decayed)
-    return task
+    task = Task(init, loss, predict)
+    params = _check(task, type(module).__name__, sample_shape, num_classes, decayed, first)
+    if not first:
+        return task
+    shape = params[first]["kernel"].shape
+    return task._replace(first=FirstLayer(first, shape, l2 if first in decayed else 0.0, lambda x: flat(as_float(x)), from_first))
 
 
-def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: int, decayed: tuple[str, ...]) -> None:
-    # Shapes only, nothing is computed. What a foreign module may raise is unknown, hence the broad except.
+def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: int, decayed: tuple[str, ...], first: str | None) -> Params:
+    # Returns the parameters' shapes; nothing is computed. What a foreign module may raise is unknown, hence the broad except.
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
         out = jax.eval_shape(task.predict, params, jax.ShapeDtypeStruct((2, *sample_shape), jnp.float32))
@@ -279,12 +281,13 @@ def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: in
     shape = getattr(out, "shape", type(out).__name__)
     if shape != (2, num_classes):
         raise InputError(f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2, {num_classes}) is allowed")
-    if task.first and params.get(task.first.name, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
-        allowed = f"a Dense layer called on the flat sample is allowed{nearest(task.first.name, params)}"
-        raise InputError(f"model {name}: first_layer names {task.first.name!r}, {allowed}")
+    if first and params.get(first, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
+        allowed = f"a Dense layer called on the flat sample is allowed{nearest(first, params)}"
+        raise InputError(f"model {name}: first_layer names {first!r}, {allowed}")
     for layer in decayed:
         if "kernel" not in params.get(layer, {}):
             raise InputError(f"model {name}: decayed names {layer!r}, a layer with a kernel is allowed{nearest(layer, params)}")
+    return params
 
 
 def count(params: Params) -> int:

@@ -108,9 +108,7 @@ def ditto(pool: Pool, *, clients: int = 500, seed: int = 233, classes_per_client
     rng = _check(clients, seed, 0)
     owns = _ring(pool, clients, classes_per_client)
     if pool.test is None:
-        raise InputError(
-            "partition=ditto: the dataset has no test split; use another one (fashion_mnist: dataset.source.split=random)"
-        )
+        raise InputError("partition=ditto: the dataset has no test split; use another one (fashion_mnist: dataset.source.split=random)")
     sides = [_by_class(pool, ~pool.test), _by_class(pool, pool.test)]
     if not all(len(part) for side in sides for part in side):
         raise InputError("partition=ditto: a class has no training or no test samples, expected every class in both")

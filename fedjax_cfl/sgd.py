@@ -10,7 +10,7 @@ from jax.tree_util import Partial
 
 from fedjax_cfl import dual
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, samples_of
+from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, by_samples, samples_of
 from fedjax_cfl.objective import Objective, erm
 from fedjax_cfl.shuffle import permutations, shuffles
 from fedjax_cfl.types import Task, Upload
@@ -57,7 +57,7 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         planned = local.epochs * per_epoch if iterations is None else iterations
         steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
         plan = Plan(steps, per_epoch, (steps - 1) // per_epoch)
-        sizes = dual.sizes(task, objective, local.first_layer, start, buckets(data.capacity), batch, most_steps)
+        sizes = dual.sizes(task, objective, local.first_layer, buckets(data.capacity), batch, most_steps)
         ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
         ways.append(direct(objective, tuned, bucket, passes))
         way = jnp.searchsorted(jnp.array(sizes), jnp.array(buckets(data.capacity))[bucket]) if sizes else 0
@@ -68,6 +68,19 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=first_loss, last_loss=last_loss, steps=steps)
 
     return Partial(visit, with_leaves(objective), local.lr)
+
+
+def load(task: Task, local: Local, capacity: int):
+    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for `local.dealt`."""
+
+    def of(held):
+        def steps(size):
+            return local.epochs * -(-size // local.batch_size)
+
+        sizes = dual.sizes(task, erm(task), local.first_layer, buckets(capacity), local.batch_size, steps)
+        return dual.load(task, sizes, local.batch_size, held, steps(held)) if sizes else by_samples(held)
+
+    return of
 
 
 def direct(objective, local: Local, bucket, passes):

@@ -22,6 +22,7 @@ class FirstLayer(NamedTuple):
     """How a model whose first layer is dense and sees nothing but the flat sample can be trained without touching that layer's kernel."""
 
     name: str  # params[name]["kernel"] is [F, H]
+    shape: tuple[int, int]  # (F, H)
     l2: float  # weight of its kernel's squared norm in the loss
     inputs: Callable[..., jax.Array]  # (x [B, ...]) -> [B, F], what the kernel is multiplied with
     loss: Callable[..., jax.Array]  # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without that L2 term
@@ -100,6 +101,7 @@ class Upload:
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
     steps: jax.Array  # [S] int32, local SGD steps taken
+    square: Any = None  # [S] float32, ||delta||^2, known once the update is screened
 
 
 @struct.dataclass

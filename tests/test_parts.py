@@ -75,6 +75,17 @@ def test_np_choice_is_numpys_legacy_generator():
 
 # Dealing to devices
 
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_chunks_of_empty_slots_are_not_visited(toy, width):
+    local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
+    cohort = training.dealt(jnp.array([1, 6, 2, 4], jnp.int32), toy, local)
+    assert cohort.ids.size > 4
+    seen = jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
+    visited = jnp.any((cohort.ids < 14).reshape(-1, width), axis=1).repeat(width)
+    np.testing.assert_array_equal(seen, jnp.where(visited, cohort.ids + 1, 0))
+
+
 DEAL = jit(sharding.deal, static_argnums=(2, 3, 4))
 
 
@@ -114,7 +125,8 @@ def sent(delta, weight, loss=0.0):
     """An upload of one-number models."""
     weight = jnp.asarray(weight, jnp.float32)
     nothing = jnp.zeros_like(weight)
-    return Upload({"w": jnp.asarray(delta, jnp.float32)[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32))
+    delta = jnp.asarray(delta, jnp.float32)
+    return Upload({"w": delta[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32), delta**2)
 
 
 def combined(part, delta, weight, gid, groups=1, rank=None, extra=()):
@@ -337,6 +349,14 @@ def test_single_models_are_never_discarded(toy, linear, local):
 
 
 # What a round reports
+
+
+def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
+    """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
+    algorithm = zoo.ifca(linear, local, select.listed(np.array([[1]])), m=2)
+    _, info = jit(algorithm.round)(KEY, jit(algorithm.init)(KEY, toy), toy)
+    assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
+    np.testing.assert_allclose(info.dissimilarity, 0, atol=1e-6)
 
 
 def test_info_by_numpy(toy, linear, local):

@@ -78,7 +78,8 @@ def world(temperatures):
     )
     cohort, gid = Cohort(jnp.array([3, 0, 1, 5, 6]), jnp.arange(5)), jnp.array([0, 0, 0, 1, 0])
     nothing = jnp.zeros(5)
-    upload = Upload({"w": jnp.array([3.0, -5.0, 0.0, 4.0, 0.0])[:, None]}, jnp.array([8.0, 2.0, 0.0, 5.0, 0.0]), nothing, nothing, nothing)
+    delta = jnp.array([3.0, -5.0, 0.0, 4.0, 0.0])
+    upload = Upload({"w": delta[:, None]}, jnp.array([8.0, 2.0, 0.0, 5.0, 0.0]), nothing, nothing, nothing, delta**2)
     return state, cohort, gid, upload
 
 

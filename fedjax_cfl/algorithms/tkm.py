@@ -68,21 +68,21 @@ def local_erm(task, local):
 
     Simulated faults strike as in a round; the model of a client without samples or answer is the start, and not known.
     """
-    train, troubles = over_clients(sgd(task, local), local), local.faults.checked()
+    troubles = local.faults.checked()
+    train = over_clients(faults.suffering(troubles, sgd(task, local)), local)
 
     def learn(keys, start, data: FederatedData, hostile_key):
         cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
         attackers = faults.hostile(troubles, hostile_key, data.num_clients)
         work = Work(jnp.zeros_like(cohort.ids), faults.slowed(troubles, keys[1], cohort, jnp.ones(cohort.ids.shape)))
-        upload = train(cohort, faults.flipped(troubles, attackers, data), (keys[0], start), work)
-        upload, lost = faults.suffered(troubles, keys[1], cohort, upload, attackers)
+        upload, lost = train(cohort, faults.flipped(troubles, attackers, data), ((keys[0], start), (keys[1], attackers)), work)
 
         def model(began, delta):
             models = jnp.broadcast_to(began, (data.num_clients, *began.shape[1:]))
             return models.at[cohort.ids].add(delta, mode="drop")
 
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
-        sent = traffic(units_up=data.num_clients - lost.dropped)
+        sent = traffic(units_up=data.num_clients - lost.dropped.sum())
         return jax.tree.map(model, start, upload.delta), known, sent
 
     return learn
