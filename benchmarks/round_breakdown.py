@@ -10,14 +10,14 @@ all test samples are evaluated after every round. Medians over 20 rounds, each p
     python benchmarks/round_breakdown.py
     python benchmarks/round_breakdown.py --quick     fewer rounds, under two minutes
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, milliseconds:
+Measured 2026-11-22 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, milliseconds:
 
                            round  training  other  evaluation  not training
-    FedAvg, met             38.9      25.8    4.8         8.3           34%
-    IFCA, met               46.6      23.0   10.7        12.9           51%
-    FlexCFL, cold           59.6      30.7   19.8         9.1           48%
-    FlexCFL, met            46.7      24.8    9.2        12.6           47%
-    FlexCFL, swap_all      120.3      23.4   82.1        14.7           81%
+    FedAvg, met             30.1      19.4    2.9         7.9           36%
+    IFCA, met               46.2      24.1    6.2        16.0           48%
+    FlexCFL, cold           52.8      25.5   16.1        11.1           52%
+    FlexCFL, met            37.9      17.1    8.0        12.8           55%
+    FlexCFL, swap_all       74.1      18.5   41.9        13.6           75%
 
 Training here is in sample space (`dual`), which takes about half the time of SGD on the kernel and so doubles the share of the rest. What
 is left is arithmetic: a forward pass over some 6,000 test samples, twice in clustered methods (their own models and the auxiliary one), and

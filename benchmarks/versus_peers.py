@@ -11,17 +11,20 @@ to agree with ours to 1/1,000 of the largest movement; and in the timed rounds, 
 as far as ours within 5 %. A peer that fails either gets no speed, and the program exits with 1. Then: ours, the peer, ours, the peer, each
 in a fresh process; the ratio of every such pair, median (least..most). The first rounds, which compile and fill caches, have a column.
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both sides, PyTorch 2.13.0; one
-repetition (`--repeats 1`), 5 (W1) and 3 (W3) rounds of 20 clients each:
+Measured 2026-11-22 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both sides, PyTorch 2.13.0; W1 and W2 in three and two
+repetitions of 5 to 7 rounds of 20 clients each, W3 the day before in one repetition of 3 rounds:
 
                       client updates/s        ours over the peer           steps/s  first 2 rounds, s     largest
                           ours    peer            median (range)      ours    peer       ours    peer  difference
-    W1  FedJAX jit       561.7   176.9         3.18 (3.18..3.18)     37187   11027        2.7     1.1     3.1e-06
-    W1  PyTorch loop     527.3    75.7         6.96 (6.96..6.96)     34906    5012        2.6     0.3     6.2e-06
-    W1  pfl              672.6    51.2         13.1 (13.1..13.1)     44529    3389        2.6     0.4     3.1e-06
-    W1  Flower           642.9    46.7         13.8 (13.8..13.8)     42560    3095        2.6     9.2     9.3e-06
-    W1  fluke            668.4    69.6            9.6 (9.6..9.6)     44250    4609        2.5     0.4     6.2e-06
-    W1  CFLA             725.3    55.8               13 (13..13)     48017    3696        2.3     0.5     3.1e-06
+    W1  FedJAX jit       657.4   125.9            5.27 (5.22..6)     43519    7850        4.6     1.6     3.1e-06
+    W1  PyTorch loop     631.9    48.9         12.2 (10.7..15.9)     41831    3234        4.5     0.4     6.2e-06
+    W1  pfl              705.5    48.9         14.7 (11.1..18.2)     38918    2695        5.7     0.7     3.1e-06
+    W1  Flower           714.4    31.6         23.2 (19.7..26.6)     39409    1742        6.1    14.0     6.2e-06
+    W1  fluke            792.9    33.0         24.8 (18.7..30.9)     43740    1822        5.6     0.9     6.2e-06
+    W1  CFLA             745.8    40.3           20.2 (14.3..26)     41141    2222        5.3     0.8     3.1e-06
+    W2  FedJAX jit      1155.7   189.2         6.12 (5.89..6.35)     76505   11800        3.8     1.1     2.4e-06
+    W2  PyTorch loop    1186.7   121.8             10 (8.06..12)     78562    8064        3.1     0.2     4.7e-06
+    W2  pfl             1245.6    95.7         13.3 (11.5..15.2)     82460    6336        3.4     0.3     2.4e-06
     W3  FedJAX jit        28.5    18.2         1.56 (1.56..1.56)       292     187        4.6     3.7     2.3e-04
     W3  PyTorch loop      28.5    31.3         0.91 (0.91..0.91)       292     321        4.7     1.3     5.9e-05
     W3  pfl               29.0    30.6      0.947 (0.947..0.947)       297     314        4.6     1.2     2.4e-04
@@ -31,9 +34,9 @@ repetition (`--repeats 1`), 5 (W1) and 3 (W3) rounds of 20 clients each:
 
     W3 ours: 177 GFLOP/s, 76% (74%..79%) of the GEMM peak (195 at own shapes, 232 at 2048^3 GFLOP/s)
 
-Single pairs: our own speed on W1 varied from 527 to 725 between them, so a ratio is right within a third. In an earlier run with three
-alternating repetitions FedJAX was at 4.06 to 5.45 (median 4.51) on W1 and 3.88 to 7.20 (5.42) on W2; the other peers have not been
-measured on W2 on a quiet machine. The last column is the largest difference of the aggregated model from ours in the check, over the
+The machine is shared: it was slower than the day before, when the peers reached 177 (FedJAX), 76 (PyTorch loop), 51 (pfl), 47 (Flower), 70
+(fluke) and 56 (CFLA) client updates/s on W1 and ours, then 1.3 times slower in a direct comparison, 527 to 725. What holds is the
+ratio within a pair, to about a third. The last column is the largest difference of the aggregated model from ours in the check, over the
 largest movement.
 
 W3's share of the GEMM peak: the matrix products of forward and backward pass per second, over the most that NumPy's sgemm reaches in the

@@ -119,18 +119,17 @@ def federated(
         seen = faults.flipped(troubles, attackers, data)
         received = stream(key, TRAIN, state.round), state.groups
         upload, lost = solve(cohort, seen, (received, (stream(key, FAULTS, state.round), attackers)), Work(gid, share, extra))
+        lost = faults.total(lost, cohort)
         if regroup:
             state, gid = regroup(stream(key, REGROUP, state.round), state, data, cohort, gid, upload)
         met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
         step, mass = aggregate(upload, gid, cohort, extra, met)
         groups, server_state = serve_step(server, state, step, mass)
-        sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped.sum())
+        sent = traffic.traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
         if mix:
             groups, exchanged = mix(groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0))
             sent = traffic.add(sent, exchanged)
-        info = report(state, groups, cohort, gid, upload, mass).replace(
-            shifted=jnp.sum(data.shifted), migrated=moved, lost=faults.added(lost, cohort)
-        )
+        info = report(state, groups, cohort, gid, upload, mass).replace(shifted=jnp.sum(data.shifted), migrated=moved, lost=lost)
         memory = remember(met, groups, cohort, gid, upload) if remember else state.memory
         total = traffic.add(state.traffic, walked, asked, sent)
         return met.replace(round=state.round + 1, groups=groups, server=server_state, traffic=total, memory=memory), info

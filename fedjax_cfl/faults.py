@@ -95,18 +95,17 @@ def screened(policy: str, upload: Upload):
 
     An update whose square is beyond float32 counts as not finite.
     """
-
-    squares = square(upload.delta)  # [L, S]
-    finite = jnp.isfinite(squares)
-    bad = ~jnp.all(finite, axis=0)
+    squares = square(upload.delta)
+    finite, whole = jnp.isfinite(squares), squares.sum(0)
+    bad = ~jnp.isfinite(whole)
     losses = (jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss))
     if policy == "zero":
         delta, weight = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta), upload.weight
-        total = square(delta).sum(0)
+        whole = square(delta).sum(0)
     else:
         delta, weight = jax.tree.map(lambda leaf: jnp.where(_wide(bad, leaf), 0.0, leaf), upload.delta), jnp.where(bad, 0.0, upload.weight)
-        total = jnp.where(bad, 0.0, squares.sum(0))
-    return Upload(delta, weight, *losses, upload.steps, total), bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
+        whole = jnp.where(bad, 0.0, whole)
+    return Upload(delta, weight, *losses, upload.steps, whole), bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
 
 
 def square(tree):
@@ -149,7 +148,7 @@ def suffering(faults: Faults, solve):
     return Partial(visit, solve if isinstance(solve, Partial) else Partial(solve))
 
 
-def added(lost: Lost, cohort: Cohort) -> Lost:
+def total(lost: Lost, cohort: Cohort) -> Lost:
     """Returns what went wrong in a cohort from what did with each client [S]."""
     bad = lost.nonfinite > 0
     first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))  # by selection, whatever the slots

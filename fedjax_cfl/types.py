@@ -106,7 +106,7 @@ class Upload:
 
 @struct.dataclass
 class Lost:
-    """What went wrong in a round."""
+    """What went wrong in a round; from each client [S] before it is added up."""
 
     dropped: jax.Array  # [] int32, clients that trained but never answered
     nonfinite: jax.Array  # [] int32, clients whose update was not finite
