@@ -209,10 +209,11 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
         show = files.enter_context(report.progress(config["rounds"], begun)) if hosts.leads() else None
 
         def on_row(row, snapshot: Snapshot):
-            stop = hosts.any_of(bool(asked))
             if recorder:
                 recorder.add(row)
                 show(row)
+            stop = hosts.any_of(bool(asked))
+            if recorder:
                 recorder.keep(row, lambda: snapshot, stop)
             return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved
 

@@ -84,8 +84,9 @@ def test_equal_clients_correct_nothing(toy_pool, linear, local):
     number, clients = np.arange(20), 8
     held = cfl.Holdings(np.tile(number, clients), np.repeat(np.arange(clients, dtype=np.int32), 20), np.tile(number % 4 == 0, clients))
     data = cfl.federate(toy_pool._replace(client=None, test=None), held)
-    same = play(zoo.feddane(linear, local, COHORT, mu=0.3), data)
-    assert_same(same, play(zoo.fedprox(linear, local, COHORT, mu=0.3), data))
+    same, other = play(zoo.feddane(linear, local, COHORT, mu=0.3), data), play(zoo.fedprox(linear, local, COHORT, mu=0.3), data)
+    chex.assert_trees_all_close(same[0].groups, other[0].groups, rtol=1e-5, atol=1e-6)
+    assert_same(same, other, rtol=1e-3, atol=1e-6)  # the discrepancy of nearly equal updates is a small difference of large squares
 
 
 def dane_round(model, data, first, second, local, mu):
