@@ -16,15 +16,16 @@ from fedjax_cfl.vectorize import stacked
 
 SMALL = "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2 checkpoint.every=2"
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algorithm.m=2"
+IFCA = "algorithm=ifca algorithm.m=2"
 FAULTS = "faults.dropout=0.2 faults.straggler=0.3 faults.nan=0.1"
 CASES = {
     "seeds and eta_g, swaps, faults": (
         f"{FLEXCFL} {FAULTS} drift=swap_part drift.p=0.5",
         "vectorize=[algorithm.eta_g,seed] seed=3,1 algorithm.eta_g=0,0.2",
     ),
-    "step sizes, incremental": (
-        "algorithm=ifca algorithm.m=2 drift=incremental drift.fractions=[0.5,1] drift.schedule=[0,2]",
-        "vectorize=[local.lr] local.lr=0.01,0.1",
+    "seeds and step sizes, incremental, faults": (
+        f"{IFCA} {FAULTS} drift=incremental drift.fractions=[0.5,1] drift.schedule=[0,2]",
+        "vectorize=[local.lr,seed] seed=3,1 local.lr=0.01,0.1",
     ),
     "mu, one data set": ("algorithm=fedprox model=mlp", "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1"),
     "seeds": ("algorithm=feddane", "seeds=2"),
@@ -53,7 +54,7 @@ def same(one, other):
                 np.testing.assert_allclose(np.array(value, float), np.array(right[name], float), rtol=2e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if "faults" in case else [pytest.mark.slow]) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if "incremental" in case else [pytest.mark.slow]) for case in CASES])
 def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
     setting, together = CASES[case]
     assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0
@@ -72,14 +73,14 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
 
 
 def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
-    line = f"{SMALL} {FLEXCFL} drift=swap_all drift.p=0.4 seeds=2"
+    line = f"{SMALL} {IFCA} drift=swap_all drift.p=0.4 seeds=2"
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
     assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
         assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
     # a run of a grid can go on alone
-    assert call(monkeypatch, f"{SMALL} {FLEXCFL} drift=swap_all drift.p=0.4 seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
+    assert call(monkeypatch, f"{SMALL} {IFCA} drift=swap_all drift.p=0.4 seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
     assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0  # from the last round that all have
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
