@@ -77,7 +77,7 @@ def test_another_seed_is_another_run(go, method, first):
         assert row["train_loss"] != same["train_loss"]
 
 
-@pytest.mark.parametrize(("method", "width"), [("fedavg", 2), ("fedavg", 5), ("flexcfl", 5)], indirect=["method"])
+@pytest.mark.parametrize(("method", "width"), [("fedavg", 2), ("flexcfl", 5)], indirect=["method"])
 def test_width_changes_nothing_but_rounding(go, method, first, width):
     """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
     wide = report.read_metrics(go(f"{METHODS[method]} local.width={width}"))
