@@ -29,6 +29,12 @@ def group_mean(weight, gid, tree, num_groups):
     return group_sum(coefficient / jnp.where(mass > 0, mass, 1.0), tree), mass
 
 
+def squares(tree):
+    """Returns the squared norm [L, S] of each of a tree's leaves [S, ...]: a product, which is several times faster than a reduction."""
+    rows = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack([jnp.einsum("sp,sp->s", row, row) for row in rows])
+
+
 def weighted_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Means weighted by training samples (FedAvg)."""
     return group_mean(upload.weight, gid, upload.delta, state.active.size)
@@ -117,8 +123,8 @@ def inter_group(eta_g, form: str = "normalized"):
     """
 
     def mix(groups, owning):
-        squares = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(groups))
-        pull = jnp.where(owning & (squares > 0), eta_g / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+        square = squares(groups).sum(0)
+        pull = jnp.where(owning & (square > 0), eta_g / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
         others = pull[None, :] * (1.0 - jnp.eye(pull.size))  # [g, l], l != g
         total = 1.0 + others.sum(1) if form == "normalized" else jnp.ones(pull.size)
         weights = jnp.where(owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_cfl import faults, traffic
-from fedjax_cfl.aggregate import group_mean, weighted_mean
+from fedjax_cfl.aggregate import group_mean, squares, weighted_mean
 from fedjax_cfl.local import Local, Work, dealt, over_clients
 from fedjax_cfl.sgd import load
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
@@ -169,7 +169,7 @@ def deviation(state: State, groups, gid, upload):
     pairs = zip(jax.tree.leaves(upload.delta), jax.tree.leaves(shift), strict=True)
     product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
     own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
-    walked = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(shift))[gid]
+    walked = squares(shift).sum(0)[gid]
     gap = upload.square - 2 * own + walked
     norms = jnp.sqrt(upload.square * walked)
     return jnp.sqrt(jnp.where(gap > 1e-5 * upload.square, gap, 0.0)), jnp.where(norms > 0, own / jnp.where(norms > 0, norms, 1.0), 0.0)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from fedjax_cfl.aggregate import squares
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import Cohort, FederatedData, Lost, Upload
 
@@ -80,7 +81,7 @@ def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
         return upload
     leaves, shape = jax.tree.flatten(upload.delta)
     size = sum(leaf[0].size for leaf in leaves)
-    norm = jnp.sqrt(sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in leaves))
+    norm = jnp.sqrt(squares(upload.delta).sum(0))
     reach = jnp.where(by, faults.scale * norm / size**0.5, 0.0)
     keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(own_keys(key, NOISE, cohort))  # [S, leaves]
 
@@ -95,23 +96,17 @@ def screened(policy: str, upload: Upload):
 
     An update whose square is beyond float32 counts as not finite.
     """
-    squares = square(upload.delta)
-    finite, whole = jnp.isfinite(squares), squares.sum(0)
+    each = squares(upload.delta)
+    finite, whole = jnp.isfinite(each), each.sum(0)
     bad = ~jnp.isfinite(whole)
     losses = (jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss))
     if policy == "zero":
         delta, weight = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta), upload.weight
-        whole = square(delta).sum(0)
+        whole = squares(delta).sum(0)
     else:
         delta, weight = jax.tree.map(lambda leaf: jnp.where(_wide(bad, leaf), 0.0, leaf), upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, whole)
     return Upload(delta, weight, *losses, upload.steps, whole), bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
-
-
-def square(tree):
-    """Returns the squared norm [L, S] of every leaf [S, ...]: a product, which is several times faster than a reduction."""
-    rows = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack([jnp.einsum("sp,sp->s", row, row) for row in rows])
 
 
 def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_clients):

@@ -5,12 +5,11 @@ after another, each with its own trip count: 1 on a CPU core (a client's weights
 the chunks.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import jit, lax
+from jax import lax
 
 from fedjax_cfl import members, sharding
 from fedjax_cfl.errors import require
@@ -103,7 +102,6 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
     chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
     largest = jnp.max(chunked[0], axis=1)
 
-    @functools.partial(jit, inline=True)  # so that it is traced once, for its shapes and its use
     def chunk(number):
         _, client, mine = jax.tree.map(lambda a: a[number], chunked)
         bucket = jnp.searchsorted(sizes, largest[number]).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""A whole run: rounds and evaluations. The only file that calls `jit`.
+"""A whole run: rounds and evaluations. Here and, for many runs at once, in `vectorize` is where rounds are compiled.
 
 `advance` is the program, `whole` runs it to the end as one function of a key (so `jit(vmap(whole))` runs many seeds), and `run` calls the
 same two halves from Python, so that numbers appear while the run goes on.
@@ -167,11 +167,11 @@ def run(
     state, shifting, facts = start or (*begin(key, feed.beginning()), dict(COUNTERS))
     facts = facts | {"compile_s": facts["compile_s"] + compile_s}
     on_start(Snapshot(state, shifting, facts))
-    rows, table, blocks, started = [], None, [], time.perf_counter()
-    for count, block in feed.training(int(state.round)):
+    done, rows, table, blocks, started = int(state.round), [], None, [], time.perf_counter()
+    for count, block in feed.training(done):
         state, shifting, infos = jax.block_until_ready(train(key, state, shifting, block, count))
         blocks.append(jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos)))
-        done = int(state.round)
+        done += count
         if done % eval_every and done < rounds:
             continue
         trained = time.perf_counter()

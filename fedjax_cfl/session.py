@@ -212,7 +212,7 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
             if recorder:
                 recorder.add(row)
                 show(row)
-            stop = hosts.any_of(bool(asked))
+            stop = hosts.any_of(bool(asked))  # only now: a signal that came while the row was written still stops here
             if recorder:
                 recorder.keep(row, lambda: snapshot, stop)
             return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved

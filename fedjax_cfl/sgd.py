@@ -1,5 +1,6 @@
 """What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients` makes a cohort of it."""
 
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         raise InputError("local.first_layer=dual: the model's first layer is not dense, or the objective is not plain; use auto or direct")
 
     def most_steps(size):
-        return local.epochs * -(-size // batch) if iterations is None else iterations
+        return full_steps(local, size) if iterations is None else iterations
 
     def passes(size, fewest):
         """Returns the passes that a client of `fewest` to `size` samples can need; chunk mates may have fewer."""
@@ -70,17 +71,16 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
     return Partial(visit, with_leaves(objective), local.lr)
 
 
+def full_steps(local: Local, size):
+    """Returns the steps of all epochs over `size` samples."""
+    return local.epochs * -(-size // local.batch_size)
+
+
 def load(task: Task, local: Local, capacity: int):
     """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for `local.dealt`."""
-
-    def of(held):
-        def steps(size):
-            return local.epochs * -(-size // local.batch_size)
-
-        sizes = dual.sizes(task, erm(task), local.first_layer, buckets(capacity), local.batch_size, steps)
-        return dual.load(task, sizes, local.batch_size, held, steps(held)) if sizes else by_samples(held)
-
-    return of
+    steps = partial(full_steps, local)
+    sizes = dual.sizes(task, erm(task), local.first_layer, buckets(capacity), local.batch_size, steps)
+    return (lambda held: dual.load(task, sizes, local.batch_size, held, steps(held))) if sizes else by_samples
 
 
 def direct(objective, local: Local, bucket, passes):

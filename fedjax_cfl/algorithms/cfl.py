@@ -146,9 +146,9 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
             tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
             ids, group = jnp.arange(data.num_clients), state.assignment.at[ids].set(gid, mode="drop")
             sent, delta = tree.known, latest
-        square = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(delta))
+        square = aggregate.squares(delta).sum(0)
         mean, size = aggregate.group_mean(sent.astype(jnp.float32), group, delta, m)
-        mean_square = sum(jnp.sum(leaf**2, axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(mean))
+        mean_square = aggregate.squares(mean).sum(0)
         longest = jnp.max(aggregate.members(jnp.where(sent, square, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
         state = state.replace(memory=tree.replace(passed=passed))
