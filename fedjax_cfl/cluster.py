@@ -158,22 +158,27 @@ def _squared_distance(x: jax.Array, centers: jax.Array) -> jax.Array:
     return jnp.where(square > COINCIDENT**2 * jnp.sum(x * x, axis=-1, keepdims=True), square, 0)
 
 
-def _seed(key: Key, x: jax.Array, weight: jax.Array, m: int, greedy: int) -> jax.Array:
-    """Returns m rows of `x [N, p]` as centers, drawn by D^2 sampling: of `greedy` draws per center the one that lowers the inertia most."""
-    first, rest = jax.random.split(key)
+def _drawn(mass: jax.Array, draws: jax.Array) -> jax.Array:
+    """Returns rows [k], with probabilities in proportion to `mass [N]`, for `draws [k]` uniform in 0 .. 1."""
+    up_to = jnp.cumsum(mass)
+    return jnp.sum(up_to[:, None] < up_to[-1] * (1 - draws), axis=0)
+
+
+def _seed(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns m rows of `x [N, p]` as centers by D^2 sampling: of k draws per center the one that lowers the inertia most; `draws [m, k]`."""
 
     def add(i, carry):
         centers, nearest = carry
         mass = weight * nearest
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)  # every point already is a center: draw any
-        candidates = x[jax.random.choice(jax.random.fold_in(rest, i), x.shape[0], (greedy,), p=mass)]
+        candidates = x[_drawn(mass, draws[i])]
         improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, greedy]
         best = jnp.argmin(jnp.sum(weight[:, None] * improved, axis=0))
         return centers.at[i].set(candidates[best]), improved[:, best]
 
-    center = x[jax.random.choice(first, x.shape[0], p=weight)]
-    centers = jnp.broadcast_to(center, (m, x.shape[1]))
-    return jax.lax.fori_loop(1, m, add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
+    center = x[_drawn(weight, draws[0, :1])[0]]
+    centers = jnp.broadcast_to(center, (draws.shape[0], x.shape[1]))
+    return jax.lax.fori_loop(1, draws.shape[0], add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
 
 
 def _move(x: jax.Array, weight: jax.Array, centers: jax.Array) -> jax.Array:
@@ -226,11 +231,13 @@ def kmeans(
     kept = jnp.where(weight[:, None] > 0, x, 0)
     greedy = 2 + int(math.log(m)) if greedy is None else greedy
 
-    def attempt(key):
-        centers = _lloyd(kept, weight, _seed(key, kept, weight, m, greedy), iterations)
+    draws = jax.random.uniform(key, (restarts * m * greedy,))  # flat: compiles faster
+
+    def attempt(draws):
+        centers = _lloyd(kept, weight, _seed(draws, kept, weight), iterations)
         return centers, jnp.sum(weight * jnp.min(_squared_distance(kept, centers), axis=1))
 
-    centers, inertia = jax.vmap(attempt)(jax.random.split(key, restarts))
+    centers, inertia = jax.vmap(attempt)(draws.reshape(restarts, m, greedy))
     best = jnp.argmin(inertia)
     labels = jnp.argmin(_squared_distance(x, centers[best]), axis=1).astype(jnp.int32)
     return KMeans(labels=labels, centers=centers[best], inertia=inertia[best])

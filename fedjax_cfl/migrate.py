@@ -55,6 +55,8 @@ def on_shift(choose, local: Local, detector: str, units_each: int = 0, charge: s
     detect, local = DETECTORS[detector], local.resolved()
 
     def migrate(key, state: State, data: FederatedData):
+        if not data.drifts:
+            return state, jnp.zeros((), jnp.int32), traffic()
         seen = state.memory.watch
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
         met = state.assignment >= 0

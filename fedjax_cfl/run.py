@@ -53,7 +53,7 @@ def one_round(algorithm: Algorithm, drift: Drift, key, state: State, shifting: S
     """One shift and one round; returns (state, shifting, info)."""
     met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
     now, memory, shifted = drift.apply(stream(key, DRIFT), state.round, shifting.on(data), shifting.memory, met)
-    now = now.replace(shifted=shifted)
+    now = now.replace(shifted=shifted, drifts=drift.moves)
     state, info = algorithm.round(key, state, now)
     return state, moving(now, memory), info
 

@@ -66,6 +66,12 @@ def linear():
 
 
 @pytest.fixture(scope="session")
+def models(linear):
+    """Three different linear models."""
+    return jax.vmap(linear.init)(jax.random.split(jax.random.key(11), 3))
+
+
+@pytest.fixture(scope="session")
 def mlp():
     """A network of three hidden units: 34 parameters."""
     return cfl.as_task(cfl.models.MLP(CLASSES, hidden=(3,)), (FEATURES,), CLASSES)
@@ -75,6 +81,11 @@ def mlp():
 def local():
     """Two epochs, batches of 5 with a short last one, one client after another on one device."""
     return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.mesh_of(1))
+
+
+def matrix(tree):
+    """Returns the leaves of `tree [S, ...]` as one matrix [S, P]."""
+    return np.concatenate([np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)], axis=1)
 
 
 def call(monkeypatch, line: str) -> int:

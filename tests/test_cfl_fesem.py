@@ -6,10 +6,9 @@ import chex
 import jax
 import numpy as np
 import pytest
-from conftest import jit
+from conftest import jit, matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
-from test_parts import matrix
 
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import select

@@ -22,6 +22,7 @@ ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
+EAGER = ("cfl", "fedavg", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind: each operation compiles for itself, 7 s a method
 SENT = {"feddane": (3, 2), "nonfed": (0, 0)}  # models down and up per client of the cohort, where it is not one each
 SETTINGS = {
     "dataset": "npz",
@@ -122,6 +123,7 @@ def test_a_round_never_retraces(case):
     assert case.init._cache_size() == 1
 
 
+@pytest.mark.parametrize("case", EAGER, indirect=True)
 def test_jit_equals_no_jit(case):
     eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)
     chex.assert_trees_all_close(eager, (case.states[3], case.infos[2]), rtol=1e-4, atol=1e-5)

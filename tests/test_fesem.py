@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
+from conftest import jit, matrix
 from sklearn.metrics import adjusted_rand_score
-from test_parts import matrix, units
+from test_traffic import units
 
 import fedjax_cfl as cfl
 from fedjax_cfl import aggregate, drift, select

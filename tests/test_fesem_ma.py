@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, jit
+from conftest import CLASSES, FEATURES, jit, matrix
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
-from test_parts import matrix
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
+from conftest import jit, matrix
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import cdist, squareform
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
-from test_parts import matrix
 
 from fedjax_cfl import aggregate, cluster, evaluate, mesh_of, select, traffic
 from fedjax_cfl import algorithms as zoo

@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
+from conftest import jit, matrix
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
-from test_parts import matrix
 from test_reductions import COHORT, KEY, SAME, assert_differ, assert_same, play
 from test_reference import batches_of, gradient, mean, models_of, passes, probabilities, samples, trained
 

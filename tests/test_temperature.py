@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
+from conftest import jit, matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
-from test_parts import matrix
 
 from fedjax_cfl import aggregate, select, temperature
 from fedjax_cfl import algorithms as zoo

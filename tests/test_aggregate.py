@@ -1,0 +1,105 @@
+"""Means, steps and mixtures of updates against numbers worked out by hand."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import matrix
+
+from fedjax_cfl import aggregate
+from fedjax_cfl.types import Cohort, Upload
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+KEY = jax.random.key(11)
+EXACT = {"rtol": 1e-6}
+
+
+def sent(delta, weight, loss=0.0):
+    """An upload of one-number models."""
+    weight = jnp.asarray(weight, jnp.float32)
+    nothing = jnp.zeros_like(weight)
+    delta = jnp.asarray(delta, jnp.float32)
+    return Upload({"w": delta[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32), delta**2)
+
+
+def combined(part, delta, weight, gid, groups=1, rank=None, extra=()):
+    """Returns (step [m], mass [m]) as NumPy arrays."""
+    rank = jnp.arange(len(gid)) if rank is None else jnp.array(rank)
+    state = SimpleNamespace(active=jnp.ones(groups, bool))
+    step, mass = part(sent(delta, weight), jnp.array(gid), Cohort(ids=jnp.arange(len(gid)), rank=rank), extra, state)
+    return np.asarray(step["w"])[:, 0], np.asarray(mass)
+
+
+def test_means_by_hand():
+    """Group 0: deltas 1 and 4 of 1 and 3 samples; group 1: delta 5 of 2 samples, and a client without data; group 2: nobody."""
+    world = ([1.0, 5.0, 4.0, 99.0], [1, 2, 3, 0], [0, 1, 0, 1], 3)
+    for part, expected, mass in (
+        (aggregate.weighted_mean, [13 / 4, 5, 0], [4, 2, 0]),
+        (aggregate.uniform_mean, [5 / 2, 5, 0], [2, 1, 0]),
+        (aggregate.over_cohort, [5 / 3, 5 / 3, 0], [2, 1, 0]),
+    ):
+        found = combined(part, *world)
+        np.testing.assert_allclose(found[0], expected, **EXACT)
+        np.testing.assert_allclose(found[1], mass, **EXACT)
+
+
+def test_first_client_takes_one_update_for_all():
+    """Deltas 1 and 3: the group moves by 1 L / (L + 1e-5), L = 2, where the mean is 2."""
+    np.testing.assert_allclose(combined(aggregate.first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT)
+    np.testing.assert_allclose(combined(aggregate.uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT)
+
+
+def test_first_client_is_first_by_selection_and_has_data():
+    """Slots hold clients by size: the first selected of group 0 stands in slot 3, but is without data, the next in slot 1."""
+    step, mass = combined(aggregate.first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0])
+    np.testing.assert_allclose(step, [2 * 2 / (2 + 1e-5), 4 / (1 + 1e-5)], **EXACT)
+    np.testing.assert_array_equal(mass, [2, 1])
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 2.0])
+def test_q_fair_by_hand(q):
+    """sum F^q u / sum h, u = L delta, h = q F^(q-1) |u|^2 + L F^q, L = 1 / lr."""
+    loss, delta, lipschitz = np.array([0.5, 2.0]), np.array([0.3, -0.1]), 4.0
+    up = loss**q * lipschitz * delta
+    down = q * loss ** (q - 1) * (lipschitz * delta) ** 2 + lipschitz * loss**q
+    part = aggregate.q_fair(q, 1 / lipschitz)
+    step, _ = combined(part, [*delta, 7.0], [3, 8, 0], [0, 0, 0], extra=jnp.array([0.5, 2.0, 0.0]))
+    np.testing.assert_allclose(step, [up.sum() / down.sum()], rtol=1e-5)
+
+
+def groups_of(*rows):
+    return {"a": jnp.array(rows, jnp.float32)[:, :1], "b": jnp.array(rows, jnp.float32)[:, 1:]}
+
+
+def test_inter_group_of_equal_norms():
+    """W1' = (W1 + (eta / s) W2) / (1 + eta / s), and the same for W2 from the OLD W1; norms s = 5."""
+    old = np.array([[3.0, 4.0, 0.0], [0.0, 5.0, 0.0]])
+    for eta in (0.1, 5.0):
+        new, sent = aggregate.inter_group(eta)(groups_of(*old), jnp.ones(2, bool))
+        np.testing.assert_allclose(matrix(new), (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT)
+        assert sent.units_down == 2 and sent.units_up == 0
+
+
+@pytest.mark.parametrize("form", ["normalized", "paper"])
+def test_inter_group_by_a_loop(form):
+    """Four groups, the third owns nobody: it neither gives nor takes."""
+    old, eta, owning = np.random.default_rng(0).normal(size=(4, 3)), 0.7, [True, True, False, True]
+    expected = old.copy()
+    for g in (0, 1, 3):
+        pull = {other: eta / np.linalg.norm(old[other]) for other in (0, 1, 3) if other != g}
+        expected[g] = old[g] + sum(pull[other] * old[other] for other in pull)
+        if form == "normalized":
+            expected[g] /= 1 + sum(pull.values())
+    new, _ = aggregate.inter_group(eta, form)(groups_of(*old), jnp.array(owning))
+    np.testing.assert_allclose(matrix(new), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["normalized", "paper"])
+def test_inter_group_of_strength_zero_and_of_zero_models(form):
+    old = [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
+    for eta in (0.0, 2.0):
+        new, _ = aggregate.inter_group(eta, form)(groups_of(*old), jnp.ones(2, bool))
+        np.testing.assert_allclose(matrix(new)[0], old[0], **EXACT)

@@ -1,0 +1,135 @@
+"""Evaluation, and what a round reports, against a loop over clients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit, matrix
+
+import fedjax_cfl as cfl
+from fedjax_cfl import algorithms as zoo
+from fedjax_cfl import evaluate, select, traffic
+from fedjax_cfl import local as training
+from fedjax_cfl.engine import TRAIN, federated, stream
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.types import Cohort, Served, Upload
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+KEY = jax.random.key(11)
+
+
+def answers(task, models, index, data):
+    """Returns (class, cross-entropy) of every test sample, client by client, -1 and 0 where a client has no model."""
+    guess, loss = np.full(data.test.order.size, -1), np.zeros(data.test.order.size)
+    for client in range(data.num_clients):
+        place = np.arange(data.test.size[client]) + int(data.test.start[client])
+        if index[client] < 0 or not place.size:
+            continue
+        rows = data.test.order[place]
+        logits = np.asarray(task.predict(jax.tree.map(lambda leaf: leaf[index[client]], models), data.x[rows]))
+        guess[place] = logits.argmax(1)
+        loss[place] = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), np.asarray(data.y[rows])]
+    return guess, loss
+
+
+INDICES = {"some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2], "one for all": [1] * 14, "nobody has one": [-1] * 14}
+
+
+@pytest.mark.parametrize("block", [4, 128])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monkeypatch, devices, block):
+    monkeypatch.setattr(evaluate, "BLOCK", block)
+    predict = jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
+    for index in INDICES.values():
+        guess, loss = predict(jnp.array(index))
+        expected = answers(linear, models, index, toy)
+        np.testing.assert_array_equal(guess, expected[0])
+        np.testing.assert_allclose(loss, expected[1], rtol=1e-5)
+
+
+def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
+    index = INDICES["some without"]
+
+    def evaluated(index):
+        table = evaluate.per_client(linear, cfl.mesh_of(1), Served(models, index), toy)
+        return evaluate.scores(Served(models, index), table, toy.concept), table
+
+    row, table = jit(evaluated)(jnp.array(index))
+    guess, loss = answers(linear, models, index, toy)
+    counted = guess >= 0
+    np.testing.assert_allclose(row["accuracy"], np.mean((guess == np.asarray(toy.y[toy.test.order]))[counted]), rtol=1e-6)
+    np.testing.assert_allclose(row["test_loss"], np.mean(loss[counted]), rtol=1e-5)
+    assert row["group_sizes"].tolist() == [4, 3, 4]
+    assert row["evaluated_clients"] == 11
+    np.testing.assert_array_equal(table.samples, np.where(np.array(index) >= 0, toy.test.size, 0))
+
+
+def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
+    index = jnp.array([0, 2] * 7)  # model 1 serves nobody
+    mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
+    hits = jnp.argmax(linear.predict(mean, toy.x[toy.test.order]), 1) == toy.y[toy.test.order]
+    right, total = jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
+    assert (right, total) == (hits.sum(), hits.size)
+
+
+def idle(task, local, pick):
+    """A clustered algorithm that only meets clients."""
+
+    def visit(client, bucket, data, shared, mine):
+        nothing = jnp.zeros(())
+        return Upload(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), shared[1]), nothing, nothing, nothing, jnp.int32(0))
+
+    return federated(task, local, select=pick, solve=visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.traffic()))
+
+
+@pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), ("none", 0)])
+def test_discard_rule(toy, linear, local, rule, hidden):
+    """14 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so."""
+    result = cfl.run(idle(linear, local, select.rr_then_random(5)), linear, toy, KEY, rounds=5, discard=rule, mesh=local.mesh)
+    assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
+    assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
+
+
+def test_single_models_are_never_discarded(toy, linear, local):
+    algorithm = idle(linear, local, select.rr_then_random(5))._replace(clustered=False)
+    result = cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh)
+    assert all(row["accuracy"] is not None for row in result.rows)
+
+
+# What a round reports
+
+
+def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
+    """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
+    algorithm = zoo.ifca(linear, local, select.listed(np.array([[1]])), m=2)
+    _, info = jit(algorithm.round)(KEY, jit(algorithm.init)(KEY, toy), toy)
+    assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
+    np.testing.assert_allclose(info.dissimilarity, 0, atol=1e-6)
+
+
+def test_info_by_numpy(toy, linear, local):
+    """IFCA with two models: discrepancy, losses, dissimilarity and counts, client by client."""
+    algorithm = zoo.ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
+    before = jit(algorithm.init)(KEY, toy)
+    after, info = jit(algorithm.round)(KEY, before, toy)
+    cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
+    train = jit(training.over_clients(sgd(linear, local), local))
+    upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), training.full(after.assignment))
+    old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
+    gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
+    for client in range(14):
+        if toy.train.size[client] == 0:
+            continue
+        step = new[group[client]] - old[group[client]]
+        gaps[group[client]].append(np.linalg.norm(old[group[client]] + delta[client] - new[group[client]]))
+        turns.append((1 - delta[client] @ step / np.linalg.norm(delta[client]) / np.linalg.norm(step)) / 2)
+    assert all(gaps.values()), "both groups have members"
+    close = {"rtol": 1e-4}
+    np.testing.assert_allclose(info.discrepancy, np.mean(gaps[0] + gaps[1]), **close)
+    np.testing.assert_allclose(info.group_discrepancy, [np.mean(gaps[0]), np.mean(gaps[1])], **close)
+    np.testing.assert_allclose(info.dissimilarity, np.mean(turns), **close)
+    np.testing.assert_allclose(info.loss, np.average(upload.loss, weights=upload.weight), **close)
+    np.testing.assert_allclose(info.last_loss, np.average(upload.last_loss, weights=upload.weight), **close)
+    assert info.clients == 13 and info.cold == 14
+    assert info.steps == 2 * np.ceil(np.array(toy.train.size) / 5).sum()

@@ -1,0 +1,138 @@
+"""Selection, stragglers and the dealing of a cohort to devices, by hand and by a loop that says what is meant."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import jit
+
+import fedjax_cfl as cfl
+from fedjax_cfl import local as training
+from fedjax_cfl import select, sharding
+from fedjax_cfl.algorithms.fedprox import stragglers
+from fedjax_cfl.sgd import sgd
+from fedjax_cfl.types import Cohort
+
+pytestmark = pytest.mark.usefixtures("quickly")
+
+KEY = jax.random.key(11)
+
+
+def test_round_robin_wraps_and_then_draws():
+    pick = select.rr_then_random(4)
+    turns = [pick(KEY, round, 10).tolist() for round in range(3)]
+    assert turns == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    later = pick(KEY, 3, 10)
+    assert later.tolist() == select.uniform(4)(KEY, 3, 10).tolist()
+    assert later.tolist() != [2, 3, 4, 5]
+
+
+def test_round_robin_stops_where_the_clients_end():
+    """K = 5 divides n = 10: two rounds cover everybody, the third is already a draw."""
+    pick = select.rr_then_random(5)
+    assert pick(KEY, 1, 10).tolist() == [5, 6, 7, 8, 9]
+    assert pick(KEY, 2, 10).tolist() == select.uniform(5)(KEY, 2, 10).tolist()
+
+
+def test_uniform_repeats_nobody_and_leaves_nobody_out():
+    drawn = np.array([select.uniform(4)(jax.random.key(seed), 0, 10) for seed in range(100)])
+    assert all(len(set(row)) == 4 for row in drawn.tolist())
+    shares = np.bincount(drawn.ravel(), minlength=10) / 100  # expected 0.4 each, standard deviation 0.05
+    assert shares.shape == (10,) and abs(shares - 0.4).max() < 0.2
+
+
+@pytest.mark.parametrize("round_robin", [False, True])
+def test_py_sample_is_pythons_generator(round_robin):
+    pick = select.py_sample(4, rounds=6, num_clients=10, seed=2077, round_robin=round_robin)
+    drawn = [random.Random(round + 2077).sample(range(10), 4) for round in range(6)]
+    if round_robin:
+        drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
+    assert [pick(KEY, round, 10).tolist() for round in range(6)] == drawn
+    assert pick(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
+
+
+def test_np_choice_is_numpys_legacy_generator():
+    pick = select.np_choice(4, rounds=3, num_clients=10)
+    for round in range(3):
+        np.random.seed(round)  # noqa: NPY002 - the generator that is repeated
+        np.testing.assert_array_equal(pick(KEY, round, 10), np.random.choice(10, 4, replace=False))  # noqa: NPY002
+
+
+# Stragglers
+
+
+@pytest.mark.parametrize(("share", "slow"), [(0.0, 0), (0.2, 2), (0.35, 3), (0.5, 4), (1.0, 8)])
+def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
+    """8 clients in 11 slots; each straggler trains 1 .. 4 of 5 epochs."""
+    ids = jnp.array([3, 14, 5, 0, 1, 14, 7, 9, 2, 14, 4])
+    effort = jit(stragglers(share, 5))
+    seen = set()
+    for seed in range(12):
+        epochs = np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[np.asarray(ids) < 14] * 5
+        np.testing.assert_allclose(epochs, np.round(epochs), atol=1e-5)
+        assert (epochs < 4.5).sum() == slow and epochs.max() <= 5 and epochs.min() >= 1
+        seen |= set(np.round(epochs).astype(int).tolist())
+    assert seen == ({5} if slow == 0 else {1, 2, 3, 4} if slow == 8 else {1, 2, 3, 4, 5})
+
+
+def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
+    ids = jnp.arange(6)
+    assert stragglers(1.0, 1)(KEY, toy, Cohort(ids=ids, rank=ids)).tolist() == [1.0] * 6
+
+
+def test_stragglers_take_their_share_of_steps(toy, linear, local):
+    """2 of 3 epochs are two thirds of the steps, for every size of client."""
+    three = local._replace(epochs=3)
+    train = jit(training.over_clients(sgd(linear, three), three))
+    ids = jnp.arange(14)
+    work = training.full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
+    model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))
+    upload = train(Cohort(ids=ids, rank=ids), toy, (KEY, model), work)
+    np.testing.assert_array_equal(upload.steps, 2 * np.ceil(np.array(toy.train.size) / 5))
+
+
+# Dealing to devices
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_chunks_of_empty_slots_are_not_visited(toy, width):
+    local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
+    cohort = training.dealt(jnp.array([1, 6, 2, 4], jnp.int32), toy, local)
+    assert cohort.ids.size > 4
+    seen = jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
+    visited = jnp.any((cohort.ids < 14).reshape(-1, width), axis=1).repeat(width)
+    np.testing.assert_array_equal(seen, jnp.where(visited, cohort.ids + 1, 0))
+
+
+DEAL = jit(sharding.deal, static_argnums=(2, 3, 4))
+
+
+@pytest.mark.parametrize(("devices", "width"), [(1, 1), (1, 4), (2, 1), (4, 3), (8, 2)])
+def test_deal_places_everybody_once(devices, width):
+    rng = np.random.default_rng(devices)
+    ids = jnp.asarray(rng.permutation(100)[:23], jnp.int32)
+    cohort = DEAL(ids, jnp.asarray(rng.lognormal(3, 1.5, 23), jnp.float32), 100, devices, width)
+    assert cohort.ids.size % (devices * width) == 0
+    real = np.asarray(cohort.ids) < 100
+    assert (np.asarray(cohort.ids)[~real] == 100).all() and real.sum() == 23
+    np.testing.assert_array_equal(np.sort(np.asarray(cohort.ids)[real]), np.sort(ids))
+    np.testing.assert_array_equal(np.asarray(cohort.ids)[real], np.asarray(ids)[np.asarray(cohort.rank)[real]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_deal_keeps_queues_within_one_client(seed):
+    """Longest processing time first: no queue is longer than an even share and the longest client."""
+    load = np.random.default_rng(seed).lognormal(3, 1, 40).astype(np.float32)
+    cohort = DEAL(jnp.arange(40), jnp.asarray(load), 40, 4, 1)
+    queues = np.append(load, 0)[np.asarray(cohort.ids)].reshape(4, -1).sum(1)
+    assert queues.max() <= max(load.sum() / 4 + load.max(), load.max())
+    assert queues.max() - queues.min() <= load.max()
+    assert queues.max() <= 4 / 3 * max(load.sum() / 4, load.max()) + 1e-3
+
+
+def test_deal_sorts_chunks_by_size():
+    cohort = DEAL(jnp.array([5, 6, 7, 8]), jnp.array([1.0, 9.0, 2.0, 8.0]), 10, 1, 2)
+    assert cohort.ids.tolist() == [6, 8, 7, 5]
+    assert cohort.rank.tolist() == [1, 3, 2, 0]
