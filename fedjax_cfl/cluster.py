@@ -165,7 +165,7 @@ def _drawn(mass: jax.Array, draws: jax.Array) -> jax.Array:
 
 
 def _seed(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns m rows of `x [N, p]` as centers by D^2 sampling: of k draws per center the one that lowers the inertia most; `draws [m, k]`."""
+    """Returns m rows of `x [N, p]` as centers by D^2 sampling, of `draws [m, k]` per center the one that lowers the inertia most."""
 
     def add(i, carry):
         centers, nearest = carry

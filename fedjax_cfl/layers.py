@@ -14,7 +14,7 @@ from jax import lax
 
 
 def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Returns a Glorot-uniform kernel [..., in, out]; drawn flat, because XLA unrolls the generator over a short last axis: 1 s to compile."""
+    """Returns a Glorot-uniform kernel [..., in, out]; drawn flat: over a short last axis XLA unrolls the generator."""
     reach = math.sqrt(6 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
 

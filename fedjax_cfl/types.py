@@ -77,7 +77,7 @@ class FederatedData:
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
     num_classes: int = struct.field(pytree_node=False)
     capacity: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
-    drifts: bool = struct.field(pytree_node=False, default=True)  # False: nobody's samples ever change, so that nothing need be compiled for it
+    drifts: bool = struct.field(pytree_node=False, default=True)  # False: nobody's samples ever change
 
     @property
     def num_clients(self) -> int:

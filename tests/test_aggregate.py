@@ -11,8 +11,6 @@ from conftest import matrix
 from fedjax_cfl import aggregate
 from fedjax_cfl.types import Cohort, Upload
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 KEY = jax.random.key(11)
 EXACT = {"rtol": 1e-6}
 

@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 from test_aggregate import sent
 
 from fedjax_cfl import assign, traffic
 from fedjax_cfl.types import Cohort, State
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(11)
 
@@ -37,7 +34,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             logits = np.asarray(linear.predict(model, toy.x[rows]), np.float64)
             each = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), np.asarray(toy.y[rows])]
             table[client, g] = each.mean() + with_l2 * 0.001 * np.sum(np.square(model["head"]["kernel"]))
-    choose = jit(assign.best_model(linear, local, with_l2))
+    choose = jax.jit(assign.best_model(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     chosen = choose(KEY, met(models, [-1] * 14), toy, cohort)
     np.testing.assert_array_equal(chosen, table.argmin(1))

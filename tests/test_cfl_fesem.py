@@ -6,15 +6,13 @@ import chex
 import jax
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import select
 from fedjax_cfl.errors import InputError
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(5)
 CLIENTS, CONCEPTS, COHORT, ROUNDS = 18, 3, 6, 2
@@ -34,10 +32,10 @@ def cutting(concepts, linear, local):
     def algorithm(gamma, min_size):
         return zoo.fedcluster(linear, local, select.rr_then_random(COHORT), m=5, rounds=ROUNDS, gamma=gamma, min_size=min_size)
 
-    one_round = jit(lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0])
+    one_round = jax.jit(lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0])
 
     def run(gamma, min_size, rounds):
-        states = [jit(algorithm(0.0, 0).init)(KEY, concepts)]
+        states = [jax.jit(algorithm(0.0, 0).init)(KEY, concepts)]
         for _ in range(rounds):
             states.append(one_round(gamma, min_size, states[-1]))
         assert one_round._cache_size() == 1, "a cut never retraces"
@@ -55,7 +53,7 @@ def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma
     """Two cycles: FedAvg whose every third round has all clients."""
     states = cutting(gamma, min_size, 6)
     some, all_of_them = (zoo.fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.everybody()))
-    one_round = [jit(each.round) for each in (some, some, all_of_them)]
+    one_round = [jax.jit(each.round) for each in (some, some, all_of_them)]
     state = some.init(KEY, concepts).replace(groups=group(states[0].groups))
     for round, after in enumerate(states[1:]):
         state, _ = one_round[round % 3](KEY, state, concepts)

@@ -11,8 +11,6 @@ from fedjax_cfl.algorithms import fesem
 from fedjax_cfl.choose import best, some_clients
 from fedjax_cfl.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 KEY = jax.random.key(1)
 
 

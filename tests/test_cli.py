@@ -238,7 +238,6 @@ def fedjax_cfl(files, tmp_path, tmp_path_factory, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
-    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "no_cache"))
     monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
 
     def call(line: str):
@@ -436,7 +435,7 @@ def test_doctor_and_download(fedjax_cfl):
 # the real thing, from a folder of its own
 
 
-@pytest.mark.parametrize("line", ["algorithm=flexcf", "clients_per_round=61", "-m clients_per_round=61,62"])
+@pytest.mark.parametrize("line", ["clients_per_round=61", "-m clients_per_round=61,62"])
 def test_the_process_ends_with_2_and_no_traceback(line, tmp_path):
     done = subprocess.run([sys.executable, "-m", "fedjax_cfl", *line.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""

@@ -10,19 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as main
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
-EAGER = ("cfl", "fedavg", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind: each operation compiles for itself, 7 s a method
+KINDS = ("cfl", "fedavg", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind, for what takes long to compile
 SENT = {"feddane": (3, 2), "nonfed": (0, 0)}  # models down and up per client of the cohort, where it is not one each
 SETTINGS = {
     "dataset": "npz",
@@ -74,7 +71,7 @@ def build(toy_pool, tmp_path_factory):
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def case(request, build):
     algorithm, task, data, mesh = build(request.param)
-    init, one_round = jit(algorithm.init), jit(algorithm.round)
+    init, one_round = jax.jit(algorithm.init), jax.jit(algorithm.round)
     key = jax.random.key(0)
     states, infos = [init(key, data)], []
     for _ in range(ROUNDS):
@@ -123,26 +120,26 @@ def test_a_round_never_retraces(case):
     assert case.init._cache_size() == 1
 
 
-@pytest.mark.parametrize("case", EAGER, indirect=True)
+@pytest.mark.parametrize("case", KINDS, indirect=True)
 def test_jit_equals_no_jit(case):
     eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)
     chex.assert_trees_all_close(eager, (case.states[3], case.infos[2]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", KINDS, indirect=True)
 def test_scan_equals_python_loop(case):
     def scanned(key, state, data):
         return jax.lax.scan(lambda state, _: case.algorithm.round(key, state, data), state, length=4)
 
-    state, infos = jit(scanned)(jax.random.key(0), case.states[0], case.data)
+    state, infos = jax.jit(scanned)(jax.random.key(0), case.states[0], case.data)
     chex.assert_trees_all_close(state, case.states[4], rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(infos, jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "ifca"])
-def test_whole_equals_run(build, name):
-    algorithm, task, data, mesh = build(name)
+def test_whole_equals_run(build):
+    algorithm, task, data, mesh = build("ifca")
     key = jax.random.key(0)
-    state, (infos, metrics) = jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
+    state, (infos, metrics) = jax.jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
     ran = cfl.run(algorithm, task, data, key, rounds=4, eval_every=2, discard="none", mesh=mesh)
     chex.assert_trees_all_close(state, ran.state, rtol=1e-5, atol=1e-6)
     assert [row["round"] for row in ran.rows] == [2, 4]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import dual
@@ -35,7 +34,7 @@ def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5
     clients = jnp.arange(len(SIZES))
     work = training.Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
     cohort = cfl.types.Cohort(ids=clients, rank=clients)
-    return jit(lambda: solve(cohort, noise, (KEY, models), work))()
+    return jax.jit(lambda: solve(cohort, noise, (KEY, models), work))()
 
 
 @pytest.mark.parametrize("hidden", [(), (7,), (7, 5)], ids=str)
@@ -67,7 +66,7 @@ def test_momentum_is_that_of_optax(noise):
     local = cfl.Local(0.1, 6, 1000, 1, cfl.mesh_of(1), first_layer="direct", momentum=0.8)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
-    upload = jit(training.over_clients(sgd(task, local), local))(
+    upload = jax.jit(training.over_clients(sgd(task, local), local))(
         cfl.types.Cohort(one, 0 * one), noise, (KEY, start), training.full(0 * one)
     )
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
@@ -104,7 +103,7 @@ def test_a_pull_that_differs_between_clients(noise):
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
         work = training.Work(0 * clients, jnp.ones(len(SIZES)), extra=clients / 4)
-        return jit(lambda: train(cfl.types.Cohort(clients, clients), noise, (KEY, models), work))()
+        return jax.jit(lambda: train(cfl.types.Cohort(clients, clients), noise, (KEY, models), work))()
 
     pulled = proximal(lambda extra: extra, erm(task))
     direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))

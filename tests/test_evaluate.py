@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
@@ -13,8 +13,6 @@ from fedjax_cfl import local as training
 from fedjax_cfl.engine import TRAIN, federated, stream
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Cohort, Served, Upload
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(11)
 
@@ -40,7 +38,7 @@ INDICES = {"some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2], "one f
 @pytest.mark.parametrize("devices", [1, 4])
 def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monkeypatch, devices, block):
     monkeypatch.setattr(evaluate, "BLOCK", block)
-    predict = jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
+    predict = jax.jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
     for index in INDICES.values():
         guess, loss = predict(jnp.array(index))
         expected = answers(linear, models, index, toy)
@@ -55,7 +53,7 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
         table = evaluate.per_client(linear, cfl.mesh_of(1), Served(models, index), toy)
         return evaluate.scores(Served(models, index), table, toy.concept), table
 
-    row, table = jit(evaluated)(jnp.array(index))
+    row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
     counted = guess >= 0
     np.testing.assert_allclose(row["accuracy"], np.mean((guess == np.asarray(toy.y[toy.test.order]))[counted]), rtol=1e-6)
@@ -69,7 +67,7 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
     hits = jnp.argmax(linear.predict(mean, toy.x[toy.test.order]), 1) == toy.y[toy.test.order]
-    right, total = jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
+    right, total = jax.jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
     assert (right, total) == (hits.sum(), hits.size)
 
 
@@ -103,7 +101,7 @@ def test_single_models_are_never_discarded(toy, linear, local):
 def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
     """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
     algorithm = zoo.ifca(linear, local, select.listed(np.array([[1]])), m=2)
-    _, info = jit(algorithm.round)(KEY, jit(algorithm.init)(KEY, toy), toy)
+    _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
     np.testing.assert_allclose(info.dissimilarity, 0, atol=1e-6)
 
@@ -111,10 +109,10 @@ def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
 def test_info_by_numpy(toy, linear, local):
     """IFCA with two models: discrepancy, losses, dissimilarity and counts, client by client."""
     algorithm = zoo.ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
-    before = jit(algorithm.init)(KEY, toy)
-    after, info = jit(algorithm.round)(KEY, before, toy)
+    before = jax.jit(algorithm.init)(KEY, toy)
+    after, info = jax.jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    train = jit(training.over_clients(sgd(linear, local), local))
+    train = jax.jit(training.over_clients(sgd(linear, local), local))
     upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), training.full(after.assignment))
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
@@ -23,12 +22,6 @@ REAL = 13  # toy client 2 has no training samples
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch):
-    """Whole runs compile as quickly as the tests' own programs."""
-    monkeypatch.setattr(jax, "jit", jit)
-
-
 def go(task, local, data, method=zoo.fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
     """Returns (first state, last state, infos) of some rounds."""
     algorithm = method(task, local, select.listed(table), **options)
@@ -37,7 +30,7 @@ def go(task, local, data, method=zoo.fedavg, table=EVERYBODY, rounds=ROUNDS, **o
         first = algorithm.init(KEY, data)
         return first, *jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), first, length=rounds)
 
-    return jit(run)(data)
+    return jax.jit(run)(data)
 
 
 def with_faults(local, **options):
@@ -132,8 +125,8 @@ def test_dropping_out_is_weight_zero(round, linear, local, toy):
         return engine.federated(task, local, select=select, solve=sgd(task, local), aggregate=without_them)
 
     def one(algorithm):
-        state = jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
-        return jit(algorithm.round)(KEY, state, toy)
+        state = jax.jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
+        return jax.jit(algorithm.round)(KEY, state, toy)
 
     (state, info), (other, _) = (
         one(method(linear, trouble, select.listed(EVERYBODY)))
@@ -262,7 +255,7 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
         state = algorithm.init(KEY, data)
         return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS)
 
-    run, alike = jit(run), toy.replace(x=jnp.ones_like(toy.x), y=jnp.zeros_like(toy.y))
+    run, alike = jax.jit(run), toy.replace(x=jnp.ones_like(toy.x), y=jnp.zeros_like(toy.y))
     nothing = toy.replace(train=toy.train.replace(size=jnp.zeros_like(toy.train.size)), shifted=jnp.ones(CLIENTS, bool))
     half = nothing.replace(train=toy.train.replace(size=jnp.where(jnp.arange(CLIENTS) % 2, 0, toy.train.size)))
     cases = {

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -20,8 +20,6 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.shuffle import permutations
 from fedjax_cfl.types import Cohort, Upload
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
 L2 = 0.001
@@ -30,7 +28,7 @@ REF = {"start": "random_models", "estep": "selected", "average": "first_client",
 
 def play(algorithm, data, rounds, state=None):
     """Returns the states [rounds + 1] of a run."""
-    states, one_round = [jit(algorithm.init)(KEY, data) if state is None else state], jit(algorithm.round)
+    states, one_round = [jax.jit(algorithm.init)(KEY, data) if state is None else state], jax.jit(algorithm.round)
     for _ in range(rounds):
         states.append(one_round(KEY, states[-1], data)[0])
     return states
@@ -108,7 +106,7 @@ def test_twin(toy, linear, local, form, estep, mu):
 
 
 def test_start_is_one_local_update_and_k_means(toy, linear, local):
-    state = jit(zoo.fesem(linear, local, COHORT, m=2).init)(KEY, toy)
+    state = jax.jit(zoo.fesem(linear, local, COHORT, m=2).init)(KEY, toy)
     keys = jax.random.split(stream(KEY, START), 3)
     common = matrix(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
     expected = [trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common for client in range(14)]
@@ -146,7 +144,7 @@ def test_migration_changes_nothing(toy, linear, local):
     for row, same in zip(still.rows, moving.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
-    first = jit(zoo.fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
+    first = jax.jit(zoo.fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
     assert np.any(first.memory.watch.reference != moving.state.memory.watch.reference)
     chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(watch=())), still.state)
 
@@ -160,7 +158,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
     wrong = state.assignment.at[outside].set((state.assignment[outside] + 1) % 3)
     shifted = data.replace(y=jnp.where(data.owner == outside, 0, data.y))
     for seen, expected in ((data, wrong[outside]), (shifted, state.assignment[outside])):
-        after, info = jit(algorithm.round)(KEY, state.replace(assignment=wrong), seen)
+        after, info = jax.jit(algorithm.round)(KEY, state.replace(assignment=wrong), seen)
         assert after.assignment[outside] == expected and info.migrated == (seen is shifted)
         assert after.traffic.units_down - state.traffic.units_down == 6
 
@@ -259,7 +257,7 @@ def test_last_layer_sees_only_the_head():
 def test_embedding_keeps_distances():
     rng = np.random.default_rng(0)
     delta, known = {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))}, np.arange(9) != 4
-    points = np.asarray(jit(embedded)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
+    points = np.asarray(jax.jit(embedded)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
     rows = matrix(delta)[known]
     np.testing.assert_allclose(*(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4)
 
@@ -273,7 +271,7 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     """20 seedings against one, five keys, four groups."""
     found = {}
     for restarts in (1, 20):
-        init = jit(zoo.fesem(linear, local, COHORT, m=4, restarts=restarts).init)
+        init = jax.jit(zoo.fesem(linear, local, COHORT, m=4, restarts=restarts).init)
         found[restarts] = [inertia(init(jax.random.key(seed), toy)) for seed in range(5)]
     assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), found
     assert sum(found[20]) < 0.99 * sum(found[1])

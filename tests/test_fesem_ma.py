@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, jit, matrix
+from conftest import CLASSES, FEATURES, matrix
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
@@ -20,8 +20,6 @@ from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.matching import _scores, aligned, assignment, layers_of, matched_atoms, matched_average, permuted
 from fedjax_cfl.types import Cohort, Upload
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
@@ -57,7 +55,7 @@ def network(name):
     task = cfl.as_task(module, shape, 3)
     rng = np.random.default_rng(0)
     orders = [jnp.asarray(rng.permutation(width)) for width in WIDTHS[name]]
-    return task, layers_of(task), noisy(KEY, jit(task.init)(KEY), 0.1), orders
+    return task, layers_of(task), noisy(KEY, jax.jit(task.init)(KEY), 0.1), orders
 
 
 # The assignment
@@ -70,8 +68,8 @@ def test_assignment_equals_scipy(n):
     costs[1] = rng.integers(3, size=(n, n))  # ties
     costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(np.eye(n)[rng.permutation(n)] > 0, -9, 0)  # nearly a permutation
     costs[3] = -np.outer(np.arange(n), np.arange(n))  # everybody wants the same
-    found = np.asarray(jit(jax.vmap(assignment))(costs))
-    for cost, columns, alone in zip(costs, found, map(jit(assignment), costs), strict=True):
+    found = np.asarray(jax.jit(jax.vmap(assignment))(costs))
+    for cost, columns, alone in zip(costs, found, map(jax.jit(assignment), costs), strict=True):
         rows, best = linear_sum_assignment(cost)
         assert sorted(columns) == list(rows) and columns.tolist() == alone.tolist()
         np.testing.assert_allclose(cost[rows, columns].sum(), cost[rows, best].sum(), rtol=1e-5, atol=1e-5)
@@ -81,7 +79,7 @@ def test_assignment_equals_scipy(n):
 def test_assignment_ends_whatever_the_costs():
     costs = np.zeros((3, 5, 5), np.float32)
     costs[0], costs[1, 2], costs[2, :, 1] = np.nan, np.inf, -np.inf
-    assert (np.sort(jit(jax.vmap(assignment))(costs)) == np.arange(5)).all()
+    assert (np.sort(jax.jit(jax.vmap(assignment))(costs)) == np.arange(5)).all()
 
 
 # Reordering hidden units
@@ -103,10 +101,10 @@ def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     other = permuted(layers, params, orders)
     chex.assert_trees_all_equal_shapes_and_dtypes(other, params)
     x = jax.random.uniform(KEY, (4, *NETWORKS[name][1]))
-    predict = jit(task.predict)
+    predict = jax.jit(task.predict)
     np.testing.assert_allclose(predict(other, x), predict(params, x), rtol=2e-4, atol=1e-4)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (other, params)), strict=True))
-    back = jit(lambda params, center: permuted(layers, params, aligned(layers, params, center)))
+    back = jax.jit(lambda params, center: permuted(layers, params, aligned(layers, params, center)))
     chex.assert_trees_all_equal(back(other, params), params)
     near = noisy(KEY, params, 0.003)
     chex.assert_trees_all_equal(back(permuted(layers, near, orders), params), near)
@@ -131,7 +129,7 @@ def test_a_client_that_renames_its_units_does_not_matter():
         visit = matched(lambda *given: upload, layers)
         return visit(0, 0, None, (KEY, groups), SimpleNamespace(group=1))
 
-    plain, renamed = (jit(update)(model) for model in (trained, permuted(layers, trained, orders)))
+    plain, renamed = (jax.jit(update)(model) for model in (trained, permuted(layers, trained, orders)))
     chex.assert_trees_all_equal(plain, jax.tree.map(jnp.subtract, trained, params))
     chex.assert_trees_all_close(renamed, plain, atol=1e-6)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING, call, jit
+from conftest import VARYING, call
 
 import fedjax_cfl as cfl
 from fedjax_cfl import checkpoint, grid, report
@@ -31,11 +31,6 @@ CASES = {
     "seeds": ("algorithm=feddane", "seeds=2"),
     "server step sizes": ("algorithm=fedadam", "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast(quickly):
-    pass
 
 
 def rows(folder):
@@ -131,8 +126,8 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear):
         algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
         return algorithm.round(key, algorithm.init(key, toy), toy)[0]
 
-    together = jit(jax.vmap(jax.vmap(lambda lr, key: after(True, lr, key), (0, None)), (None, 0)))(rates, keys)
-    alone = jit(lambda lr, key: after(False, lr, key))
+    together = jax.jit(jax.vmap(jax.vmap(lambda lr, key: after(True, lr, key), (0, None)), (None, 0)))(rates, keys)
+    alone = jax.jit(lambda lr, key: after(False, lr, key))
     for s, key in enumerate(keys):
         for h, lr in enumerate(rates):
             one = jax.tree.map(lambda leaf, place=(s, h): leaf[place], together)

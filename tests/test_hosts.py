@@ -31,7 +31,7 @@ def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes), "XLA_FLAGS": ""}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes)}
     started = []
     for number in range(processes):
         joined = [f"coordinator=127.0.0.1:{port}", "processes=2", f"process={number}"] if processes > 1 else []

@@ -8,8 +8,6 @@ import fedjax_cfl as cfl
 from fedjax_cfl import memory
 from fedjax_cfl.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 
 @pytest.fixture(scope="module")
 def fesem(mlp, local):

@@ -1,6 +1,5 @@
 """Models: exact sizes, initialisation, slow twins of the layers, and the terms of the loss."""
 
-import functools
 import pathlib
 
 import flax.linen as nn
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit_as_users_do
 from omegaconf import OmegaConf
 
 from fedjax_cfl import layers, models
@@ -46,7 +46,6 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
 ]
 DROPOUT = {"mnist_cnn", "femnist_cnn", "gru", "lstm"}
 KEY = jax.random.key(0)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is all the time these tests take
 
 
 def build(name: str, num_classes: int) -> nn.Module:
@@ -61,7 +60,7 @@ def normal(*shape):
 
 def started(task):
     """Initial parameters; compiled, which spares the forward pass of Flax."""
-    return jit(task.init)(KEY)
+    return jax.jit(task.init)(KEY)
 
 
 def close(actual, expected, tolerance: float = 1e-5) -> None:
@@ -90,7 +89,7 @@ def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name
     x = normal(6, *shape)
     y = np.arange(6) % classes
 
-    @jit
+    @jax.jit
     def keyed(params, key):
         def mean_loss(params):
             losses = task.loss(params, x, y, key)
@@ -100,7 +99,7 @@ def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name
 
     grads, once = keyed(params, jax.random.key(2))
     (_, again), (_, other) = keyed(params, jax.random.key(2)), keyed(params, jax.random.key(3))
-    plain, logits = jit(lambda p: (task.loss(p, x, y), task.predict(p, x)))(params)
+    plain, logits = jax.jit(lambda p: (task.loss(p, x, y), task.predict(p, x)))(params)
     assert plain.shape == once.shape == (6,) and logits.shape == (6, classes)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads) if leaf.ndim > 1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, plain, logits)))
@@ -127,7 +126,7 @@ def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
 def test_recurrent_layers_start_as_in_keras():
     x = jnp.zeros((1, 2, 300))
     for layer, gates in ((layers.GRU(64), 3), (layers.LSTM(64), 4)):
-        params = jit(layer.init)(KEY, x)["params"]
+        params = jax.jit(layer.init)(KEY, x)["params"]
         recurrent = np.asarray(params["recurrent_kernel"])
         np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(64), atol=1e-5)
         assert 0.95 < np.abs(params["kernel"]).max() / np.sqrt(6 / (300 + gates * 64)) <= 1
@@ -165,7 +164,7 @@ def test_im2col_equals_lax_with_one_kernel_per_client(size, channels, features, 
             out = conv[method].apply({"params": params}, x)
             return jnp.sum(jnp.sin(3 * out)), out
 
-        return jit(jax.vmap(jax.grad(objective, argnums=(0, 1), has_aux=True)))(params, x)
+        return jax.jit(jax.vmap(jax.grad(objective, argnums=(0, 1), has_aux=True)))(params, x)
 
     close(run("im2col"), run("lax"))
 
@@ -189,14 +188,14 @@ def test_max_pool_equals_reduce_window(shape, padding):
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), padding.upper())
 
     def with_gradient(pool):
-        return jit(jax.grad(lambda x: (jnp.sum(pool(x) ** 2), pool(x)), has_aux=True))(normal(2, *shape, 3) - 5)
+        return jit_as_users_do(jax.grad(lambda x: (jnp.sum(pool(x) ** 2), pool(x)), has_aux=True))(normal(2, *shape, 3) - 5)
 
     close(with_gradient(lambda x: layers.max_pool(x, padding)), with_gradient(window))
 
 
 def test_batch_norm_uses_the_statistics_of_the_batch():
     x = 3 + 2 * normal(4, 5, 5, 2)
-    out, params = jit(layers.BatchStatNorm().init_with_output)(KEY, x)
+    out, params = jax.jit(layers.BatchStatNorm().init_with_output)(KEY, x)
     assert jax.tree.map(jnp.shape, params) == {"params": {"scale": (2,), "bias": (2,)}}
     flat = np.asarray(x, np.float64).reshape(-1, 2)
     close(out.reshape(-1, 2), (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-3))
@@ -236,9 +235,9 @@ def slow_lstm(p, x, reverse):
 @pytest.mark.parametrize(("layer", "slow"), [(layers.GRU, slow_gru), (layers.LSTM, slow_lstm)])
 def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
     x = normal(3, 5, 4)
-    params = jit(layer(6).init)(KEY, x)["params"]
+    params = jax.jit(layer(6).init)(KEY, x)["params"]
     params = jax.tree.map(lambda p: p + normal(*p.shape) / 3, params)  # no bias is zero
-    outputs, last = (jit(layer(6, reverse, sequences).apply)({"params": params}, x) for sequences in (True, False))
+    outputs, last = (jax.jit(layer(6, reverse, sequences).apply)({"params": params}, x) for sequences in (True, False))
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     expected = np.stack([slow(p, sample, reverse) for sample in x])
     close(outputs, expected)
@@ -249,7 +248,7 @@ def test_bidirectional_model_reads_both_ways():
     x = normal(2, 4, 3)
     task = models.as_task(models.BiGRU(2), (4, 3), 2)
     params = started(task)
-    logits = jit(task.predict)(params, x)
+    logits = jax.jit(task.predict)(params, x)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     for b in range(2):
         h = np.concatenate([slow_gru(p["GRU_0"], x[b], False), slow_gru(p["GRU_1"], x[b], True)], axis=1)
@@ -263,7 +262,7 @@ def test_two_logits_give_the_sigmoid_cross_entropy():
     params = started(task)
     x = 5 * normal(4, 3, 4)
     y = np.array([0, 1, 1, 0])
-    z, loss = jit(lambda p: (task.predict(p, x), task.loss(p, x, y)))(params)
+    z, loss = jax.jit(lambda p: (task.predict(p, x), task.loss(p, x, y)))(params)
     assert not z[:, 0].any()
     close(loss, np.log1p(np.exp(z[:, 1])) - y * z[:, 1])
 
@@ -277,7 +276,7 @@ def test_l2_is_a_thousandth_of_the_squared_kernels():
     close(plain.loss(params, x, y), cross_entropy)
     close(decayed.loss(params, x, y), cross_entropy + 0.001 * np.sum(np.square(params["head"]["kernel"])))
 
-    with_l2, without = (jit(jax.grad(lambda p, task=task: task.loss(p, x, y).mean()))(params) for task in (decayed, plain))
+    with_l2, without = (jax.jit(jax.grad(lambda p, task=task: task.loss(p, x, y).mean()))(params) for task in (decayed, plain))
     close(with_l2["head"]["kernel"] - without["head"]["kernel"], 0.002 * params["head"]["kernel"], 1e-4)
     np.testing.assert_array_equal(with_l2["head"]["bias"], without["head"]["bias"])
     with pytest.raises(InputError, match="l2 -1: a number >= 0"):
@@ -297,8 +296,8 @@ def test_uint8_pixels_are_read_as_fractions():
     task = models.as_task(models.LeNet(10), IMAGE, 10)
     params = started(task)
     fractions = x.astype(np.float32) / 255
-    close(jit(task.predict)(params, x), jit(task.predict)(params, fractions))
-    close(jit(task.loss)(params, x, y), jit(task.loss)(params, fractions[..., None], y))
+    close(jax.jit(task.predict)(params, x), jax.jit(task.predict)(params, fractions))
+    close(jax.jit(task.loss)(params, x, y), jax.jit(task.loss)(params, fractions[..., None], y))
 
 
 class Plain(nn.Module):

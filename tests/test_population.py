@@ -15,11 +15,6 @@ from fedjax_cfl.run import Snapshot, standing
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast(quickly):
-    pass
-
-
 @pytest.fixture
 def both(toy_pool):
     held = cfl.Holdings(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)

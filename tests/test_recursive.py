@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import cdist, squareform
@@ -20,8 +20,6 @@ from fedjax_cfl.algorithms.cfl import Tree, bipartition
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.faults import Faults
 from fedjax_cfl.types import Cohort, State, Upload
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(5)
 SAME = {"rtol": 1e-5, "atol": 1e-6}
@@ -48,11 +46,11 @@ def cutting(linear, local):
     def algorithm(limits):
         return zoo.cfl(linear, local, select.everybody(), m=4, **limits)
 
-    one_round = jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
+    one_round = jax.jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
 
     def run(data, rounds, **limits):
         limits = {name: jnp.float32(value) for name, value in (ONCE | limits).items()}
-        states, infos = [jit(algorithm(ONCE).init)(KEY, data)], []
+        states, infos = [jax.jit(algorithm(ONCE).init)(KEY, data)], []
         for _ in range(rounds):
             state, info = one_round(limits, states[-1], data)
             states.append(state)
@@ -236,7 +234,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     everybody = zoo.fedavg(linear, local, select.everybody())
     alone = everybody.init(KEY, concepts).replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
-    after = jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
+    after = jax.jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
     for g in range(3):
         members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
         state = alone.replace(round=clustered.round, groups=common)
@@ -252,7 +250,7 @@ def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
     served = [algorithm.serve(state).index for state in states]
     assert (served[0] == 0).all() and (served[2] == 0).all(), "everybody is served from the beginning"
     assert adjusted_rand_score(TRUTH, served[3]) == 1
-    one_round = jit(algorithm.round)
+    one_round = jax.jit(algorithm.round)
     for state in states[:4]:
         one_round(KEY, state, concepts)
     assert one_round._cache_size() == 1
@@ -314,7 +312,7 @@ def test_metrics_equal_scipy(metric, scipy_name):
 
 @pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
 def test_linkages_and_thresholds_equal_scipy(linkage):
-    merge = jit(
+    merge = jax.jit(
         lambda distance, valid, threshold: (
             cluster.agglomerate(distance, 4, linkage, valid),
             cluster.agglomerate(distance, 23, linkage, valid, threshold),

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 from omegaconf import OmegaConf
 
 from fedjax_cfl import __main__ as main
 from fedjax_cfl import aggregate, select
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl.algorithms import fedopt
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
@@ -26,8 +23,8 @@ SAME = {"rtol": 1e-5, "atol": 1e-6}
 
 def play(algorithm, data, rounds=3, state=None):
     """Returns (state, infos) after some rounds, from the algorithm's own start unless a state is given."""
-    state = jit(algorithm.init)(KEY, data) if state is None else state
-    one_round, infos = jit(algorithm.round), []
+    state = jax.jit(algorithm.init)(KEY, data) if state is None else state
+    one_round, infos = jax.jit(algorithm.round), []
     for _ in range(rounds):
         state, info = one_round(KEY, state, data)
         infos.append(info)
@@ -81,7 +78,7 @@ def test_stragglers_do_less(toy, linear, local, averaged):
 
 def test_a_strong_pull_keeps_clients_near(toy, linear, local):
     begun, _ = play(zoo.fedavg(linear, local, COHORT), toy, 0)
-    pulled = jit(lambda mu: zoo.fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
+    pulled = jax.jit(lambda mu: zoo.fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
     moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
@@ -17,8 +16,6 @@ from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import select
 from fedjax_cfl.engine import ASSIGN, SELECT, START, TRAIN, stream
 from fedjax_cfl.shuffle import permutations
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001
@@ -138,8 +135,8 @@ def founded(model, data, keys, m, alpha, iterations, local):
 
 def played(algorithm, data):
     """Returns (first state, last state) of the package's run."""
-    one_round = jit(algorithm.round)
-    first = state = jit(algorithm.init)(KEY, data)
+    one_round = jax.jit(algorithm.round)
+    first = state = jax.jit(algorithm.init)(KEY, data)
     for _ in range(ROUNDS):
         state, _ = one_round(KEY, state, data)
     return first, state
@@ -181,7 +178,7 @@ def test_flexcfl_start(toy, linear, local, iterations):
     """Groups, directions and models of the founders; 11 steps of batch 5 are more than one pass for most."""
     m, alpha = 2, 5
     algorithm = zoo.flexcfl(linear, local, select.rr_then_random(COHORT), m=m, alpha=alpha, pretrain=f"iters:{iterations}")
-    state = jit(algorithm.init)(KEY, toy)
+    state = jax.jit(algorithm.init)(KEY, toy)
     keys = jax.random.split(stream(KEY, START), 4)
     model = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
     ids, updates, labels = founded(model, toy, keys, m, alpha, iterations, local)
@@ -199,8 +196,8 @@ def test_flexcfl_start(toy, linear, local, iterations):
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and takes the largest cosine."""
     algorithm = zoo.flexcfl(linear, local, select.listed(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
-    state = jit(algorithm.init)(KEY, toy)
-    after, info = jit(algorithm.round)(KEY, state, toy)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    after, info = jax.jit(algorithm.round)(KEY, state, toy)
     newcomers = [client for client in range(14) if state.assignment[client] < 0 and toy.train.size[client] > 0]
     directions = np.array([model.flat() for model in models_of(state.memory.directions)])
     start = models_of(state.memory.start)[0]

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import local as training
@@ -14,8 +13,6 @@ from fedjax_cfl import select, sharding
 from fedjax_cfl.algorithms.fedprox import stragglers
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.types import Cohort
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(11)
 
@@ -67,7 +64,7 @@ def test_np_choice_is_numpys_legacy_generator():
 def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     """8 clients in 11 slots; each straggler trains 1 .. 4 of 5 epochs."""
     ids = jnp.array([3, 14, 5, 0, 1, 14, 7, 9, 2, 14, 4])
-    effort = jit(stragglers(share, 5))
+    effort = jax.jit(stragglers(share, 5))
     seen = set()
     for seed in range(12):
         epochs = np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[np.asarray(ids) < 14] * 5
@@ -85,7 +82,7 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
     three = local._replace(epochs=3)
-    train = jit(training.over_clients(sgd(linear, three), three))
+    train = jax.jit(training.over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
     work = training.full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))
@@ -101,12 +98,12 @@ def test_chunks_of_empty_slots_are_not_visited(toy, width):
     local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
     cohort = training.dealt(jnp.array([1, 6, 2, 4], jnp.int32), toy, local)
     assert cohort.ids.size > 4
-    seen = jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
+    seen = jax.jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
     visited = jnp.any((cohort.ids < 14).reshape(-1, width), axis=1).repeat(width)
     np.testing.assert_array_equal(seen, jnp.where(visited, cohort.ids + 1, 0))
 
 
-DEAL = jit(sharding.deal, static_argnums=(2, 3, 4))
+DEAL = jax.jit(sharding.deal, static_argnums=(2, 3, 4))
 
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 1), (1, 4), (2, 1), (4, 3), (8, 2)])

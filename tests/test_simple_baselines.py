@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
@@ -18,8 +18,6 @@ from fedjax_cfl import algorithms as zoo
 from fedjax_cfl.algorithms.tkm import trimmed_kmeans
 from fedjax_cfl.engine import HOSTILE, PREPARE, SELECT, START, TRAIN, stream
 from fedjax_cfl.errors import InputError
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 K = 14  # clients of the toy problem
 
@@ -171,7 +169,7 @@ def test_nonfed_sends_nothing(toy, linear, local, alone):
 def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     algorithm = zoo.nonfed(linear, local, COHORT)
     assert not algorithm.clustered
-    row, table = jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, toy, True))(alone[0])
+    row, table = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, toy, True))(alone[0])
     x, y, owner = (np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner))
     models = models_of(alone[0].groups)
     hits = np.array([probabilities(models[k], x[i : i + 1]).argmax() == y[i] for i, k in enumerate(owner)])
@@ -196,7 +194,7 @@ def test_trimmed_mean_is_scipys(beta):
     rng = np.random.default_rng(0)
     gid, present = rng.integers(3, size=40), rng.random(40) < 0.8
     tree = {"a": rng.normal(size=(40, 3, 2)).astype(np.float32), "b": rng.integers(3, size=(40, 5)).astype(np.float32)}  # b: ties
-    found, count = jit(lambda tree: aggregate.trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta))(tree)
+    found, count = jax.jit(lambda tree: aggregate.trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta))(tree)
     for g in range(3):
         mine = present & (gid == g)
         assert count[g] == mine.sum() > 5
@@ -226,7 +224,7 @@ def test_one_far_point_gets_no_cluster_of_its_own(theta):
     points = np.concatenate([points, np.full((1, 6), 40.0), np.full((1, 6), -9.0)]).astype(np.float32)
     models = {"a": jnp.array(points[:, :2]), "b": jnp.array(points[:, 2:].reshape(-1, 2, 2))}
     known = jnp.arange(23) < 22
-    labels, centers = jit(lambda key: trimmed_kmeans(key, models, known, 3, theta, 10, 8))(KEY)
+    labels, centers = jax.jit(lambda key: trimmed_kmeans(key, models, known, 3, theta, 10, 8))(KEY)
     assert adjusted_rand_score(truth, labels[:21]) == 1.0
     expected = [np.median(points[np.flatnonzero(np.asarray(labels[:22]) == g)], axis=0) for g in range(3)]
     np.testing.assert_allclose(matrix(centers), expected, atol=0.2)

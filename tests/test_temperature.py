@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit, matrix
+from conftest import matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
@@ -19,8 +19,6 @@ from fedjax_cfl.engine import MIGRATE, stream
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Cohort, Upload
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
 KEY = jax.random.key(7)
 COHORT = select.rr_then_random(6)
 GROUPS = {"m": 2, "alpha": 3, "pretrain": "iters:11"}
@@ -28,7 +26,7 @@ GROUPS = {"m": 2, "alpha": 3, "pretrain": "iters:11"}
 
 def play(algorithm, data, rounds, state=None):
     """Returns (last state, infos)."""
-    state, one_round, infos = jit(algorithm.init)(KEY, data) if state is None else state, jit(algorithm.round), []
+    state, one_round, infos = jax.jit(algorithm.init)(KEY, data) if state is None else state, jax.jit(algorithm.round), []
     for _ in range(rounds):
         state, info = one_round(KEY, state, data)
         infos.append(info)
@@ -153,14 +151,14 @@ def test_groups_are_founded_anew(linear, local, misplaced):
     data, before = misplaced
     trial = training.over_clients(pretraining(linear, local, "iters:11"), local)
     move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 6, [3], 10.0)
-    after, moved, sent = jit(move)(stream(KEY, MIGRATE, 3), before, data)
+    after, moved, sent = jax.jit(move)(stream(KEY, MIGRATE, 3), before, data)
     old, new = np.asarray(before.assignment)[:17], np.asarray(after.assignment)[:17]
     assert adjusted_rand_score(np.arange(17) % 2, new) == 1 and after.assignment[17] == -1 and moved == 0
     for g in range(2):
         np.testing.assert_allclose(matrix(after.groups)[g], matrix(before.groups)[old[new == g]].mean(axis=0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(matrix(after.memory.start)[0], matrix(before.groups).mean(axis=0), rtol=1e-5, atol=1e-6)
     assert (sent.units_down, sent.units_up) == (6 + 2 * 17, 6), "6 pre-train, 17 get two directions"
-    undue, _, sent = jit(move)(stream(KEY, MIGRATE, 2), before.replace(round=jnp.int32(2)), data)
+    undue, _, sent = jax.jit(move)(stream(KEY, MIGRATE, 2), before.replace(round=jnp.int32(2)), data)
     chex.assert_trees_all_equal(undue, before.replace(round=jnp.int32(2)))
     assert sent.units_down == 0
 
@@ -171,7 +169,7 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
     before = before.replace(assignment=jnp.where(jnp.arange(18) < 5, before.assignment, -1))
     trial = training.over_clients(pretraining(linear, local, "iters:11"), local)
     move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 8, [3], 10.0)
-    after, _, sent = jit(move)(KEY, before, data)
+    after, _, sent = jax.jit(move)(KEY, before, data)
     assert adjusted_rand_score(np.arange(5) % 2, after.assignment[:5]) == 1 and (after.assignment[5:] == -1).all()
     assert (sent.units_down, sent.units_up) == (5 + 2 * 5, 5)
 

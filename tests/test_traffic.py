@@ -4,13 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import select, traffic
-
-pytestmark = pytest.mark.usefixtures("quickly")
 
 KEY = jax.random.key(11)
 
@@ -27,7 +24,7 @@ def units(algorithm, clients, rounds, swapped=lambda round: 0):
 
         return jax.lax.fori_loop(0, rounds, one, algorithm.init(key, data))
 
-    spent = jit(go)(KEY).traffic
+    spent = jax.jit(go)(KEY).traffic
     return int(spent.units_down + spent.units_up)
 
 
