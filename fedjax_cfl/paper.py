@@ -2,7 +2,8 @@
 
 A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of overrides, and the published numbers. Every cell is an
 ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished. A row
-may be another measure of the runs of a row above it: `runs: ROW, measure: NAME` in place of overrides.
+may be another measure of the runs of a row above it: `runs: ROW, measure: NAME` in place of overrides. A figure of another table's runs
+names it, `experiment: TABLE`, and takes up what that has run.
 """
 
 import argparse
@@ -230,7 +231,9 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
     for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
         if number < 1:
             raise InputError(f"{flag} {number}: a whole number >= 1")
-    table, out, console = load(conf, given.table), given.out or Path("paper") / given.table, Console()
+    table, console = load(conf, given.table), Console()
+    experiment = table.get("experiment", given.table)
+    out, runs = given.out or Path("paper") / given.table, given.out or Path("paper") / experiment
     rows = chosen("--rows", given.rows, table["rows"])
     if given.columns and "columns" not in table:
         raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
@@ -239,8 +242,9 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
         return edc_madc.reproduce(given.table, table, out, rows, range(given.seeds), extra, build, console, MISSING)
 
     def write() -> list[dict]:
-        records = paper_report.collect(table, standing(given.table, table, out, extra))
+        records = paper_report.collect(table, standing(experiment, table, runs, extra))
         if any(record["runs"] for record in records):
+            out.mkdir(parents=True, exist_ok=True)
             paper_report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
         return records
 
@@ -248,7 +252,7 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
         write()
         return paper_report.said(table, cell.row, cell.folder)
 
-    todo = list(cells(given.table, table, out, rows, columns, range(given.seeds), extra))
+    todo = list(cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
     if not todo:
         raise InputError(
             f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(paper_report.columns_of(table, rows[0]))}"
@@ -263,7 +267,7 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
     if any(record["runs"] for record in records):
         paper_report.plot(table, records, out / "plot.png")
         if "figure" in table:
-            DRAWN[table["figure"]](table, standing(given.table, table, out, extra), out / "figure.png")
+            DRAWN[table["figure"]](table, standing(experiment, table, runs, extra), out / "figure.png")
         console.print(paper_report.show(table, records))
         console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

@@ -92,6 +92,19 @@ def table(folder: Path) -> dict:
         return {(line["row"], line["column"]): line for line in csv.DictReader(handle)}
 
 
+def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    figure = TABLE.replace("paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n")
+    verb.conf.with_name("drawn.yaml").write_text(figure)
+    assert paper.main(["fake", "--rows", "first-a"], tmp_path, None) == 0
+    assert paper.main(["drawn"], tmp_path, None) == 0
+    started = verb.started()
+    assert len(started) == 4 and all("experiment=fake " in line for line in started)
+    assert imread("paper/drawn/figure.png").std() > 0
+    assert len(table(Path("paper/drawn"))) == 4 and all(record["mean"] for record in table(Path("paper/drawn")).values())
+    assert not list(Path("paper/drawn").glob("*/*/seed0"))
+
+
 def test_numbers_are_those_of_the_cells_own_files(verb):
     assert verb("--seeds", "2") == 0
     records = table(verb.out)
