@@ -172,7 +172,7 @@ def _seed(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
         mass = weight * nearest
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)  # every point already is a center: draw any
         candidates = x[_drawn(mass, draws[i])]
-        improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, greedy]
+        improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
         best = jnp.argmin(jnp.sum(weight[:, None] * improved, axis=0))
         return centers.at[i].set(candidates[best]), improved[:, best]
 

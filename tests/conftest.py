@@ -8,7 +8,7 @@ import shlex
 import shutil
 import tempfile
 
-# On programs this small compiling takes nearly all the time. Other than optimized it is four times faster, here and in the processes that
+# On programs this small compiling takes nearly all the time. Unoptimised it is four times faster, here and in the processes that
 # tests start; what is compiled twice is read from a folder that lives as long as the session, and nothing touches the user's own cache.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later versions have only one kind of emitter
@@ -18,7 +18,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     flags.append("--xla_cpu_parallel_codegen_split_count=1")  # a module each is too much for so little code
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["XDG_CACHE_HOME"], "compiled")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -28,10 +27,12 @@ import pytest
 
 import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as cli
+from fedjax_cfl import session
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 
+session.use_compile_cache()
 jit_as_users_do = functools.partial(jax.jit, compiler_options=OPTIMIZED)
 
 # What may differ between two runs that are the same, in metrics.jsonl and summary.json.

@@ -54,12 +54,30 @@ def timeless(run_dir) -> bytes:
     return found
 
 
-def test_in_a_process_of_its_own(first, tmp_path):
+def apart(tmp_path, **environment):
+    """Runs the line in a process of its own, which compiles for itself; returns its folder."""
     command = [sys.executable, "-m", "fedjax_cfl", *LINE.split(), f"run_dir={tmp_path / 'run'}"]
-    apart = os.environ | {"PYTHONHASHSEED": "7", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    done = subprocess.run(command, env=apart, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"} | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert timeless(tmp_path / "run") == timeless(first)
+    return tmp_path / "run"
+
+
+def assert_same_but_for_rounding(run_dir, first):
+    """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
+    found = report.read_metrics(run_dir)
+    for row, same in zip(found, report.read_metrics(first), strict=True):
+        assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {name: same[name] for name in (*COUNTED, "group_sizes")}
+        for name in ("train_loss", "test_loss", "discrepancy"):
+            assert row[name] == pytest.approx(same[name], rel=1e-5), (row["round"], name)
+    assert all(sum(row[name] for row in found) for name in COUNTED), "nothing to get wrong"
+
+
+def test_in_a_process_of_its_own(first, tmp_path):
+    assert timeless(apart(tmp_path, PYTHONHASHSEED="7")) == timeless(first)
+
+
+def test_optimised_as_users_have_it(first, tmp_path):
+    assert_same_but_for_rounding(apart(tmp_path, XLA_FLAGS=""), first)
 
 
 def test_another_seed_is_another_run(go, first):
@@ -69,10 +87,4 @@ def test_another_seed_is_another_run(go, first):
 
 
 def test_width_changes_nothing_but_rounding(go, first):
-    """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
-    wide = report.read_metrics(go(f"{LINE} local.width=5"))
-    for row, same in zip(wide, report.read_metrics(first), strict=True):
-        assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {name: same[name] for name in (*COUNTED, "group_sizes")}
-        for name in ("train_loss", "test_loss", "discrepancy"):
-            assert row[name] == pytest.approx(same[name], rel=1e-5), (row["round"], name)
-    assert all(sum(row[name] for row in wide) for name in COUNTED), "nothing to get wrong"
+    assert_same_but_for_rounding(go(f"{LINE} local.width=5"), first)

@@ -111,6 +111,11 @@ def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name
     close(plain, cross_entropy + penalty)  # no dropout in either, or they would differ
 
 
+@pytest.mark.parametrize("shape", [(64, 10), (5, 5, 3, 8)])
+def test_kernels_are_drawn_as_flax_draws_them(shape):
+    np.testing.assert_allclose(layers.glorot(KEY, shape), nn.initializers.glorot_uniform()(KEY, shape), rtol=0, atol=1e-7)
+
+
 def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
     params = started(models.as_task(models.MnistCNN(10), IMAGE, 10))
     fans = {"Conv_0": (9 * 1, 9 * 32), "Conv_1": (9 * 32, 9 * 64), "head": (3136, 10)}
