@@ -6,6 +6,7 @@ With `command_line` the only file that imports hydra; nothing below sees a confi
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import io
@@ -24,17 +25,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl as cfl
-from fedjax_cfl import compare, doctor, download, grid, hosts, paper, report, session, settings
+from fedjax_cfl import grid, hosts, report, session, settings
 from fedjax_cfl.command_line import CONF, check, precheck
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.lock import lock
 
-VERBS = {
-    "compare": compare.main,
-    "download": download.main,
-    "doctor": doctor.main,
-    "paper": lambda argv: paper.main(argv, CONF, assemble),
-}
+VERBS = ("compare", "doctor", "download", "paper")
 
 
 def main() -> int:
@@ -43,7 +39,7 @@ def main() -> int:
     sys.path.append(os.getcwd())  # for a `_target_` of the user's own; last, so that it shadows nothing
     try:
         if arguments and arguments[0] in VERBS:
-            return VERBS[arguments[0]](arguments[1:])
+            return verb(*arguments)
         if arguments == ["--version"]:
             print(f"fedjax-cfl {importlib.metadata.version('fedjax-cfl')}")
             return 0
@@ -59,6 +55,12 @@ def main() -> int:
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def verb(name: str, *arguments: str) -> int:
+    """Runs a verb, a module of its own that is imported only here: plotting alone takes a second to import."""
+    own = importlib.import_module(f"fedjax_cfl.{name}")
+    return own.main(list(arguments), CONF, assemble) if name == "paper" else own.main(list(arguments))
 
 
 @contextlib.contextmanager

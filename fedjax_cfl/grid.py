@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl import checkpoint, compare, report, session
+from fedjax_cfl import checkpoint, report, session
 from fedjax_cfl.data import sentence
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.vectorize import run_members
@@ -129,6 +129,8 @@ def train(
         algorithm = parts[0][0]
         for member, result in zip(members, results, strict=True):
             session.finish(member.config, choices, member.overrides, member.run_dir, algorithm, result, mesh)
+    from fedjax_cfl import compare  # here: it plots, and matplotlib takes a second to import
+
     compare.compare([run_dir], run_dir)
     return 0
 

@@ -40,32 +40,46 @@ def images(x: jax.Array) -> jax.Array:
 
 
 def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], pads: list[tuple[int, int]]) -> jax.Array:
-    """Convolves [B, H, W, in] with [kh, kw, in, out] as one matrix product over patches cut out by slicing."""
+    """Convolves [B, H, W, in] with [kh, kw, in, out] as one matrix product over patches cut out by slicing, columns first, then rows."""
     kh, kw, _, features = kernel.shape
     x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
     height = (x.shape[1] - kh) // strides[0] + 1
     width = (x.shape[2] - kw) // strides[1] + 1
-    rows = [slice(i, i + (height - 1) * strides[0] + 1, strides[0]) for i in range(kh)]
-    columns = [slice(j, j + (width - 1) * strides[1] + 1, strides[1]) for j in range(kw)]
-    patches = jnp.concatenate([x[:, i, j] for i in rows for j in columns], axis=-1)  # [B, height, width, kh * kw * in]
-    return patches @ kernel.reshape(-1, features)
+    x = jnp.concatenate([x[:, :, j : j + (width - 1) * strides[1] + 1 : strides[1]] for j in range(kw)], axis=-1)
+    patches = jnp.concatenate([x[:, i : i + (height - 1) * strides[0] + 1 : strides[0]] for i in range(kh)], axis=-1)
+    return patches @ kernel.reshape(-1, features)  # of [B, height, width, kh * kw * in]
+
+
+def one_by_one(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], pads: list[tuple[int, int]]) -> jax.Array:
+    """The same, one image after another: the patches of one stay in a core's cache, and are cut out again for the gradient."""
+
+    @jax.checkpoint
+    def one(image):
+        return im2col(image[None], kernel, strides, pads)[0]
+
+    return lax.map(one, x)
+
+
+METHODS = {"im2col": im2col, "one_by_one": one_by_one}
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str) -> jax.Array:
-    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method` is im2col, lax or auto (decided when traced), all equal up to rounding.
+    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: im2col, one_by_one, lax or auto, all equal up to rounding.
 
     A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU alike, and XLA's CPU convolution is an order of
     magnitude slower inside a loop than outside; a batched matrix product has neither problem. A TPU's convolution is one already.
     """
-    if method not in ("auto", "im2col", "lax"):
-        raise ValueError(f"method {method!r}: auto, im2col or lax is allowed")
+    if method not in ("auto", "lax", *METHODS):
+        raise ValueError(f"method {method!r}: auto, im2col, one_by_one or lax is allowed")
     if padding not in ("same", "valid"):
         raise ValueError(f"padding {padding!r}: same or valid is allowed")
     if padding == "valid" and any(size < k for size, k in zip(x.shape[1:3], kernel.shape, strict=False)):
         raise ValueError(f"the image shrinks to {x.shape[1:3]} before a valid convolution {kernel.shape[:2]}: larger images are allowed")
     pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding.upper())
-    if method == "im2col" or (method == "auto" and jax.default_backend() != "tpu"):
-        return im2col(x, kernel, strides, pads)
+    if method == "auto":
+        method = {"cpu": "one_by_one", "tpu": "lax"}.get(jax.default_backend(), "im2col")
+    if method in METHODS:
+        return METHODS[method](x, kernel, strides, pads)
     return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from scipy.optimize import linear_sum_assignment
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
@@ -220,6 +219,8 @@ def matched_atoms(rows: list[np.ndarray], sigma=1.0, sigma0=1.0, gamma=1.0, swee
     The maximum a posteriori of SPAHM with a Gaussian base, one set at a time by the Hungarian method, widest first, then `sweeps` times
     over all of them, each time with the prior's mean and variances re-estimated by moments.
     """
+    from scipy.optimize import linear_sum_assignment  # here: no run calls this, and it takes half a second to import
+
     order = sorted(range(len(rows)), key=lambda j: -len(rows[j]))
     labels: list = [None] * len(rows)
     mean, points = np.zeros(rows[0].shape[1]), np.concatenate(rows)

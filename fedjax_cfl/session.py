@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl import checkpoint, hosts, plot, report, settings, sharding
+from fedjax_cfl import checkpoint, hosts, report, settings, sharding
 from fedjax_cfl.data import sentence
 from fedjax_cfl.download import cache
 from fedjax_cfl.errors import InputError, RunError
@@ -237,6 +237,8 @@ def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, alg
     columns = {"client": np.arange(held.num_clients), "group": served, "concept": held.concept, "train_samples": held.train.size}
     report.write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
     summary = summarise(config, choices, overrides, report.read_metrics(run_dir), result, mesh)
+    from fedjax_cfl import plot  # here: matplotlib takes a second to import
+
     plot.curves(run_dir, summary)
     report.write_json(run_dir / "summary.json", summary)  # last: its presence says that the run is finished
     return summary

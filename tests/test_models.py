@@ -157,11 +157,11 @@ CONVOLUTIONS = [  # image, channels, features, kernel, stride, padding: the kind
 
 
 @pytest.mark.parametrize(("size", "channels", "features", "kernel", "strides", "padding"), CONVOLUTIONS)
-def test_im2col_equals_lax_with_one_kernel_per_client(size, channels, features, kernel, strides, padding):
-    conv = {m: layers.Conv(features, kernel, strides, padding, m) for m in ("im2col", "lax")}
+def test_every_way_to_convolve_is_that_of_lax_with_one_kernel_per_client(size, channels, features, kernel, strides, padding):
+    conv = {m: layers.Conv(features, kernel, strides, padding, m) for m in ("lax", *layers.METHODS)}
     x = normal(2, 2, size, size, channels)  # [clients, B, H, W, C]
     shapes = jax.eval_shape(conv["lax"].init, KEY, x[0])["params"]
-    assert shapes == jax.eval_shape(conv["im2col"].init, KEY, x[0])["params"]
+    assert all(shapes == jax.eval_shape(other.init, KEY, x[0])["params"] for other in conv.values())
     params = jax.tree.map(lambda leaf: normal(2, *leaf.shape) / 10, shapes)
 
     def run(method):
@@ -171,14 +171,19 @@ def test_im2col_equals_lax_with_one_kernel_per_client(size, channels, features, 
 
         return jax.jit(jax.vmap(jax.grad(objective, argnums=(0, 1), has_aux=True)))(params, x)
 
-    close(run("im2col"), run("lax"))
+    for method in layers.METHODS:
+        close(run(method), run("lax"))
 
 
-@pytest.mark.parametrize(("backend", "uses_lax"), [("cpu", False), ("gpu", False), ("tpu", True)])
-def test_the_backend_decides_how_to_convolve(monkeypatch, backend, uses_lax):
+@pytest.mark.parametrize(
+    ("backend", "found"), [("cpu", ("scan", "dot_general")), ("gpu", ("dot_general",)), ("tpu", ("conv_general_dilated",))]
+)
+def test_the_backend_decides_how_to_convolve(monkeypatch, backend, found):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    jaxpr = jax.make_jaxpr(lambda x: layers.Conv(4, 3).init(KEY, x))(jnp.zeros((1, 5, 5, 1)))
-    assert ("conv_general_dilated" in str(jaxpr)) == uses_lax
+    conv = layers.Conv(4, 3)
+    params = jax.eval_shape(conv.init, KEY, jnp.zeros((1, 5, 5, 1)))
+    jaxpr = str(jax.make_jaxpr(conv.apply)(params, jnp.zeros((2, 5, 5, 1))))
+    assert tuple(name for name in ("scan", "dot_general", "conv_general_dilated") if f"{name}[" in jaxpr) == found
 
 
 def test_a_convolution_refuses_unknown_words():
