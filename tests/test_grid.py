@@ -68,14 +68,15 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
 
 
 def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
-    line = f"{SMALL} {IFCA} drift=swap_all drift.p=0.4 seeds=2"
+    single = f"{SMALL} algorithm=fedavg drift=swap_all drift.p=0.4"
+    line = f"{single} seeds=2"
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
     assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
         assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
     # a run of a grid can go on alone
-    assert call(monkeypatch, f"{SMALL} {IFCA} drift=swap_all drift.p=0.4 seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
+    assert call(monkeypatch, f"{single} seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
     assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0  # from the last round that all have
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]

@@ -13,17 +13,8 @@ from conftest import VARYING
 
 from fedjax_cfl import report
 
-SMALL = [
-    "dataset.clients=20",
-    "model=mclr",
-    "local.epochs=1",
-    "clients_per_round=6",
-    "checkpoint.every=2",
-    "algorithm.alpha=2",
-    "algorithm.m=2",
-]
-SMALL += ["algorithm.pretrain=iters:3", "faults.dropout=0.2"]
-SWAPS = ["drift=swap_all", "drift.p=0.4"]
+SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_round=6", "checkpoint.every=2", "faults.dropout=0.2"]
+FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3", "drift=swap_all", "drift.p=0.4"]
 
 
 def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
@@ -44,7 +35,7 @@ def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
 def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Returns (exit status, stdout, stderr) of each."""
     try:
-        texts = [process.communicate(timeout=120) for process in processes]
+        texts = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -55,36 +46,26 @@ def rows(folder):
     return [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(folder)]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    (status, _, errors), *_ = ended(begin(folder, 1, "rounds=6", *SWAPS))
-    assert status == 0, errors
-    return rows(folder)
-
-
-def test_two_processes_are_one_run_interrupted_and_continued(alone, tmp_path):
-    folder = tmp_path / "both"
-    first = ended(begin(folder, 2, "rounds=4", *SWAPS))
-    assert [status for status, *_ in first] == [0, 0], first
-    assert "2 CPU devices on 2 hosts" in first[0][1]
-    assert "accuracy" not in first[1][1]  # process 0 alone speaks and writes
-    second = ended(begin(folder, 2, "rounds=6", *SWAPS))
-    assert [status for status, *_ in second] == [0, 0], second
-    assert "resuming after round 4" in second[0][1]
-    for ours, theirs in zip(rows(folder), alone, strict=True):
+def agree(folder, other):
+    for ours, theirs in zip(rows(folder), rows(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             np.testing.assert_allclose(np.array(ours[name], float), np.array(value, float), rtol=1e-5, atol=1e-6, err_msg=name)
-    refused = ended(begin(folder, 2, "rounds=6", *SWAPS))
-    assert [status for status, *_ in refused] == [2, 2]
-    assert "already holds this run, finished after 6 rounds" in refused[0][2]
-    assert "fedjax-cfl" not in refused[1][2]  # said once
 
 
-def test_a_signal_to_any_process_stops_all_of_them_and_nothing_is_lost(tmp_path):
-    folder = tmp_path / "both"
-    started = begin(folder, 2, "rounds=100000")
+def test_two_processes_are_one_run(tmp_path):
+    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, "rounds=4", *FLEXCFL))
+    assert status == 0, errors
+    both = ended(begin(tmp_path / "both", 2, "rounds=4", *FLEXCFL))
+    assert [status for status, *_ in both] == [0, 0], both
+    assert "2 CPU devices on 2 hosts" in both[0][1]
+    assert "accuracy" not in both[1][1]  # process 0 alone speaks and writes
+    agree(tmp_path / "both", tmp_path / "alone")
+
+
+def test_a_signal_to_any_process_stops_all_of_them_and_they_go_on(tmp_path):
+    folder, fedavg = tmp_path / "both", "algorithm=fedavg"
+    started = begin(folder, 2, fedavg, "rounds=100000")
     for _ in range(900):
         if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000:
             break
@@ -95,6 +76,17 @@ def test_a_signal_to_any_process_stops_all_of_them_and_nothing_is_lost(tmp_path)
     last = rows(folder)[-1]["round"]
     assert f"stopped after round {last}" in done[0][1]
     assert any(path.name.endswith(f"-step-{last}") for path in (folder / "checkpoints").iterdir())
+    more = f"rounds={last + 2}"
+    done = ended(begin(folder, 2, fedavg, more))
+    assert [status for status, *_ in done] == [0, 0], done
+    assert f"resuming after round {last}" in done[0][1]
+    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, fedavg, more))
+    assert status == 0, errors
+    agree(folder, tmp_path / "alone")
+    refused = ended(begin(folder, 2, fedavg, more))
+    assert [status for status, *_ in refused] == [2, 2]
+    assert f"already holds this run, finished after {last + 2} rounds" in refused[0][2]
+    assert "fedjax-cfl" not in refused[1][2]  # said once
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def test_a_signal_to_any_process_stops_all_of_them_and_nothing_is_lost(tmp_path)
 )
 def test_what_cannot_be_joined_is_refused(line, said, tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "TPU"))}
-    command = [sys.executable, "-m", "fedjax_cfl", *SMALL, *line, f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "fedjax_cfl", *SMALL, "algorithm=fedavg", *line, f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, env=clean | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200)
     assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stderr
     assert said in done.stderr

@@ -68,16 +68,16 @@ def test_order_of_the_cohort(usual, go, toy, seed):
     assert_same(go(shuffled, toy), usual)
 
 
-@pytest.mark.parametrize("width", [7])  # 2 is tried with four devices, 5 by the command line
-def test_width(usual, method, toy, mlp, local, width):
-    assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
+def test_width(usual, method, toy, mlp, local):
+    assert_same(compiled(method, mlp, local._replace(width=7))(TABLE, toy), usual)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(4, 2), (8, 1)])
-def test_devices(usual, method, toy, mlp, local, devices, width):
-    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width))(TABLE, toy), usual)
+def test_devices(usual, method, toy, mlp, local):
+    """Four devices with a cohort of seven, two clients side by side on each."""
+    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(4), width=2))(TABLE, toy), usual)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)
 def test_capacity(usual, go, toy):
     assert_same(go(TABLE, toy.replace(capacity=2 * toy.capacity + 1)), usual)
 

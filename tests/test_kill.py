@@ -18,21 +18,21 @@ from conftest import VARYING
 from fedjax_cfl import checkpoint, report
 
 
-def command(run_dir, rounds, every):
-    settings = ["dataset.clients=30", "model=mclr", "drift=swap_all", "faults.nan=0.05", "faults.dropout=0.1", f"rounds={rounds}"]
-    return [sys.executable, "-m", "fedjax_cfl", *settings, f"checkpoint.every={every}", f"run_dir={run_dir}"]
+def command(run_dir, *settings):
+    common = ["dataset.clients=30", "model=mclr", "drift=swap_all", "faults.nan=0.05", "faults.dropout=0.1"]
+    return [sys.executable, "-m", "fedjax_cfl", *common, *settings, f"run_dir={run_dir}"]
 
 
-def finish(run_dir, rounds, every):
-    done = subprocess.run(command(run_dir, rounds, every), capture_output=True, text=True, check=False)
+def finish(run_dir, *settings):
+    done = subprocess.run(command(run_dir, *settings), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def killed(run_dir, rounds, every, kills, rng, longest):
+def killed(run_dir, settings, kills, rng, longest):
     """Kills the run `kills` times at random moments; returns rounds trained twice because a kill came before their checkpoint."""
     lost = 0
     for _ in range(kills):
-        process = subprocess.Popen(command(run_dir, rounds, every), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command(run_dir, *settings), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             process.wait(rng.uniform(1.0, longest))
             assert process.returncode == 0, process.stderr.read()
@@ -58,13 +58,14 @@ def outcome(run_dir):
     return rows, summary, clients, checkpoint.arrays(arrays)
 
 
-def compare(tmp_path, rounds, every, kills, longest, seed):
+def compare(tmp_path, algorithm, rounds, every, kills, longest, seed):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    finish(whole, rounds, every)
+    settings = f"algorithm={algorithm}", f"rounds={rounds}", f"checkpoint.every={every}"
+    finish(whole, *settings)
     started = time.monotonic()
-    lost, survived = killed(torn, rounds, every, kills, random.Random(seed), longest)
+    lost, survived = killed(torn, settings, kills, random.Random(seed), longest)
     if not (torn / "summary.json").exists():
-        finish(torn, rounds, every)
+        finish(torn, *settings)
     rows, summary, clients, arrays = outcome(whole)
     again = outcome(torn)
     assert [row["round"] for row in again[0]] == list(range(1, rounds + 1)), "every round once"
@@ -79,9 +80,9 @@ def compare(tmp_path, rounds, every, kills, longest, seed):
 
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
-    assert compare(tmp_path, rounds=30, every=2, kills=3, longest=8.0, seed=0) > 0
+    assert compare(tmp_path, "fedavg", rounds=30, every=2, kills=3, longest=8.0, seed=0) > 0
 
 
 @pytest.mark.slow
 def test_fifty_kills(tmp_path):
-    assert compare(tmp_path, rounds=900, every=1, kills=50, longest=9.0, seed=1) == 50
+    assert compare(tmp_path, "flexcfl", rounds=900, every=1, kills=50, longest=9.0, seed=1) == 50

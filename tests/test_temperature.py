@@ -174,7 +174,7 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
     assert (sent.units_down, sent.units_up) == (5 + 2 * 5, 5)
 
 
-@pytest.mark.parametrize("options", [{"temperature": "lied"}, {"dynamic": False, "newcomers": "random"}, {"measure": "none"}])
+@pytest.mark.parametrize("options", [{"temperature": "lied"}, {"dynamic": False, "newcomers": "random", "measure": "none"}])
 def test_founding_anew_in_a_run(linear, local, options):
     """The listed rounds, and only they, found groups; nothing is compiled again."""
     data = planted(2)
