@@ -12,7 +12,7 @@ as far as ours within 5 %. A peer that fails either gets no speed, and the progr
 in a fresh process; the ratio of every such pair, median (least..most). The first rounds, which compile and fill caches, have a column.
 
 Measured 2026-11-22 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both sides, PyTorch 2.13.0; W1 and W2 in three and two
-repetitions of 5 to 7 rounds of 20 clients each, W3 the day before in one repetition of 3 rounds:
+repetitions of 5 to 7 rounds of 20 clients each:
 
                       client updates/s        ours over the peer           steps/s  first 2 rounds, s     largest
                           ours    peer            median (range)      ours    peer       ours    peer  difference
@@ -25,6 +25,16 @@ repetitions of 5 to 7 rounds of 20 clients each, W3 the day before in one repeti
     W2  FedJAX jit      1155.7   189.2         6.12 (5.89..6.35)     76505   11800        3.8     1.1     2.4e-06
     W2  PyTorch loop    1186.7   121.8             10 (8.06..12)     78562    8064        3.1     0.2     4.7e-06
     W2  pfl             1245.6    95.7         13.3 (11.5..15.2)     82460    6336        3.4     0.3     2.4e-06
+
+    W3 on other 2 cores (Intel Xeon, AVX-512), convolutions one image after another, two repetitions of 4 rounds:
+
+    W3  PyTorch loop       9.7     8.2         1.18 (1.09..1.28)        99      84       12.2     4.8     2.4e-04
+    W3  FedJAX jit         8.7     5.2          1.68 (1.67..1.7)        89      53       12.0    11.0     2.3e-04
+
+    W3 ours: 57 GFLOP/s, 34% (30%..37%) of the GEMM peak (110 at own shapes, 168 at 2048^3 GFLOP/s)
+
+    W3 before that, whole batches, on the first machine, one repetition of 3 rounds:
+
     W3  FedJAX jit        28.5    18.2         1.56 (1.56..1.56)       292     187        4.6     3.7     2.3e-04
     W3  PyTorch loop      28.5    31.3         0.91 (0.91..0.91)       292     321        4.7     1.3     5.9e-05
     W3  pfl               29.0    30.6      0.947 (0.947..0.947)       297     314        4.6     1.2     2.4e-04
@@ -33,6 +43,8 @@ repetitions of 5 to 7 rounds of 20 clients each, W3 the day before in one repeti
     W3  CFLA              29.9    28.8         1.04 (1.04..1.04)       307     295        4.3     1.5     2.4e-04
 
     W3 ours: 177 GFLOP/s, 76% (74%..79%) of the GEMM peak (195 at own shapes, 232 at 2048^3 GFLOP/s)
+
+One image after another made W3 1.6 times as fast on the second machine in a direct comparison, one core (1,054 ms to 643).
 
 The machine is shared: it was slower than the day before, when the peers reached 177 (FedJAX), 76 (PyTorch loop), 51 (pfl), 47 (Flower), 70
 (fluke) and 56 (CFLA) client updates/s on W1 and ours, then 1.3 times slower in a direct comparison, 527 to 725. What holds is the
