@@ -268,6 +268,6 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
         paper_report.plot(table, records, out / "plot.png")
         if "figure" in table:
             DRAWN[table["figure"]](table, standing(experiment, table, runs, extra), out / "figure.png")
-        console.print(paper_report.show(table, records))
+        console.print(*paper_report.show(table, records, console))
         console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

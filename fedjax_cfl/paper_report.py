@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from omegaconf import OmegaConf
+from rich.console import Console
 from rich.table import Table
 
 from fedjax_cfl import report
@@ -178,16 +179,31 @@ def row_title(table: dict, row: str) -> str:
     return table["rows"][row].get("title", row)
 
 
-def show(table: dict, records: list[dict]) -> Table:
-    """Builds the table for the terminal; the shorter of rows and columns goes across."""
+def show(table: dict, records: list[dict], console: Console) -> list[Table]:
+    """Builds the table for the terminal, the shorter of rows and columns across, cut into several where the terminal is too narrow."""
     rows, columns = ran(table, records), headings(table, records)
+    across, down = (rows, columns) if len(rows) <= len(columns) else (columns, rows)
     text = {(record["row"], record["column"]): cell_text(table, record) for record in records}
-    across = len(rows) <= len(columns)
-    shown = Table("", *([row_title(table, row) for row in rows] if across else columns), title=f"{table['title']}; obtained (published)")
-    for line in columns if across else rows:
-        cells = [text.get((row, line) if across else (line, row), "") for row in (rows if across else columns)]
-        shown.add_row(line if across else row_title(table, line), *cells)
-    return shown
+
+    def named(line: str) -> str:
+        return row_title(table, line) if line in rows else line
+
+    def part(some: list[str]) -> Table:
+        cells = [[text.get((line, other), text.get((other, line), "")) for other in some] for line in down]
+        shown = Table(title=f"{table['title']}; obtained (published)", title_justify="left")
+        shown.add_column(min_width=min(24, max(len(named(line)) for line in down)))
+        for heading, column in zip(some, zip(*cells, strict=True), strict=True):
+            shown.add_column(named(heading), justify="right", min_width=max(map(len, (*named(heading).split(), *column))))
+        for line, row in zip(down, cells, strict=True):
+            shown.add_row(named(line), *row)
+        return shown
+
+    unbounded = console.options.update(width=10_000)  # a measure is never wider than its console
+    for size in range(len(across), 0, -1):
+        parts = [part(across[i : i + size]) for i in range(0, len(across), size)]
+        if all(console.measure(one, options=unbounded).minimum <= console.width for one in parts):
+            break
+    return parts
 
 
 def plot(table: dict, records: list[dict], path: Path) -> None:

@@ -124,6 +124,17 @@ def test_numbers_are_those_of_the_cells_own_files(verb):
     assert image.shape[0] > 100 and image.std() > 0.01
 
 
+@pytest.mark.parametrize(("width", "tables"), [(200, 1), (50, 2)])
+def test_no_number_is_cut_off_in_a_narrow_terminal(verb, monkeypatch, capsys, width, tables):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert verb("--seeds", "2") == 0
+    shown = capsys.readouterr().out.partition("A table;")[2]
+    assert 1 + shown.count("A table;") == tables
+    text = (verb.out / "table.md").read_text()
+    cells = [cell.strip() for line in text.splitlines() if "±" in line and "|" in line for cell in line.split("|")[2:-1]]
+    assert len(cells) == 4 and all(f" {cell} │" in shown for cell in cells)
+
+
 def test_what_is_finished_is_not_run_again(verb, capsys):
     assert verb("--rows", "first-a") == 0
     assert verb("--seeds", "2") == 0
