@@ -39,9 +39,9 @@ def images(x: jax.Array) -> jax.Array:
     return x[..., None] if x.ndim == 3 else x
 
 
-def patches(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """Cuts out [B, H, W, in] what each place of a kernel [kh, kw, in, out] sees, [B, H', W', kh * kw * in]: columns first, then rows."""
-    (kh, kw), (down, right) = kernel.shape[:2], strides
+def patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> jax.Array:
+    """Cuts out of [B, H, W, in] what a kernel of `size` sees at each place, [B, H', W', kh * kw * in]: columns first, then rows."""
+    (kh, kw), (down, right) = size, strides
     height, width = (x.shape[1] - kh) // down + 1, (x.shape[2] - kw) // right + 1
     x = jnp.concatenate([x[:, :, j : j + (width - 1) * right + 1 : right] for j in range(kw)], axis=-1)
     return jnp.concatenate([x[:, i : i + (height - 1) * down + 1 : down] for i in range(kh)], axis=-1)
@@ -49,44 +49,47 @@ def patches(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Ar
 
 def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves [B, H, W, in] with [kh, kw, in, out], without padding, as one matrix product."""
-    return patches(x, kernel, strides) @ kernel.reshape(-1, kernel.shape[-1])
+    return patches(x, kernel.shape[:2], strides) @ kernel.reshape(-1, kernel.shape[-1])
 
 
 def one_by_one(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """The same, one image after another: the patches of one stay in a core's cache, and are cut out again for the gradient.
 
-    The barrier keeps the kernel's gradient a product of whole rows; without it XLA turns that around, which takes twice as long on a CPU.
+    The barrier keeps the kernel's gradient a product of whole rows; without it XLA turns that around, which a CPU is slower at.
     """
     columns = lax.optimization_barrier(kernel.reshape(-1, kernel.shape[-1]).T)
 
     @jax.checkpoint
     def one(image):
-        return jnp.einsum("bhwp,op->bhwo", patches(image[None], kernel, strides), columns)[0]
+        return jnp.einsum("bhwp,op->bhwo", patches(image[None], kernel.shape[:2], strides), columns)[0]
 
     return lax.map(one, x)
 
 
-METHODS = {"im2col": im2col, "one_by_one": one_by_one}
+def as_lax(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
+    """The same, by JAX's own convolution."""
+    return lax.conv_general_dilated(x, kernel, strides, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+METHODS = {"im2col": im2col, "one_by_one": one_by_one, "lax": as_lax}
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str) -> jax.Array:
-    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: im2col, one_by_one, lax or auto, all equal up to rounding.
+    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: one of METHODS, equal up to rounding, or auto.
 
     A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU alike, and XLA's CPU convolution is an order of
     magnitude slower inside a loop than outside; a batched matrix product has neither problem. A TPU's convolution is one already.
     """
-    if method not in ("auto", "lax", *METHODS):
-        raise ValueError(f"method {method!r}: auto, im2col, one_by_one or lax is allowed")
+    if method == "auto":
+        method = {"cpu": "one_by_one", "tpu": "lax"}.get(jax.default_backend(), "im2col")
+    if method not in METHODS:
+        raise ValueError(f"method {method!r}: one of auto, {', '.join(METHODS)} is allowed")
     if padding not in ("same", "valid"):
         raise ValueError(f"padding {padding!r}: same or valid is allowed")
     if padding == "valid" and any(size < k for size, k in zip(x.shape[1:3], kernel.shape, strict=False)):
         raise ValueError(f"the image shrinks to {x.shape[1:3]} before a valid convolution {kernel.shape[:2]}: larger images are allowed")
     pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding.upper())
-    if method == "auto":
-        method = {"cpu": "one_by_one", "tpu": "lax"}.get(jax.default_backend(), "im2col")
-    if method in METHODS:
-        return METHODS[method](jnp.pad(x, ((0, 0), *pads, (0, 0))), kernel, strides)
-    return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return METHODS[method](jnp.pad(x, ((0, 0), *pads, (0, 0))), kernel, strides)
 
 
 class Conv(nn.Module):

@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -182,25 +183,22 @@ def row_title(table: dict, row: str) -> str:
 def show(table: dict, records: list[dict], console: Console) -> list[Table]:
     """Builds the table for the terminal, the shorter of rows and columns across, cut into several where the terminal is too narrow."""
     rows, columns = ran(table, records), headings(table, records)
-    across, down = (rows, columns) if len(rows) <= len(columns) else (columns, rows)
     text = {(record["row"], record["column"]): cell_text(table, record) for record in records}
+    grid = [["", *columns], *([row_title(table, row), *(text.get((row, column), "") for column in columns)] for row in rows)]
+    names, *rest = zip(*grid, strict=True) if len(rows) > len(columns) else grid  # one list of cells a column, headings first
 
-    def named(line: str) -> str:
-        return row_title(table, line) if line in rows else line
-
-    def part(some: list[str]) -> Table:
-        cells = [[text.get((line, other), text.get((other, line), "")) for other in some] for line in down]
+    def part(some: list[Sequence[str]]) -> Table:
         shown = Table(title=f"{table['title']}; obtained (published)", title_justify="left")
-        shown.add_column(min_width=min(24, max(len(named(line)) for line in down)))
-        for heading, column in zip(some, zip(*cells, strict=True), strict=True):
-            shown.add_column(named(heading), justify="right", min_width=max(map(len, (*named(heading).split(), *column))))
-        for line, row in zip(down, cells, strict=True):
-            shown.add_row(named(line), *row)
+        shown.add_column(min_width=min(24, max(map(len, names))))
+        for heading, *cells in some:
+            shown.add_column(heading, justify="right", min_width=max(map(len, (*heading.split(), *cells))))
+        for line in list(zip(names, *some, strict=True))[1:]:
+            shown.add_row(*line)
         return shown
 
     unbounded = console.options.update(width=10_000)  # a measure is never wider than its console
-    for size in range(len(across), 0, -1):
-        parts = [part(across[i : i + size]) for i in range(0, len(across), size)]
+    for size in range(len(rest), 0, -1):
+        parts = [part(rest[i : i + size]) for i in range(0, len(rest), size)]
         if all(console.measure(one, options=unbounded).minimum <= console.width for one in parts):
             break
     return parts

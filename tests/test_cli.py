@@ -371,10 +371,12 @@ def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
 
 
 def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
-    status, _, error = fedjax_cfl("algorithm=fedavg,fedsgd dataset.clients=8 clients_per_round=3 rounds=1 devices=1 run_dir=sweep -m")
+    status, _, error = fedjax_cfl(
+        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 devices=1 run_dir=sweep -m"
+    )
     assert status == 0 and error == ""
-    runs = [json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text()) for number in range(2)]
-    assert {run["algorithm"] for run in runs} == {"fedavg", "fedsgd"}
+    runs = [json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text()) for number in range(4)]
+    assert {(run["algorithm"], run["seed"]) for run in runs} == {(name, seed) for name in ("fedavg", "fedsgd") for seed in (0, 1)}
     status, out, _ = fedjax_cfl("compare sweep --out sweep")
     assert status == 0 and "fedavg" in out and "fedsgd" in out and (tmp_path / "sweep" / "compare.csv").is_file()
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another

@@ -19,7 +19,7 @@ ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml
 PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
-KINDS = ("cfl", "fesem", "flexcfl", "qfedavg")  # one of every kind, for what takes long to compile
+KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind, for what takes long to compile
 SENT = {"feddane": (3, 2), "nonfed": (0, 0)}  # models down and up per client of the cohort, where it is not one each
 SETTINGS = {
     "dataset": "npz",

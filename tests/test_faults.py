@@ -167,10 +167,11 @@ def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
     chex.assert_tree_all_finite(state)
 
 
-def test_raise_names_round_client_and_layer(linear, local, toy):
+@pytest.mark.parametrize("width", [1, 7])
+def test_raise_names_round_client_and_layer(width, linear, local, toy):
     """The first client by selection, whatever the slots."""
     table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
-    algorithm = zoo.fedavg(linear, with_faults(local._replace(width=7), nan=1.0, nonfinite="raise"), select.listed(table))
+    algorithm = zoo.fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.listed(table))
     seen = []
     with pytest.raises(NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"):
         cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh, on_row=lambda row, snapshot: seen.append(row["round"]))
@@ -232,6 +233,7 @@ def test_a_straggler_does_less_and_is_kept(linear, local, toy):
 METHODS = {
     "edc": (zoo.flexcfl, {"measure": "edc"}),
     "madc": (zoo.flexcfl, {"measure": "madc"}),
+    "edc_randomized": (zoo.flexcfl, {"measure": "edc_randomized"}),
     "ifca": (zoo.ifca, {}),
     "fedadam": (zoo.fedadam, {}),
     "qfedavg": (zoo.qfedavg, {"q": 1.0}),

@@ -14,7 +14,8 @@ from conftest import VARYING
 from fedjax_cfl import report
 
 SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_round=6", "checkpoint.every=2", "faults.dropout=0.2"]
-FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3", "drift=swap_all", "drift.p=0.4"]
+SMALL += ["drift=swap_all", "drift.p=0.4"]
+FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3"]
 
 
 def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:

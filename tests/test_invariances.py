@@ -72,9 +72,10 @@ def test_width(usual, method, toy, mlp, local):
     assert_same(compiled(method, mlp, local._replace(width=7))(TABLE, toy), usual)
 
 
-def test_devices(usual, method, toy, mlp, local):
-    """Four devices with a cohort of seven, two clients side by side on each."""
-    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(4), width=2))(TABLE, toy), usual)
+@pytest.mark.parametrize(("devices", "width"), [(4, 2), (8, 1)])
+def test_devices(usual, method, toy, mlp, local, devices, width):
+    """Seven clients: two side by side, and a device without any."""
+    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width))(TABLE, toy), usual)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)

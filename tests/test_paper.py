@@ -280,22 +280,20 @@ def test_directions_of_all_founders_are_edc():
 # the published tables
 
 
-def test_experiments_compose():
-    """Every experiment as it is, and every override of rows and columns at least once."""
-    seen, asked = set(), []
-    for name in EXPERIMENTS:
-        node = paper.load(cli.CONF, name)
-        asked.append([f"experiment={name}"])
-        rows = [entry for entry in node["rows"].values() if "runs" not in entry]
-        columns = list(node.get("columns", {}).values()) or [[]]
-        for i in range(max(len(rows), len(columns))):
-            overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
-            if not seen.issuperset(overrides):
-                asked.append([f"experiment={name}", *overrides])
-                seen.update(overrides)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_compose(name):
+    """The experiment as it is, and every override of its rows and columns at least once."""
+    node, seen, asked = paper.load(cli.CONF, name), set(), [[]]
+    rows = [entry for entry in node["rows"].values() if "runs" not in entry]
+    columns = list(node.get("columns", {}).values()) or [[]]
+    for i in range(max(len(rows), len(columns))):
+        overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
+        if not seen.issuperset(overrides):
+            asked.append(overrides)
+            seen.update(overrides)
     with cli.hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
         for overrides in asked:
-            assert cli.check(overrides)["paper"]["title"]
+            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
