@@ -62,7 +62,7 @@ def sizes(task: Task, objective, wanted: str, buckets: list[int], batch: int, st
 def load(task: Task, sizes: list[int], batch: int, held, steps):
     """Returns about the operations that training clients of `held` [k] samples for `steps` [k] steps takes, given `sizes`."""
     features, hidden = task.first.shape
-    way = jnp.searchsorted(jnp.array(sizes), held)
+    way = jnp.searchsorted(jnp.array(sizes), held, method="compare_all")
     begin = jnp.array([once(size, features, hidden) for size in sizes] + [0], jnp.float32)
     each = jnp.array([2 * batch * size * hidden for size in sizes] + [4 * batch * features * hidden], jnp.float32)
     return VISIT + begin[way] + steps * (STEP + each[way])

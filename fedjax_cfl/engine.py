@@ -13,7 +13,7 @@ from fedjax_cfl.sgd import load
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Served, State, Task, Traffic
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, HOSTILE, REGROUP = range(10)
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, HOSTILE, REGROUP = range(PURPOSES := 10)
 
 
 class Start(NamedTuple):
@@ -107,21 +107,22 @@ def federated(
 
     def round(key, state, data):
         moved, walked = jnp.zeros((), jnp.int32), traffic.traffic()
+        streams = jax.vmap(stream, (None, 0, None))(key, jnp.arange(PURPOSES), state.round)  # at once: each would be compiled by itself
         if migrate:
-            state, moved, walked = migrate(stream(key, MIGRATE, state.round), state, data)
-        ids = select(stream(key, SELECT, state.round), state.round, data.num_clients)
+            state, moved, walked = migrate(streams[MIGRATE], state, data)
+        ids = select(streams[SELECT], state.round, data.num_clients)
         cohort = dealt(ids, data, local, load(task, local, data.capacity))
-        gid, asked = assign(stream(key, ASSIGN, state.round), state, data, cohort)
-        extra = prepare(stream(key, PREPARE, state.round), state, data, cohort, gid) if prepare else ()
-        share = effort(stream(key, PREPARE, state.round), data, cohort) if effort else jnp.ones(gid.shape)
-        share = faults.slowed(troubles, stream(key, FAULTS, state.round), cohort, share)
+        gid, asked = assign(streams[ASSIGN], state, data, cohort)
+        extra = prepare(streams[PREPARE], state, data, cohort, gid) if prepare else ()
+        share = effort(streams[PREPARE], data, cohort) if effort else jnp.ones(gid.shape)
+        share = faults.slowed(troubles, streams[FAULTS], cohort, share)
         attackers = faults.hostile(troubles, stream(key, HOSTILE), data.num_clients)
         seen = faults.flipped(troubles, attackers, data)
-        received = stream(key, TRAIN, state.round), state.groups
-        upload, lost = solve(cohort, seen, (received, (stream(key, FAULTS, state.round), attackers)), Work(gid, share, extra))
+        received = streams[TRAIN], state.groups
+        upload, lost = solve(cohort, seen, (received, (streams[FAULTS], attackers)), Work(gid, share, extra))
         lost = faults.total(lost, cohort)
         if regroup:
-            state, gid = regroup(stream(key, REGROUP, state.round), state, data, cohort, gid, upload)
+            state, gid = regroup(streams[REGROUP], state, data, cohort, gid, upload)
         met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
         step, mass = aggregate(upload, gid, cohort, extra, met)
         groups, server_state = serve_step(server, state, step, mass)

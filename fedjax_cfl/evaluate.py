@@ -32,7 +32,7 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
 
     def one_block(shared, number):
         models, data, sort, first, count, until = shared
-        g = jnp.minimum(jnp.searchsorted(until, number, side="right"), num_models - 1)
+        g = jnp.minimum(jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1)
         place = (number - (until[g] - -(-count[g] // BLOCK))) * BLOCK + jnp.arange(BLOCK)
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]

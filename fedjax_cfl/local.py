@@ -104,7 +104,7 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
 
     def chunk(number):
         _, client, mine = jax.tree.map(lambda a: a[number], chunked)
-        bucket = jnp.searchsorted(sizes, largest[number]).astype(jnp.int32)
+        bucket = jnp.searchsorted(sizes, largest[number], method="compare_all").astype(jnp.int32)
         if width == 1:
             out = one(client[0], bucket, jax.tree.map(lambda a: a[0], mine))
             return jax.tree.map(lambda a: jnp.asarray(a)[None], out)

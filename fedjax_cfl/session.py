@@ -24,7 +24,8 @@ from fedjax_cfl.download import cache
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.local import widest
 from fedjax_cfl.memory import peak_memory_bytes
-from fedjax_cfl.run import COUNTERS, Snapshot, run, standing
+from fedjax_cfl.programs import standing
+from fedjax_cfl.run import COUNTERS, Snapshot, run
 
 CHECKPOINTS = "checkpoints"
 # Settings that may differ between a run and its continuation: they change neither the numbers nor what has been computed already.

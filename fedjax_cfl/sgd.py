@@ -1,5 +1,6 @@
 """What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients` makes a cohort of it."""
 
+from bisect import bisect_left
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,10 +24,11 @@ class Plan(NamedTuple):
     steps: jax.Array  # [] int32, to take
     per_epoch: jax.Array  # [] int32
     last: jax.Array  # [] int32, the epoch of the last step
+    words: jax.Array  # [2] uint32, what its permutations are drawn from
 
     def place(self, step, batch: int):
         """Returns (epoch, first sample of the step within it)."""
-        return step // self.per_epoch, step % self.per_epoch * batch
+        return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
 
 
 def sgd(task: Task, local: Local, objective=None, iterations: int | None = None):
@@ -54,14 +56,14 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         tuned, key = local._replace(lr=lr), jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
         count, _ = samples_of(client, data)
-        per_epoch = jnp.maximum(-(-count // batch), 1)
+        per_epoch = jnp.maximum(lax.div(count + batch - 1, batch), 1)
         planned = local.epochs * per_epoch if iterations is None else iterations
         steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
-        plan = Plan(steps, per_epoch, (steps - 1) // per_epoch)
+        plan = Plan(steps, per_epoch, lax.div(steps - 1, per_epoch), jax.random.bits(key, (2,)))
         sizes = dual.sizes(task, objective, local.first_layer, buckets(data.capacity), batch, most_steps)
         ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
         ways.append(direct(objective, tuned, bucket, passes))
-        way = jnp.searchsorted(jnp.array(sizes), jnp.array(buckets(data.capacity))[bucket]) if sizes else 0
+        way = jnp.array([bisect_left(sizes, size) for size in buckets(data.capacity)])[bucket] if sizes else 0
         delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
         seen_last = jnp.minimum((steps - plan.last * per_epoch) * batch, count)
@@ -89,7 +91,7 @@ def direct(objective, local: Local, bucket, passes):
 
     def train(client, data, start, extra, key, plan: Plan):
         count, _ = samples_of(client, data)
-        table = shuffles(key, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > SMALLEST else 1), batch)
+        table = shuffles(plan.words, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > SMALLEST else 1), batch)
         stride = jnp.array(buckets(data.capacity), jnp.int32)[bucket]
 
         def step(s, carry):
@@ -122,7 +124,7 @@ def in_sample_space(task: Task, objective, local: Local, size: int, passes: int)
     def train(client, data, start, extra, key, plan: Plan):
         count, first = samples_of(client, data)
         rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
-        order = permutations(jax.random.bits(key, (2,)), count, size, passes).astype(jnp.int32).reshape(-1)
+        order = permutations(plan.words, count, size, passes).astype(jnp.int32).reshape(-1)
         order = jnp.pad(order, (0, local.batch_size))
         return dual.train(task, objective, local, data.x[rows], data.y[rows], count, order, plan, start, extra, key)
 

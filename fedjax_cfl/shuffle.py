@@ -1,6 +1,5 @@
 """The order in which a client's samples are visited: fresh random permutations, cheap enough to be drawn inside a round."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,7 +32,7 @@ def permutations(words, count, size: int, passes: int):
     return lax.sort((jnp.where(place < count, bits, ~jnp.uint32(0)), jnp.broadcast_to(place, bits.shape)), num_keys=1, is_stable=True)[1]
 
 
-def shuffles(key, client, bucket, data: FederatedData, passes, tail: int):
+def shuffles(words, client, bucket, data: FederatedData, passes, tail: int):
     """Returns a flat table of sample numbers, pass e at e * sizes[bucket]: each pass a fresh random permutation of the client's samples.
 
     `passes(bucket size)` is the static number of passes a client of that bucket can need. Only the bucket in use is shuffled; the table
@@ -42,7 +41,6 @@ def shuffles(key, client, bucket, data: FederatedData, passes, tail: int):
     count, start = samples_of(client, data)
     sizes = buckets(data.capacity)
     length = max(passes(size) * size for size in sizes) + tail
-    words = jax.random.bits(key, (2,))
 
     def branch(size):
         def shuffle(_):

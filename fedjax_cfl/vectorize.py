@@ -17,7 +17,8 @@ from fedjax_cfl import evaluate, memory, sharding
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.run import COUNTERS, TIMES, Result, Snapshot, beginning, complain, counted, hidden, plain_row, rounds_of, standing
+from fedjax_cfl.programs import beginning, compiler, rounds_of, standing
+from fedjax_cfl.run import COUNTERS, TIMES, Result, Snapshot, complain, counted, hidden, plain_row
 from fedjax_cfl.types import FederatedData, Task, View
 
 
@@ -156,11 +157,13 @@ def programs(build, drift, task, mesh, given, lift, block: int, with_auxiliary: 
     def test(values, key, data, state, shifting):
         return evaluate.row(build(values), task, mesh, state, shifting.on(data), with_auxiliary)
 
-    begin = jax.jit(lift(begin), out_shardings=everywhere)
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), jax.eval_shape(begin, *given))
-    train = jax.jit(lift(train, 2, 1), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 1).compile()
-    test = jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes).compile()
-    return shapes, begin.lower(*given).compile(), train, test
+    with compiler() as compiled:
+        begin = jax.jit(lift(begin), out_shardings=everywhere).lower(*given)
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), begin.out_info)
+        begin = compiled(begin)
+        train = compiled(jax.jit(lift(train, 2, 1), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 1))
+        test = compiled(jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes))
+        return shapes, begin.result(), train.result(), test.result()
 
 
 def lifted(points: int, several: bool):

@@ -323,14 +323,7 @@ def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, 
         assert config["partition"]["_target_"].endswith(".iid") and config["model"]["name"] == "lenet"
 
 
-@pytest.mark.parametrize("algorithm", options("algorithm"))
-def test_every_algorithm_composes_with_every_preset(algorithm, composed):
-    for preset in options("preset"):
-        config, chosen = composed(f"algorithm={algorithm} preset={preset}")
-        assert chosen["algorithm"] == config["algorithm"]["name"] == algorithm
-
-
-@pytest.mark.parametrize("group", ["concept", "drift", "experiment", "model", "partition"])
+@pytest.mark.parametrize("group", ["concept", "drift", "model", "partition"])  # algorithm: test_contract, experiment: test_paper
 def test_every_option_composes(group, composed):
     for option in options(group):
         assert composed(f"{group}={option}")[1][group] == option

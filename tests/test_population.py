@@ -10,7 +10,8 @@ from conftest import VARYING, call
 import fedjax_cfl as cfl
 from fedjax_cfl import checkpoint, folder, population, report
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.run import Snapshot, standing
+from fedjax_cfl.programs import standing
+from fedjax_cfl.run import Snapshot
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 

@@ -1,0 +1,139 @@
+"""The programs of a run: its start, its rounds and its evaluation. Here and, for many runs at once, in `vectorize` they are compiled."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_cfl import evaluate, population, sharding
+from fedjax_cfl.drift import Drift, enlarged
+from fedjax_cfl.engine import DRIFT, stream
+from fedjax_cfl.types import Algorithm, FederatedData, State, View
+
+
+class Shifting(NamedTuple):
+    """What of the data a drift edits, and the drift's own memory: carried from round to round, unlike the samples themselves."""
+
+    owner: jax.Array
+    y: jax.Array
+    train: View
+    test: View
+    concept: jax.Array
+    shifted: jax.Array
+    memory: Any
+
+    def on(self, data: FederatedData) -> FederatedData:
+        """Returns the data as edited so far."""
+        return data.replace(**{name: value for name, value in self._asdict().items() if name != "memory"})
+
+
+def beginning(drift: Drift, key, data: FederatedData) -> Shifting:
+    """Returns the data's moving part before round 0, after the algorithm's own start has seen all of it."""
+    data, memory = drift.init(stream(key, DRIFT), data)
+    return moving(data, memory)
+
+
+def moving(data: FederatedData, memory) -> Shifting:
+    """Takes the moving part out of the data."""
+    return Shifting(**{name: getattr(data, name) for name in Shifting._fields if name != "memory"}, memory=memory)
+
+
+def one_round(algorithm: Algorithm, drift: Drift, key, state: State, shifting: Shifting, data: FederatedData):
+    """One shift and one round; returns (state, shifting, info)."""
+    met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
+    now, memory, shifted = drift.apply(stream(key, DRIFT), state.round, shifting.on(data), shifting.memory, met)
+    now = now.replace(shifted=shifted, drifts=drift.moves)
+    state, info = algorithm.round(key, state, now)
+    return state, moving(now, memory), info
+
+
+def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
+    """Returns f(key, state, shifting, data, count) -> (state, shifting, infos [block]): `count` <= block rounds, the other infos 0."""
+
+    def rounds(key, state, shifting, data, count):
+        def step(state, shifting):
+            return one_round(algorithm, drift, key, state, shifting, data)
+
+        infos = jax.tree.map(lambda s: jnp.zeros((block, *s.shape), s.dtype), jax.eval_shape(step, state, shifting)[2])
+
+        def body(i, carry):
+            state, shifting, infos = carry
+            state, shifting, info = step(state, shifting)
+            return state, shifting, jax.tree.map(lambda whole, part: whole.at[i].set(part), infos, info)
+
+        return lax.fori_loop(0, count, body, (state, shifting, infos))
+
+    return rounds
+
+
+def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key) -> tuple[State, Shifting]:
+    """Returns shapes, types and shardings of a run's state and moving data: what a checkpoint is restored into."""
+    streamed = population.on_host(data)
+    data = population.template(data, "train", 1, mesh) if streamed else enlarged(data, drift)
+    shapes = jax.eval_shape(starting(algorithm, drift, streamed), key, data)
+    everywhere = sharding.replicated(mesh)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
+
+
+def starting(algorithm: Algorithm, drift: Drift, streamed: bool):
+    """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a population on the host."""
+    return lambda key, data: (algorithm.init(key, data), () if streamed else beginning(drift, key, data))
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[Callable[..., Future]]:
+    """Yields f(lowered) -> the future program: programs compile side by side and while the next is traced, for XLA uses few cores on one.
+
+    Several hosts compile one after another, all in the same order.
+    """
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else None) as pool:
+        yield lambda lowered: pool.submit(lowered.compile)
+
+
+def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fresh: bool):
+    """Returns the state's shapes and the compiled programs of a run: the start if it is `fresh`, the rounds, the evaluation."""
+    everywhere = sharding.replicated(mesh)
+    rounds = rounds_of(algorithm, drift, feed.length)
+
+    def block(key, state, shifting, data, count):
+        if shifting:
+            return rounds(key, state, shifting, data, count)
+        state, _, infos = rounds(key, state, moving(data, ()), data, count)  # a block of a population on the host
+        return state, (), infos
+
+    with compiler() as compiled:
+        begin = jax.jit(starting(algorithm, drift, feed.streamed), out_shardings=everywhere).lower(key, feed.shapes("train"))
+        state, shifting = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), begin.out_info)
+        begin = compiled(begin) if fresh else None
+        train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
+        train = compiled(train.lower(key, state, shifting, feed.shapes("train"), 1))
+        test = Scoring(algorithm, task, mesh, with_auxiliary, state, shifting, feed.shapes("test"))
+        return state, begin and begin.result(), train.result(), test
+
+
+class Scoring:
+    """The compiled evaluation, over all the parts of the test data."""
+
+    def __init__(self, algorithm, task, mesh, with_auxiliary: bool, state, shifting, data):
+        def part(state, shifting, data):
+            data = shifting.on(data) if shifting else data
+            return evaluate.part(algorithm, task, mesh, state, data, with_auxiliary), data.concept
+
+        everywhere = sharding.replicated(mesh)
+        self.first = jax.jit(part, out_shardings=everywhere).lower(state, shifting, data).compile()
+        self.join = jax.jit(evaluate.joined, out_shardings=everywhere)
+        (table, right), concept = self.first.out_info
+        whole = jax.jit(lambda *given: evaluate.whole(algorithm, *given), out_shardings=everywhere)
+        self.last = whole.lower(state, table, right, concept).compile()
+
+    def __call__(self, state, shifting, parts):
+        """Returns (metrics, per-client table)."""
+        found = None
+        for data in parts:
+            one, concept = self.first(state, shifting, data)
+            found = one if found is None else self.join(found, one)
+        return self.last(state, *found, concept), found[0]
