@@ -216,7 +216,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--columns", nargs="+", metavar="COLUMN", help="only these columns; * stands for anything")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)")
     made.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at a time (default 1); several get one device each")
-    made.add_argument("--out", type=Path, metavar="DIR", help="where runs and tables go (default paper/TABLE); continues what is there")
+    where = "runs and tables are in DIR/TABLE and go on from there (default paper)"
+    made.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help=where)
     made.epilog = (
         "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this computer are skipped and named. "
         "Exit status: 0 done, also where rows were skipped for their data; 1 a cell failed; 2 bad input; 130 interrupted."
@@ -233,7 +234,7 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
             raise InputError(f"{flag} {number}: a whole number >= 1")
     table, console = load(conf, given.table), Console()
     experiment = table.get("experiment", given.table)
-    out, runs = given.out or Path("paper") / given.table, given.out or Path("paper") / experiment
+    out, runs = given.out / given.table, given.out / experiment
     rows = chosen("--rows", given.rows, table["rows"])
     if given.columns and "columns" not in table:
         raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")

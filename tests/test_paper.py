@@ -81,7 +81,7 @@ def verb(tmp_path, monkeypatch):
         return paper.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, None)
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
-    run.out = tmp_path / "out"
+    run.out = tmp_path / "out" / "fake"
     run.conf = tmp_path / "experiment" / "fake.yaml"
     return run
 
@@ -147,7 +147,7 @@ def test_what_is_finished_is_not_run_again(verb, capsys):
 def test_several_at_a_time_give_the_same_table(verb, tmp_path):
     assert verb("--seeds", "2") == 0
     assert verb("--seeds", "2", "--jobs", "3", out="other") == 0
-    assert (verb.out / "table.csv").read_text() == (tmp_path / "other" / "table.csv").read_text()
+    assert (verb.out / "table.csv").read_text() == (tmp_path / "other" / "fake" / "table.csv").read_text()
     started = verb.started()
     assert not any("devices" in line for line in started[:8]) and all("devices=1" in line for line in started[8:])
 
@@ -214,7 +214,7 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
         paper.COMMAND = {paper.COMMAND!r}
         try:
-            paper.main(["fake", "--out", {str(verb.out)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None)
+            paper.main(["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None)
         except KeyboardInterrupt:
             raise SystemExit(130)
     """
@@ -339,7 +339,8 @@ def test_real_cells(tmp_path):
     both, alone = ["--columns", "FedAvg", "FedProx", "--jobs", "2"], ["--columns", "FedAvg"]
     assert paper.main([*asked, *both, "--out", str(tmp_path / "both"), *small], cli.CONF, None) == 0
     assert paper.main([*asked, *alone, "--out", str(tmp_path / "alone"), *small], cli.CONF, None) == 0
-    one, other = (table(tmp_path / name)["MNIST-MCLR", "FedAvg"]["mean"] for name in ("both", "alone"))
-    summary = json.loads((tmp_path / "alone" / "MNIST-MCLR" / "FedAvg" / "seed0" / "summary.json").read_text())
+    one, other = (table(tmp_path / name / asked[0])["MNIST-MCLR", "FedAvg"]["mean"] for name in ("both", "alone"))
+    cells = tmp_path / "both" / asked[0] / "MNIST-MCLR", tmp_path / "alone" / asked[0] / "MNIST-MCLR"
+    summary = json.loads((cells[1] / "FedAvg" / "seed0" / "summary.json").read_text())
     assert one == other == str(100 * summary["best_accuracy"])
-    assert OmegaConf.load(tmp_path / "both" / "MNIST-MCLR" / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
+    assert OmegaConf.load(cells[0] / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
