@@ -5,9 +5,10 @@ Two models can be the same up to the order of their hidden units, which neither 
 brings the units of every model it receives, layer by layer, into the order of the center the client trained from (`matching.aligned`).
 What it stores, compares and averages is the reordered model, the same function; all else is FeSEM.
 
-Differs from the paper, which gives neither details nor code of the combination: no unit is added to a center; a stored model keeps the
-order it was given on arrival, also where it is later compared with another center or averaged into it; FedMA's rounds that retrain the
-layers above each matched one are left out. Clients that train from the center hardly ever change the order: `head=plain` then is FeSEM.
+Differs from the paper, which gives neither details nor code of the combination: no unit is added to a center (models trained from it would
+add next to none: benchmarks/results/fesem_table3); a stored model keeps the order it was given on arrival, also where it is later compared
+with another center or averaged into it; FedMA's rounds that retrain the layers above each matched one are left out. Clients that train
+from the center hardly ever change the order: `head=plain` then is FeSEM.
 """
 
 import jax
