@@ -25,7 +25,6 @@ is left is arithmetic: a forward pass over some 6,000 test samples, twice in clu
 """
 
 import argparse
-import importlib
 import time
 
 import jax
@@ -34,11 +33,10 @@ import numpy as np
 from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
-from fedjax_cfl import drift, evaluate, local, sharding
+from fedjax_cfl import drift, evaluate, local, programs, sharding
 from fedjax_cfl.engine import SELECT, TRAIN, stream
 from fedjax_cfl.sgd import sgd
 
-running = importlib.import_module("fedjax_cfl.run")  # `fedjax_cfl.run` is also the function of that name
 COHORT, GROUPS = 20, 3
 
 
@@ -58,9 +56,9 @@ def federation(mesh) -> cfl.FederatedData:
 def measured(name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int) -> None:
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
     key, mesh = jax.random.key(0), trains.mesh
-    data = running.enlarged(data, shift)
-    carry = jax.jit(lambda key, data: (algorithm.init(key, data), running.beginning(shift, key, data)))(key, data)
-    step = jax.jit(lambda key, state, shifting, data: running.one_round(algorithm, shift, key, state, shifting, data))
+    data = drift.enlarged(data, shift)
+    carry = jax.jit(lambda key, data: (algorithm.init(key, data), programs.beginning(shift, key, data)))(key, data)
+    step = jax.jit(lambda key, state, shifting, data: programs.one_round(algorithm, shift, key, state, shifting, data))
     score = jax.jit(lambda state, shifting, data: evaluate.row(algorithm, task, mesh, state, shifting.on(data), True)[0])
     solve = local.over_clients(sgd(task, trains), trains)
 

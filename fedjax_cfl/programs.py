@@ -74,9 +74,7 @@ def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key)
     """Returns shapes, types and shardings of a run's state and moving data: what a checkpoint is restored into."""
     streamed = population.on_host(data)
     data = population.template(data, "train", 1, mesh) if streamed else enlarged(data, drift)
-    shapes = jax.eval_shape(starting(algorithm, drift, streamed), key, data)
-    everywhere = sharding.replicated(mesh)
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
+    return sharding.shapes(jax.eval_shape(starting(algorithm, drift, streamed), key, data), mesh)
 
 
 def starting(algorithm: Algorithm, drift: Drift, streamed: bool):
@@ -105,30 +103,33 @@ def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fres
         state, _, infos = rounds(key, state, moving(data, ()), data, count)  # a block of a population on the host
         return state, (), infos
 
+    def part(state, shifting, data):
+        data = shifting.on(data) if shifting else data
+        return evaluate.part(algorithm, task, mesh, state, data, with_auxiliary), data.concept
+
+    def whole(state, table, right, concept):
+        return evaluate.whole(algorithm, state, table, right, concept)
+
     with compiler() as compiled:
         begin = jax.jit(starting(algorithm, drift, feed.streamed), out_shardings=everywhere).lower(key, feed.shapes("train"))
-        state, shifting = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), begin.out_info)
+        state, shifting = sharding.shapes(begin.out_info, mesh)
         begin = compiled(begin) if fresh else None
         train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
         train = compiled(train.lower(key, state, shifting, feed.shapes("train"), 1))
-        test = Scoring(algorithm, task, mesh, with_auxiliary, state, shifting, feed.shapes("test"))
+        first = jax.jit(part, out_shardings=everywhere).lower(state, shifting, feed.shapes("test"))
+        (table, right), concept = sharding.shapes(first.out_info, mesh)
+        first = compiled(first)
+        last = compiled(jax.jit(whole, out_shardings=everywhere).lower(state, table, right, concept))
+        test = Scoring(first.result(), jax.jit(evaluate.joined, out_shardings=everywhere), last.result())
         return state, begin and begin.result(), train.result(), test
 
 
-class Scoring:
+class Scoring(NamedTuple):
     """The compiled evaluation, over all the parts of the test data."""
 
-    def __init__(self, algorithm, task, mesh, with_auxiliary: bool, state, shifting, data):
-        def part(state, shifting, data):
-            data = shifting.on(data) if shifting else data
-            return evaluate.part(algorithm, task, mesh, state, data, with_auxiliary), data.concept
-
-        everywhere = sharding.replicated(mesh)
-        self.first = jax.jit(part, out_shardings=everywhere).lower(state, shifting, data).compile()
-        self.join = jax.jit(evaluate.joined, out_shardings=everywhere)
-        (table, right), concept = self.first.out_info
-        whole = jax.jit(lambda *given: evaluate.whole(algorithm, *given), out_shardings=everywhere)
-        self.last = whole.lower(state, table, right, concept).compile()
+    first: Callable  # (state, shifting, data) -> (evaluate.part, concept)
+    join: Callable  # of two parts
+    last: Callable  # (state, *parts, concept) -> metrics
 
     def __call__(self, state, shifting, parts):
         """Returns (metrics, per-client table)."""

@@ -44,6 +44,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def shapes(tree, mesh: Mesh):
+    """Returns shapes, types and sharding of arrays that every device holds whole, of a tree of arrays or of their shapes."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), tree)
+
+
 def everywhere(tree, mesh: Mesh):
     """Puts arrays, the same ones in every process, whole on every device."""
     if jax.process_count() == 1:

@@ -159,7 +159,7 @@ def programs(build, drift, task, mesh, given, lift, block: int, with_auxiliary: 
 
     with compiler() as compiled:
         begin = jax.jit(lift(begin), out_shardings=everywhere).lower(*given)
-        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), begin.out_info)
+        shapes = sharding.shapes(begin.out_info, mesh)
         begin = compiled(begin)
         train = compiled(jax.jit(lift(train, 2, 1), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 1))
         test = compiled(jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes))

@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "workloads.py")
-LONGER = set(PROGRAMS) - {"clients_scaling.py"}  # up to a minute each
+LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a minute each
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in PROGRAMS])

@@ -59,8 +59,9 @@ def build(toy_pool, tmp_path_factory):
 
     @functools.cache
     def build(algorithm, preset="clean"):
-        config = hydra.compose("config", [*settings, f"algorithm={algorithm}", f"preset={preset}"])
-        algorithm, task, data, *_, mesh = main.build(config, OmegaConf.to_container(config, resolve=True))
+        resolved = main.check([*settings, f"algorithm={algorithm}", f"preset={preset}"])
+        assert resolved["algorithm"]["name"] == algorithm
+        algorithm, task, data, *_, mesh = main.build(OmegaConf.create(resolved), resolved)
         return algorithm, task, data, mesh
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)), pytest.MonkeyPatch.context() as patch:

@@ -293,7 +293,7 @@ def test_experiments_compose(name):
             seen.update(overrides)
     with cli.hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
         for overrides in asked:
-            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"]
+            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
