@@ -6,16 +6,16 @@ process of its own, in alternating repetitions; the first rounds, which compile,
     python benchmarks/devices_scaling.py
     python benchmarks/devices_scaling.py --quick      W1 only, few rounds, under two minutes
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, one repetition:
+Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.2:
 
-    W1  1 device       455..455 client updates/s  1.00 times one device (1.00..1.00)
-    W1  2 devices      692..692 client updates/s  1.52 times one device (1.52..1.52)
-    W2  1 device       874..874 client updates/s  1.00 times one device (1.00..1.00)
-    W2  2 devices     1282..1282 client updates/s  1.47 times one device (1.47..1.47)
-    W3  1 device        29..29 client updates/s  1.00 times one device (1.00..1.00)
-    W3  2 devices       27..27 client updates/s  0.94 times one device (0.94..0.94)
+    W1  1 device       160..168 client updates/s  1.00 times one device (1.00..1.00)
+    W1  2 devices      327..345 client updates/s  2.05 times one device (2.00..2.06)
+    W2  1 device       312..378 client updates/s  1.00 times one device (1.00..1.00)
+    W2  2 devices      582..643 client updates/s  1.89 times one device (1.54..2.06)
+    W3  1 device         7..7 client updates/s  1.00 times one device (1.00..1.00)
+    W3  2 devices       12..14 client updates/s  1.77 times one device (1.69..2.01)
 
-A convolution keeps both cores busy from one device; two devices gain nothing there.
+While convolutions took whole batches, one device kept both cores busy and two were no faster (0.94 times, AMD EPYC).
 """
 
 import argparse

@@ -8,25 +8,28 @@ the bandwidth's ceiling means that a cache does; more than 100 % of the products
     python benchmarks/roofline.py
     python benchmarks/roofline.py --quick      W1, K = 20, under two minutes
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 (the column of percentages is the share of each ceiling):
+Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.2 (the column of percentages is the share of each ceiling):
 
-    W1: ceilings 27 GFLOP/s at its own shapes, 235 at 2048^3, 58 GB/s
-    W1 K=20    direct        638 client updates/s     35216 steps/s   134.1 GFLOP/s   57%    43.0 GB/s   74%
-    W1 K=20    auto          765 client updates/s     42224 steps/s   160.8 GFLOP/s   68%    51.6 GB/s   88%
-    W1 K=100   direct        620 client updates/s     36393 steps/s   138.3 GFLOP/s   59%    44.4 GB/s   76%
-    W1 K=100   auto          826 client updates/s     48455 steps/s   184.1 GFLOP/s   78%    59.2 GB/s  101%
-    W1 K=1000  direct        521 client updates/s     34344 steps/s   131.4 GFLOP/s   56%    41.9 GB/s   72%
-    W1 K=1000  auto          638 client updates/s     42051 steps/s   160.9 GFLOP/s   68%    51.4 GB/s   88%
-    W2: ceilings 33 GFLOP/s at its own shapes, 224 at 2048^3, 58 GB/s
-    W2 K=20    direct       1259 client updates/s     69461 steps/s    20.3 GFLOP/s    9%     6.5 GB/s   11%
-    W2 K=20    auto         1319 client updates/s     72776 steps/s    21.2 GFLOP/s   10%     6.9 GB/s   12%
-    W2 K=100   direct       1279 client updates/s     75036 steps/s    21.9 GFLOP/s   10%     7.1 GB/s   12%
-    W2 K=100   auto         2005 client updates/s    117630 steps/s    34.3 GFLOP/s   15%    11.1 GB/s   19%
-    W2 K=1000  direct       1196 client updates/s     78882 steps/s    23.1 GFLOP/s   10%     7.4 GB/s   13%
-    W2 K=1000  auto         2263 client updates/s    149251 steps/s    43.8 GFLOP/s   20%    14.1 GB/s   24%
-    W3: ceilings 182 GFLOP/s at its own shapes, 234 at 2048^3, 58 GB/s
-    W3 K=20    direct         29 client updates/s       294 steps/s   176.3 GFLOP/s   75%     0.3 GB/s    1%
-    W3 K=100   direct         27 client updates/s       276 steps/s   166.1 GFLOP/s   71%     0.3 GB/s    0%
+    W1: ceilings 18 GFLOP/s at its own shapes, 116 at 2048^3, 17 GB/s
+    W1 K=20    direct        285 client updates/s     15740 steps/s    59.9 GFLOP/s   52%    19.2 GB/s  111%
+    W1 K=20    auto          471 client updates/s     26006 steps/s    99.0 GFLOP/s   85%    31.8 GB/s  183%
+    W1 K=100   direct        289 client updates/s     16927 steps/s    64.3 GFLOP/s   55%    20.7 GB/s  119%
+    W1 K=100   auto          440 client updates/s     25808 steps/s    98.1 GFLOP/s   84%    31.5 GB/s  182%
+    W1 K=1000  direct        221 client updates/s     14558 steps/s    55.7 GFLOP/s   48%    17.8 GB/s  103%
+    W1 K=1000  auto          440 client updates/s     28987 steps/s   110.9 GFLOP/s   95%    35.4 GB/s  205%
+    W2: ceilings 30 GFLOP/s at its own shapes, 179 at 2048^3, 17 GB/s
+    W2 K=20    direct        582 client updates/s     32128 steps/s     9.4 GFLOP/s    5%     3.0 GB/s   17%
+    W2 K=20    auto          598 client updates/s     32976 steps/s     9.6 GFLOP/s    5%     3.1 GB/s   18%
+    W2 K=100   direct        631 client updates/s     37012 steps/s    10.8 GFLOP/s    6%     3.5 GB/s   20%
+    W2 K=100   auto          847 client updates/s     49719 steps/s    14.5 GFLOP/s    8%     4.7 GB/s   27%
+    W2 K=1000  direct        551 client updates/s     36337 steps/s    10.7 GFLOP/s    6%     3.4 GB/s   20%
+    W2 K=1000  auto          752 client updates/s     49569 steps/s    14.5 GFLOP/s    8%     4.7 GB/s   27%
+    W3: ceilings 121 GFLOP/s at its own shapes, 195 at 2048^3, 17 GB/s
+    W3 K=20    direct         10 client updates/s       102 steps/s    61.3 GFLOP/s   31%     0.1 GB/s    1%
+    W3 K=100   direct         15 client updates/s       150 steps/s    89.9 GFLOP/s   46%     0.1 GB/s    1%
+
+The machine is shared: its best product was between 116 and 238 GFLOP/s within the hour. On 2 cores of an AMD EPYC (235 GFLOP/s, 58 GB/s)
+W1 had 57 % directly and 68 to 78 % in sample space, W2 10 to 20 % and W3 71 to 75 %, the last with convolutions of whole batches.
 
 On accelerators the ceilings have to be measured there; this program has only been run on a CPU. ResNet-18 is not among the models.
 """

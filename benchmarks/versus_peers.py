@@ -26,14 +26,23 @@ repetitions of 5 to 7 rounds of 20 clients each:
     W2  PyTorch loop    1186.7   121.8             10 (8.06..12)     78562    8064        3.1     0.2     4.7e-06
     W2  pfl             1245.6    95.7         13.3 (11.5..15.2)     82460    6336        3.4     0.3     2.4e-06
 
-    W3 on other 2 cores (Intel Xeon, AVX-512), convolutions one image after another, two repetitions of 4 rounds:
+    W3 on other 2 cores (Intel Xeon, AVX-512), convolutions one image after another, two repetitions of 6 rounds:
 
-    W3  PyTorch loop       9.7     8.2         1.18 (1.09..1.28)        99      84       12.2     4.8     2.4e-04
-    W3  FedJAX jit         8.7     5.2          1.68 (1.67..1.7)        89      53       12.0    11.0     2.3e-04
+    W3  PyTorch loop      11.9    10.9         1.1 (0.964..1.24)       122     112       10.6     3.6     2.4e-04
+    W3  pfl               11.5    10.2        1.17 (0.947..1.39)       118     104       10.7     4.4     2.4e-04
+    W3  fluke             10.7     8.3         1.29 (1.16..1.42)       109      85       11.4     4.2     5.9e-05
+    W3  Flower            10.7     9.5          1.12 (0.939..1.3)      109      98       10.1    16.6     2.4e-04
+    W3  FedJAX jit        11.3     6.9         1.65 (1.47..1.82)       115      70       10.9     9.3     2.3e-04
 
-    W3 ours: 57 GFLOP/s, 34% (30%..37%) of the GEMM peak (110 at own shapes, 168 at 2048^3 GFLOP/s)
+    W3 ours: 72 GFLOP/s, 30% (24%..31%) of the GEMM peak (140 at own shapes, 238 at 2048^3 GFLOP/s)
+    CFLA moved 1.08 times as far as ours in its six rounds and so got no speed
 
-    W3 before that, whole batches, on the first machine, one repetition of 3 rounds:
+    W1 on these cores, two repetitions of 8 rounds:
+
+    W1  Flower           299.4    22.3         13.4 (12.7..14.1)     18166    1356        8.1    16.0     6.2e-06
+    W1  PyTorch loop     297.5    23.1         13.2 (10.2..16.2)     18050    1404        8.3     1.4     6.2e-06
+
+    W3 before that, convolutions of whole batches, on the first machine, one repetition of 3 rounds:
 
     W3  FedJAX jit        28.5    18.2         1.56 (1.56..1.56)       292     187        4.6     3.7     2.3e-04
     W3  PyTorch loop      28.5    31.3         0.91 (0.91..0.91)       292     321        4.7     1.3     5.9e-05

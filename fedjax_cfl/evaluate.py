@@ -56,19 +56,22 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
-def per_client(task: Task, mesh, served: Served, data: FederatedData) -> metrics.ClientMetrics:
-    """Returns what every client measures [K] on the model it is served; clients without test samples in these data measure nothing."""
+def per_client(task: Task, mesh, served: Served, data: FederatedData) -> tuple[metrics.ClientMetrics, jax.Array]:
+    """Returns what every client measures [K] on the model it is served, and the classes' counts [2, C] over all of them.
+
+    Clients without a model, or without test samples in these data, measure nothing.
+    """
     guess, loss = predictions(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
     owner = jnp.where(guess >= 0, owner, -1)
     return metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
 
 
-def scores(served: Served, table: metrics.ClientMetrics, concept) -> dict:
+def scores(served: Served, table: metrics.ClientMetrics, counts, concept) -> dict:
     """Returns the metrics of one evaluation as a dict of arrays, under spec 1.5 and 1.6; `concept` [K] are the true groups."""
     num_models = jax.tree.leaves(served.models)[0].shape[0]
     has_model = served.index >= 0
-    row = metrics.summarise(table, has_model)
+    row = metrics.summarise(table, counts)
     row["test_loss"] = row.pop("loss")
     row["group_sizes"] = jnp.bincount(jnp.where(has_model, served.index, num_models), length=num_models + 1)[:num_models]
     known = has_model & (concept >= 0)
@@ -86,38 +89,49 @@ def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
     used = jnp.any(served.index[:, None] == jnp.arange(num_models), axis=0).astype(jnp.float32)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
-    guess, _ = predictions(task, mesh, Served(mean, jnp.zeros_like(served.index)), data)
+    guess, _ = predictions(task, mesh, Served(mean, jnp.zeros(data.num_clients, jnp.int32)), data)
     held = data.owner[data.test.order] >= 0
     return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
 
 
 def row(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
     """Returns one evaluation's metrics and the per-client table of the state."""
-    table, right = part(algorithm, task, mesh, state, data, with_auxiliary)
-    return whole(algorithm, state, table, right, data.concept), table
+    table, counts = part(algorithm, task, mesh, state, data, with_auxiliary)
+    return whole(algorithm, state, table, counts, data.concept), table
 
 
-def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
-    """Returns the per-client table and (right, all) of the auxiliary model, on part of the test samples: all those of some clients."""
+def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool, first=None):
+    """Returns the per-client table, and the counts of classes and of the auxiliary model, on all test samples of the clients of `data`.
+
+    These are by default everybody, otherwise the clients from number `first` on.
+    """
     served = algorithm.serve(state)
-    several = jax.tree.leaves(served.models)[0].shape[0] > 1
-    table = per_client(task, mesh, served, data)
-    return table, auxiliary(task, mesh, served, data) if several and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
+    models, index = served
+    if first is not None:
+        index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
+    several = jax.tree.leaves(models)[0].shape[0] > 1
+    table, counts = per_client(task, mesh, Served(models, index), data)
+    right = auxiliary(task, mesh, served, data) if several and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
+    return table, (counts, right)
 
 
-def joined(one, other):
-    """Joins two results of `part` about different clients."""
-    (table, right), (more, also) = one, other
-    measured = more.samples > 0
-
-    def pick(new, old):
-        return jnp.where(measured.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(pick, more, table), jax.tree.map(jnp.add, right, also)
+def nothing(num_clients: int, num_classes: int):
+    """Returns what `part` would of nobody, for all clients."""
+    unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
+    table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
+    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero))
 
 
-def whole(algorithm: Algorithm, state: State, table, right, concept) -> dict:
+def joined(found, more, first):
+    """Enters the result of a `part` into that of all; parts come in ascending order, for one may overwrite the clients after it."""
+    (table, counts), (part, also) = found, more
+    ids = first + jnp.arange(part.samples.size)
+    return jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part), jax.tree.map(jnp.add, counts, also)
+
+
+def whole(algorithm: Algorithm, state: State, table, counts, concept) -> dict:
     """Returns one evaluation's metrics from the results of all its parts; NaN where there was no auxiliary model."""
-    found = scores(algorithm.serve(state), table, concept)
-    found["auxiliary_accuracy"] = jnp.where(right[1] > 0, right[0] / jnp.maximum(right[1], 1), jnp.nan)
+    counts, (right, held) = counts
+    found = scores(algorithm.serve(state), table, counts, concept)
+    found["auxiliary_accuracy"] = jnp.where(held > 0, right / jnp.maximum(held, 1), jnp.nan)
     return found

@@ -13,9 +13,6 @@ class ClientMetrics:
     accuracy: jax.Array  # [K] float32, fraction
     loss: jax.Array  # [K] float32, mean
     f1: jax.Array  # [K] float32, mean F1 over the classes among the client's labels or predictions
-    hits: jax.Array  # [K, C] int32, true positives
-    labelled: jax.Array  # [K, C] int32, samples of the class: true positives + false negatives
-    predicted: jax.Array  # [K, C] int32, samples predicted as the class: true positives + false positives
 
 
 def _mean(value: jax.Array, weight: jax.Array, axis: int | None = None) -> jax.Array:
@@ -25,46 +22,47 @@ def _mean(value: jax.Array, weight: jax.Array, axis: int | None = None) -> jax.A
     return jnp.where(total > 0, jnp.sum(jnp.where(weight > 0, value * weight, 0), axis) / jnp.where(total > 0, total, 1), jnp.nan)
 
 
-def _f1(hits: jax.Array, labelled: jax.Array, predicted: jax.Array) -> jax.Array:
+def _f1(hits: jax.Array, named: jax.Array) -> jax.Array:
     """Returns F1 = 2 tp / (2 tp + fp + fn), 0 where a class neither occurs nor is predicted."""
-    return 2 * hits / jnp.maximum(labelled + predicted, 1)
+    return 2 * hits / jnp.maximum(named, 1)
 
 
-def _macro_f1(hits: jax.Array, labelled: jax.Array, predicted: jax.Array) -> jax.Array:
+def _macro_f1(hits: jax.Array, named: jax.Array) -> jax.Array:
     """Returns the mean F1 over the classes (last axis) that occur or are predicted."""
-    return _mean(_f1(hits, labelled, predicted), labelled + predicted > 0, axis=-1)
+    return _mean(_f1(hits, named), named > 0, axis=-1)
 
 
 def per_client(
     correct: jax.Array, loss: jax.Array, y: jax.Array, prediction: jax.Array, owner: jax.Array, num_clients: int, num_classes: int
-) -> ClientMetrics:
-    """Returns the metrics of every client from samples [N] with classes `y` and `prediction`; `owner` -1 counts nowhere."""
-    owner = jnp.where(owner < 0, num_clients, owner)  # out of range is dropped, negative would wrap around
+) -> tuple[ClientMetrics, jax.Array]:
+    """Returns the metrics of every client from samples [N] with classes `y` and `prediction`, and two counts [2, C] over all clients.
 
-    def count(label, value):
-        return jnp.zeros((num_clients, num_classes), jnp.int32).at[owner, label].add(value, mode="drop")
+    The counts are a class's true positives tp, and how often it is a label or a prediction, 2 tp + fp + fn. `owner` -1 counts nowhere.
+    """
+    owner = jnp.where(owner < 0, num_clients, owner)  # out of range is dropped, negative would wrap around
+    none = jnp.zeros((num_clients, num_classes), jnp.int32)
+    hits = none.at[owner, y].add((y == prediction).astype(jnp.int32), mode="drop")
+    named = none.at[owner, y].add(1, mode="drop").at[owner, prediction].add(1, mode="drop")
+    samples = jnp.zeros(num_clients, jnp.int32).at[owner].add(1, mode="drop")
 
     def mean(value):
         total = jnp.zeros(num_clients, jnp.float32).at[owner].add(value.astype(jnp.float32), mode="drop")
         return jnp.where(samples > 0, total / jnp.maximum(samples, 1), jnp.nan)
 
-    hits, labelled, predicted = count(y, (y == prediction).astype(jnp.int32)), count(y, 1), count(prediction, 1)
-    samples = jnp.sum(labelled, axis=1)
-    f1 = _macro_f1(hits, labelled, predicted)
-    return ClientMetrics(samples=samples, accuracy=mean(correct), loss=mean(loss), f1=f1, hits=hits, labelled=labelled, predicted=predicted)
+    table = ClientMetrics(samples=samples, accuracy=mean(correct), loss=mean(loss), f1=_macro_f1(hits, named))
+    return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
-def summarise(metrics: ClientMetrics, evaluated: jax.Array) -> dict[str, jax.Array]:
-    """Returns one number [] per metric over the clients of `evaluated [K] bool` that have test samples; NaN if there are none.
+def summarise(metrics: ClientMetrics, counts: jax.Array) -> dict[str, jax.Array]:
+    """Returns one number [] per metric over the clients that have test samples, given `per_client`'s counts [2, C]; NaN if there are none.
 
     accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1 are plain means over clients; worst10_accuracy is
     that of the worst tenth of the clients, at least one; pooled_* forget who owns a sample.
     """
-    evaluated = evaluated & (metrics.samples > 0)
-    samples = jnp.where(evaluated, metrics.samples, 0)
-    worst = jnp.arange(evaluated.shape[0]) < jnp.maximum(jnp.sum(evaluated) // 10, 1)
+    samples = metrics.samples
+    evaluated = samples > 0
+    worst = jnp.arange(samples.size) < jnp.maximum(jnp.sum(evaluated) // 10, 1)
     ascending = jnp.sort(jnp.where(evaluated, metrics.accuracy, jnp.inf))
-    pooled = [jnp.sum(jnp.where(evaluated[:, None], n, 0), axis=0) for n in (metrics.hits, metrics.labelled, metrics.predicted)]
     return {
         "accuracy": _mean(metrics.accuracy, samples),
         "macro_accuracy": _mean(metrics.accuracy, evaluated),
@@ -72,8 +70,8 @@ def summarise(metrics: ClientMetrics, evaluated: jax.Array) -> dict[str, jax.Arr
         "loss": _mean(metrics.loss, samples),
         "micro_f1": _mean(metrics.f1, samples),
         "macro_f1": _mean(metrics.f1, evaluated),
-        "pooled_micro_f1": jnp.where(jnp.any(evaluated), _f1(*(jnp.sum(n) for n in pooled)), jnp.nan),
-        "pooled_macro_f1": _macro_f1(*pooled),
+        "pooled_micro_f1": jnp.where(jnp.any(evaluated), _f1(*counts.sum(1)), jnp.nan),
+        "pooled_macro_f1": _macro_f1(*counts),
     }
 
 

@@ -1,8 +1,9 @@
 """Populations larger than a device: samples stay on the host, and those of a block of rounds are fetched while the block before trains.
 
 Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see `federate(..., on_host=True)`. A block is ordinary data
-on the devices, in which everybody keeps their number and all but a few clients are without samples. Its size is static: the most that
-any block of the run needs, known beforehand because cohorts are functions of the key.
+on the devices. In one that trains everybody keeps their number and all but a few clients are without samples; one that tests has
+consecutive clients, numbered from 0. Its size is static: the most that any block of the run needs, known beforehand because cohorts are
+functions of the key.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Algorithm, FederatedData, View
 
 ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
-SAMPLES = 2**18  # test samples in a block of an evaluation, about
+TESTED = 2**25  # bytes of test samples in a block of an evaluation, about
 DRAWN = 64  # rounds whose cohorts are drawn at once
 
 
@@ -26,14 +27,14 @@ def on_host(data: FederatedData) -> bool:
     return isinstance(data.x, np.ndarray)
 
 
-def template(data: FederatedData, side: str, most: int, mesh) -> FederatedData:
-    """Returns the shapes and types of a block of one side, train or test, of `most` samples."""
+def template(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
+    """Returns the shapes and types of a block of one side, train or test: `most` samples of `clients` clients."""
     place = sharding.replicated(mesh)
 
     def shape(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    number = shape(jnp.int32, data.num_clients)
+    number = shape(jnp.int32, clients)
     held, empty = View(shape(jnp.int32, most), number, number), View(shape(jnp.int32, 1), number, number)
     return data.replace(
         x=shape(data.x.dtype, most, *data.x.shape[1:]),
@@ -42,7 +43,7 @@ def template(data: FederatedData, side: str, most: int, mesh) -> FederatedData:
         train=held if side == "train" else empty,
         test=held if side == "test" else empty,
         concept=number,
-        shifted=shape(jnp.bool_, data.num_clients),
+        shifted=shape(jnp.bool_, clients),
     )
 
 
@@ -73,9 +74,9 @@ class Resident:
             yield count, self.data
             done += count
 
-    def testing(self) -> Iterator[FederatedData]:
+    def testing(self) -> Iterator[tuple[FederatedData, None]]:
         """Yields everybody's test samples."""
-        yield self.data
+        yield self.data, None
 
 
 class Blocks:
@@ -91,11 +92,14 @@ class Blocks:
         self.founders = np.unique(np.asarray(algorithm.reads(key, None, data.num_clients)))
         self.cohorts = drawn(algorithm, key, rounds, data.num_clients)
         parts = [self._cohort(begin, count) for begin, count in self._plan(0)]
-        self.train_size = max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts])
         ends = np.cumsum(data.test.size, dtype=np.int64)
-        cuts = np.searchsorted(ends, np.arange(SAMPLES, ends[-1], SAMPLES), side="left") + 1
+        several = max(1, TESTED * len(data.x) // data.x.nbytes)
+        cuts = np.searchsorted(ends, np.arange(several, ends[-1], several), side="left") + 1
         self.tested = [part for part in np.split(np.arange(data.num_clients), cuts) if data.test.size[part].sum()]
-        self.test_size = max(int(data.test.size[part].sum()) for part in self.tested)
+        self.most = {  # samples and clients of a block
+            "train": (max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts]), data.num_clients),
+            "test": (max(int(data.test.size[part].sum()) for part in self.tested), max(part.size for part in self.tested)),
+        }
 
     def _plan(self, done: int) -> Iterator[tuple[int, int]]:
         """Yields (first round, rounds) of the blocks from round `done` on; they end in the same rounds wherever a run is taken up."""
@@ -108,28 +112,30 @@ class Blocks:
     def _cohort(self, begin: int, count: int) -> np.ndarray:
         return np.unique(self.cohorts[begin : begin + count])
 
-    def _fetched(self, ids: np.ndarray, side: str, most: int) -> FederatedData:
-        """Returns the samples of one side of these clients, ascending, as data of `most` samples on the devices."""
-        held: View = getattr(self.data, side)
-        size = np.zeros(self.data.num_clients, np.int32)
-        size[ids] = held.size[ids]
+    def _fetched(self, ids: np.ndarray, side: str) -> FederatedData:
+        """Returns the samples of one side of these clients, ascending, as data on the devices."""
+        held, (most, clients) = getattr(self.data, side), self.most[side]
+        who = ids if side == "train" else np.arange(ids.size)
+        size = np.zeros(clients, np.int32)
+        size[who] = held.size[ids]
         start = np.cumsum(size, dtype=np.int32) - size
-        numbers = held.order[np.repeat(held.start[ids] - start[ids], size[ids]) + np.arange(size.sum())]
+        numbers = held.order[np.repeat(held.start[ids] - start[who], size[who]) + np.arange(size.sum())]
         place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
         x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
         x[place] = self.data.x[numbers[place]]
         y = np.zeros(most, np.int32)
         y[: numbers.size] = self.data.y[numbers]
         owner = np.full(most, -1, np.int32)
-        owner[: numbers.size] = np.repeat(ids, held.size[ids])
+        owner[: numbers.size] = np.repeat(who, size[who])
         view = View(np.arange(most, dtype=np.int32), start, size)
         empty = View(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
         views = {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
-        return sharding.everywhere(self.data.replace(x=x, y=y, owner=owner, shifted=np.zeros(size.size, bool), **views), self.mesh)
+        rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
+        return sharding.everywhere(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
     def shapes(self, side: str) -> FederatedData:
         """Returns what the programs are compiled for."""
-        return template(self.data, side, self.train_size if side == "train" else self.test_size, self.mesh)
+        return template(self.data, side, *self.most[side], self.mesh)
 
     def at_once(self):
         """Returns the shapes of what is on the devices at the same time: of each side a block in use and the next."""
@@ -137,19 +143,19 @@ class Blocks:
 
     def beginning(self) -> FederatedData:
         """Returns the data that a run's start reads."""
-        return self._fetched(self.founders, "train", self.train_size)
+        return self._fetched(self.founders, "train")
 
     def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
         """Yields (rounds, data) of the blocks from round `done` on; none goes past an evaluation."""
 
         def fetch(begin: int, count: int):
-            return count, self._fetched(self._cohort(begin, count), "train", self.train_size)
+            return count, self._fetched(self._cohort(begin, count), "train")
 
         yield from _ahead(fetch, self._plan(done))
 
-    def testing(self) -> Iterator[FederatedData]:
-        """Yields everybody's test samples, block by block."""
-        yield from _ahead(lambda ids: self._fetched(ids, "test", self.test_size), zip(self.tested, strict=True))
+    def testing(self) -> Iterator[tuple[FederatedData, int]]:
+        """Yields everybody's test samples, block by block, each with the number of its first client."""
+        yield from _ahead(lambda ids: (self._fetched(ids, "test"), int(ids[0])), zip(self.tested, strict=True))
 
 
 def _ahead(fetch: Callable, plan: Iterable[tuple]) -> Iterator:

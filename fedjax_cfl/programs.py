@@ -73,7 +73,7 @@ def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
 def standing(algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key) -> tuple[State, Shifting]:
     """Returns shapes, types and shardings of a run's state and moving data: what a checkpoint is restored into."""
     streamed = population.on_host(data)
-    data = population.template(data, "train", 1, mesh) if streamed else enlarged(data, drift)
+    data = population.template(data, "train", 1, data.num_clients, mesh) if streamed else enlarged(data, drift)
     return sharding.shapes(jax.eval_shape(starting(algorithm, drift, streamed), key, data), mesh)
 
 
@@ -103,38 +103,41 @@ def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fres
         state, _, infos = rounds(key, state, moving(data, ()), data, count)  # a block of a population on the host
         return state, (), infos
 
-    def part(state, shifting, data):
+    def part(found, state, shifting, data, first):
         data = shifting.on(data) if shifting else data
-        return evaluate.part(algorithm, task, mesh, state, data, with_auxiliary), data.concept
+        more = evaluate.part(algorithm, task, mesh, state, data, with_auxiliary, first)
+        return more if found is None else evaluate.joined(found, more, first)
 
-    def whole(state, table, right, concept):
-        return evaluate.whole(algorithm, state, table, right, concept)
+    def whole(state, shifting, table, counts):
+        concept = shifting.concept if shifting else jnp.full(table.samples.size, -1)
+        return evaluate.whole(algorithm, state, table, counts, concept)
 
+    nothing, client = None, None
+    if feed.streamed:
+        nothing, client = sharding.everywhere(evaluate.nothing(feed.data.num_clients, feed.data.num_classes), mesh), 0
     with compiler() as compiled:
         begin = jax.jit(starting(algorithm, drift, feed.streamed), out_shardings=everywhere).lower(key, feed.shapes("train"))
         state, shifting = sharding.shapes(begin.out_info, mesh)
         begin = compiled(begin) if fresh else None
         train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
         train = compiled(train.lower(key, state, shifting, feed.shapes("train"), 1))
-        first = jax.jit(part, out_shardings=everywhere).lower(state, shifting, feed.shapes("test"))
-        (table, right), concept = sharding.shapes(first.out_info, mesh)
-        first = compiled(first)
-        last = compiled(jax.jit(whole, out_shardings=everywhere).lower(state, table, right, concept))
-        test = Scoring(first.result(), jax.jit(evaluate.joined, out_shardings=everywhere), last.result())
-        return state, begin and begin.result(), train.result(), test
+        score = jax.jit(part, out_shardings=everywhere).lower(nothing, state, shifting, feed.shapes("test"), client)
+        found = sharding.shapes(score.out_info, mesh)
+        score = compiled(score)
+        last = compiled(jax.jit(whole, out_shardings=everywhere).lower(state, shifting, *found))
+        return state, begin and begin.result(), train.result(), Scoring(nothing, score.result(), last.result())
 
 
 class Scoring(NamedTuple):
     """The compiled evaluation, over all the parts of the test data."""
 
-    first: Callable  # (state, shifting, data) -> (evaluate.part, concept)
-    join: Callable  # of two parts
-    last: Callable  # (state, *parts, concept) -> metrics
+    nothing: Any  # where it begins; None: there is one part
+    part: Callable  # (found, state, shifting, data, first client) -> found, see evaluate.joined
+    last: Callable  # (state, shifting, *found) -> metrics
 
     def __call__(self, state, shifting, parts):
         """Returns (metrics, per-client table)."""
-        found = None
-        for data in parts:
-            one, concept = self.first(state, shifting, data)
-            found = one if found is None else self.join(found, one)
-        return self.last(state, *found, concept), found[0]
+        found = self.nothing
+        for data, first in parts:  # one after another: waiting to be tested, all of them would be in memory
+            found = jax.block_until_ready(self.part(found, state, shifting, data, first))
+        return self.last(state, shifting, *found), found[0]

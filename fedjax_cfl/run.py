@@ -105,7 +105,7 @@ def run(
     began = time.perf_counter()
     shapes, begin, train, test = programs(algorithm, drift, task, mesh, feed, key, with_auxiliary, fresh=start is None)
     compile_s = time.perf_counter() - began
-    planned = memory.plan(shapes, feed.at_once(), [program for program in (begin, train, test.first) if program])
+    planned = memory.plan(shapes, feed.at_once(), [program for program in (begin, train, test.part) if program])
     memory.check(planned, mesh)
     state, shifting, facts = start or (*begin(key, feed.beginning()), dict(COUNTERS))
     facts = facts | {"compile_s": facts["compile_s"] + compile_s}

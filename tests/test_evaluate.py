@@ -50,8 +50,8 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     index = INDICES["some without"]
 
     def evaluated(index):
-        table = evaluate.per_client(linear, cfl.mesh_of(1), Served(models, index), toy)
-        return evaluate.scores(Served(models, index), table, toy.concept), table
+        table, counts = evaluate.per_client(linear, cfl.mesh_of(1), Served(models, index), toy)
+        return evaluate.scores(Served(models, index), table, counts, toy.concept), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)

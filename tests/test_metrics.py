@@ -37,7 +37,7 @@ def macro_f1(y, prediction):
 
 def test_per_client_equals_scikit_learn(samples):
     owner, y, prediction, loss = samples
-    got = measure(samples)
+    got, _ = measure(samples)
     for k in range(CLIENTS):
         mine = owner == k
         assert got.samples[k] == mine.sum()
@@ -48,12 +48,11 @@ def test_per_client_equals_scikit_learn(samples):
     assert np.isnan([got.accuracy[3], got.loss[3], got.f1[3]]).all()
 
 
-def test_summary_counts_only_evaluated_clients(samples):
+def test_summary_counts_only_clients_with_samples(samples):
     owner, y, prediction, loss = samples
-    evaluated = np.arange(CLIENTS) % 6 != 0
-    got = SUMMARISE(measure(samples), jnp.asarray(evaluated))
-    clients = [k for k in np.flatnonzero(evaluated) if (owner == k).any()]
-    kept = np.isin(owner, clients)
+    got = SUMMARISE(*measure(samples))
+    kept = owner >= 0
+    clients = np.unique(owner[kept])
     size = np.array([(owner == k).sum() for k in clients])
     accuracy = np.array([(y == prediction)[owner == k].mean() for k in clients])
     f1 = np.array([macro_f1(y[owner == k], prediction[owner == k]) for k in clients])
@@ -67,33 +66,31 @@ def test_summary_counts_only_evaluated_clients(samples):
         "pooled_micro_f1": f1_score(y[kept], prediction[kept], average="micro"),
         "pooled_macro_f1": macro_f1(y[kept], prediction[kept]),
     }
-    assert len(clients) // 10 == 1 and set(got) == set(expected)
+    assert len(clients) // 10 == 2 and set(got) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
 
 
-def test_worst_tenth_of_twenty_clients_is_two():
-    index = jnp.arange(CLIENTS)
-    accuracy = (19 - index) / 20
-    zeros = jnp.zeros((CLIENTS, CLASSES), jnp.int32)
-    clients = metrics.ClientMetrics(jnp.ones(CLIENTS, jnp.int32), accuracy, accuracy, accuracy, zeros, zeros, zeros)
-    np.testing.assert_allclose(SUMMARISE(clients, index < 20)["worst10_accuracy"], 0.025)
-    np.testing.assert_allclose(SUMMARISE(clients, index < 5)["worst10_accuracy"], 0.75)
+@pytest.mark.parametrize("clients, worst", [(20, 0.025), (5, 0.75)])
+def test_worst_tenth_is_at_least_one_client(clients, worst):
+    accuracy = (19 - jnp.arange(CLIENTS)) / 20
+    table = metrics.ClientMetrics((jnp.arange(CLIENTS) < clients).astype(jnp.int32), accuracy, accuracy, accuracy)
+    np.testing.assert_allclose(SUMMARISE(table, jnp.ones((2, CLASSES), jnp.int32))["worst10_accuracy"], worst)
 
 
-def test_nobody_evaluated_is_not_a_number(samples):
-    got = SUMMARISE(measure(samples), jnp.zeros(CLIENTS, bool))
+def test_without_samples_there_is_no_number(samples):
+    _, *rest = samples
+    got = SUMMARISE(*measure((np.full(400, -1), *rest)))
     assert all(np.isnan(value) for value in got.values())
-    only_empty = SUMMARISE(measure(samples), jnp.arange(CLIENTS) == 3)
-    assert all(np.isnan(value) for value in only_empty.values())
 
 
 def test_hand_numbers_of_one_client():
     y, prediction = jnp.asarray([0, 0, 1, 2]), jnp.asarray([0, 1, 1, 3])
-    got = PER_CLIENT(y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES)
+    got, counts = PER_CLIENT(y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES)
     # Class 0: 2/3, class 1: 2/3, classes 2 and 3: 0, class 4 is in neither.
     np.testing.assert_allclose(got.f1, [1 / 3], rtol=1e-6)
     np.testing.assert_allclose(got.accuracy, [0.5])
+    assert counts.tolist() == [[1, 1, 0, 0, 0], [3, 3, 1, 1, 0]]
 
 
 def test_jit_equals_no_jit(samples):

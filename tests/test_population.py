@@ -40,7 +40,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", ["qfedavg", "ifca", "fedgroup"])
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(name, both, linear, local, monkeypatch):
-    monkeypatch.setattr(population, "SAMPLES", 20)  # several parts in an evaluation
+    monkeypatch.setattr(population, "TESTED", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
     monkeypatch.setattr(population, "ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
     device, host = (cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK) for data in both)
@@ -75,7 +75,7 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
 
     def blocks(done: int, rounds: int):
         feed = population.Blocks(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
-        return [count for count, block in feed.training(done) if block.train.size.sum() <= feed.train_size]
+        return [count for count, block in feed.training(done) if block.train.size.sum() <= feed.most["train"][0]]
 
     assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
     assert blocks(1, 20) == [2, 3, 2, 3, 3, 2, 3, 1]
