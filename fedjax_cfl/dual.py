@@ -18,6 +18,7 @@ from fedjax_cfl.types import Task
 
 SMALLEST = 64  # samples: steps of smaller clients take no longer, and each size is compiled anew
 STEP, VISIT = 6e5, 4e7  # operations that take as long as what a step and a visit cost besides their products, about
+WORTH = STEP / 4  # operations of a step on the kernel, below which saving them saves no time
 EXACT = lax.Precision.HIGHEST  # G and Z are reused by every step
 
 
@@ -43,9 +44,10 @@ def once(size: int, features: int, hidden: int) -> int:
 def cheaper(size: int, features: int, hidden: int, batch: int, steps: int) -> bool:
     """Returns whether `steps` steps take less than 0.7 times the operations that SGD on the kernel itself takes, on `size` samples.
 
-    0.7: its gathers and scatters are slower than matrix products.
+    0.7: its gathers and scatters are slower than matrix products. Never for a kernel so small that a step costs its overhead anyway.
     """
-    return once(size, features, hidden) + steps * 2 * batch * size * hidden < 0.7 * steps * 4 * batch * features * hidden
+    directly = 4 * batch * features * hidden
+    return directly >= WORTH and once(size, features, hidden) + steps * 2 * batch * size * hidden < 0.7 * steps * directly
 
 
 def sizes(task: Task, objective, wanted: str, buckets: list[int], batch: int, steps) -> list[int]:

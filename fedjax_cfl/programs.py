@@ -58,12 +58,15 @@ def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
         def step(state, shifting):
             return one_round(algorithm, drift, key, state, shifting, data)
 
+        if block == 1:  # no loop: compiles faster
+            state, shifting, info = step(state, shifting)
+            return state, shifting, jax.tree.map(lambda part: part[None], info)
         infos = jax.tree.map(lambda s: jnp.zeros((block, *s.shape), s.dtype), jax.eval_shape(step, state, shifting)[2])
 
         def body(i, carry):
             state, shifting, infos = carry
             state, shifting, info = step(state, shifting)
-            return state, shifting, jax.tree.map(lambda whole, part: whole.at[i].set(part), infos, info)
+            return state, shifting, jax.tree.map(lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, i, 0), infos, info)
 
         return lax.fori_loop(0, count, body, (state, shifting, infos))
 

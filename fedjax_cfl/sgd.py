@@ -62,7 +62,8 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         plan = Plan(steps, per_epoch, lax.div(steps - 1, per_epoch), jax.random.bits(key, (2,)))
         sizes = dual.sizes(task, objective, local.first_layer, buckets(data.capacity), batch, most_steps)
         ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
-        ways.append(direct(objective, tuned, bucket, passes))
+        if buckets(data.capacity)[-1] not in sizes:
+            ways.append(direct(objective, tuned, bucket, passes))
         way = jnp.array([bisect_left(sizes, size) for size in buckets(data.capacity)])[bucket] if sizes else 0
         delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached

@@ -116,6 +116,7 @@ def test_counts_operations():
     """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n F H in sample space: 70 % as many at n = 583."""
     assert [dual.cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
     assert not dual.cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
+    assert not dual.cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
 
 
 def test_compiles_few_sizes():
