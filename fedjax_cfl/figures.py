@@ -1,6 +1,7 @@
 """The figures of papers, drawn from the files of cells: curves over rounds, and accuracy against communication.
 
-Lines are means over seeds, bands one sample standard deviation. A figure has a column of panels for every row of its table.
+Lines are means over seeds, bands one sample standard deviation. A figure has a column of panels for every row of its table. Of many
+evaluations the running mean is drawn, and they themselves faintly: the accuracy of a round jumps with its cohort.
 """
 
 from pathlib import Path
@@ -22,6 +23,16 @@ LABELS = {
 }
 
 
+MANY, WINDOW = 100, 11  # evaluations: from how many on a line is steadied, and over how many
+
+
+def steadied(values: np.ndarray, window: int = WINDOW) -> np.ndarray:
+    """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN where they are."""
+    finite = np.isfinite(values)
+    total, count = (np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite))
+    return np.where(finite, total / np.maximum(count, 1), np.nan)
+
+
 def over_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns rounds, mean and sd over runs (n - 1; 0 for one), each [R], of the sum of `names` at the rounds that every run evaluated."""
     by_round = [{row["round"]: row for row in rows} for rows in runs]
@@ -39,6 +50,9 @@ def shades(table: dict) -> dict[str, tuple]:
 
 def band(axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str) -> None:
     """Draws a line with its band."""
+    if len(x) > MANY:
+        axes.plot(x, mean, color=style[0], linewidth=0.5, alpha=0.3)
+        mean, spread = steadied(mean), steadied(spread)
     axes.plot(x, mean, color=style[0], linestyle=style[1], linewidth=1.5, marker="o" if len(x) <= 20 else "", markersize=3, label=label)
     axes.fill_between(x, mean - spread, mean + spread, color=style[0], alpha=0.18, linewidth=0)
 

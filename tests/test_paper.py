@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import edc_madc, paper, report
+from fedjax_cfl import edc_madc, figures, paper, report
 from fedjax_cfl.errors import InputError
 
 EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
@@ -253,6 +253,11 @@ def test_figures_are_drawn(verb, kind):
     assert verb("--seeds", "2") == 0
     image = imread(verb.out / "figure.png")
     assert image.shape[1] > 300 and image.std() > 0.01
+
+
+def test_running_mean_leaves_out_what_is_missing():
+    found = figures.steadied(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
+    np.testing.assert_allclose(found, [1.0, np.nan, 4.0, 6.0, 7.5])
 
 
 def test_measures_by_hand():
