@@ -18,8 +18,8 @@ Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.
     1,000,000               35.70              1.90           1,507           6,574     0.188
 
 The samples cost no memory; what grows is 0.9 KB a client: the numbers of its 20 samples, of which this program holds two copies, and what
-every device knows of everybody. Evaluated in parts whose clients are numbered anew, a million clients take half the memory they took
-when every part had a table of all (2.6 GB). Drawing a cohort costs the same for any number of clients: beyond 65,536 a Feistel permutation.
+every device knows of everybody. A part of an evaluation only has a table of its own clients; when it had one of all, a million clients
+took 2.6 to 3.2 GB. Drawing a cohort costs the same for any number of clients: beyond 65,536 a Feistel permutation.
 """
 
 import argparse

@@ -19,7 +19,7 @@ and 2026-11-22 on other 2 cores (Intel Xeon, AVX-512), where each of the 25 runs
     MNIST-MLP, one program         25    186.9       46.8      61.7        18.4
     MNIST-MLP: 3.2 times as fast
 
-What is gained is compiling and starting; training itself is as fast, 25 runs of a cohort of 20 being no better a load than one.
+What is gained there is compiling and starting; training itself is as fast, 25 cohorts of 20 being no better a load than one.
 """
 
 import argparse

@@ -123,9 +123,9 @@ def nothing(num_clients: int, num_classes: int):
 
 
 def joined(found, more, first):
-    """Enters the result of a `part` into that of all; parts come in ascending order, for one may overwrite the clients after it."""
+    """Enters the result of a `part`, about clients from number `first` on, into that of all."""
     (table, counts), (part, also) = found, more
-    ids = first + jnp.arange(part.samples.size)
+    ids = jnp.where(part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size)  # a part may have fewer clients than room
     return jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part), jax.tree.map(jnp.add, counts, also)
 
 

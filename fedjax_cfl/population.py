@@ -93,8 +93,8 @@ class Blocks:
         self.cohorts = drawn(algorithm, key, rounds, data.num_clients)
         parts = [self._cohort(begin, count) for begin, count in self._plan(0)]
         ends = np.cumsum(data.test.size, dtype=np.int64)
-        several = max(1, TESTED * len(data.x) // data.x.nbytes)
-        cuts = np.searchsorted(ends, np.arange(several, ends[-1], several), side="left") + 1
+        samples = max(1, TESTED * len(data.x) // data.x.nbytes)
+        cuts = np.searchsorted(ends, np.arange(samples, ends[-1], samples), side="left") + 1
         self.tested = [part for part in np.split(np.arange(data.num_clients), cuts) if data.test.size[part].sum()]
         self.most = {  # samples and clients of a block
             "train": (max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts]), data.num_clients),
