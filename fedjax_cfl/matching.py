@@ -8,23 +8,20 @@ Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks"
 Yurochkin et al., "Statistical Model Aggregation via Parameter Matching", NeurIPS 2019, https://arxiv.org/abs/1911.00218 (SPAHM);
 Wang et al., "Federated Learning with Matched Averaging", ICLR 2020, https://arxiv.org/abs/2002.06440 (FedMA).
 
-`aligned` keeps the width: pure and of static shape, for use inside a round. `matched_average` lets layers grow: NumPy, on the host.
-W units of a layer, J models.
+All shapes are static, for use inside a round: `aligned` keeps the width, `placed` lets a layer grow into units that are not in use, which
+are units all of whose weights are 0. `matched_average` is the one for the host. W units of a layer, J models.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
 
 FARTHEST = 1e30  # stands in for infinite and NaN costs
-TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
 POPULAR = 10  # models of an atom that count in its prior, at most (the PFNM code)
 
 
@@ -115,7 +112,7 @@ def assignment(cost: jax.Array) -> jax.Array:
     return lax.while_loop(lambda carry: jnp.any(carry[2] == n), augment, begin)[2]
 
 
-def _parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
+def parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
     """Returns where an atom's numbers stand, in order: kernel, bias, normalisations."""
     own = [(layer.name, part) for part in ("kernel", "bias") if part in params[layer.name]]
     return own + [(norm, part) for norm in layer.norms for part in sorted(params[norm])]
@@ -123,7 +120,7 @@ def _parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
 
 def atoms(layer: Layer, params: Params) -> jax.Array:
     """Returns the atoms [W, D] of a layer."""
-    leaves = [params[name][part] for name, part in _parts(layer, params)]
+    leaves = [params[name][part] for name, part in parts(layer, params)]
     return jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]).T
 
 
@@ -166,97 +163,60 @@ def aligned(layers: tuple[Layer, ...], params: Params, center: Params) -> list[j
     return orders
 
 
-def matched_average(
-    models: list[Params], layers: tuple[Layer, ...], class_counts=None, *, sigma=1.0, sigma0=1.0, gamma=1.0, sweeps: int = 8
-) -> tuple[Params, list[list[np.ndarray]]]:
-    """Averages J models of any widths into one that is as wide as they are unlike (FedMA without retraining); NumPy, for the host.
+def in_use(layer: Layer, params: Params) -> jax.Array:
+    """Returns which units [W] of a layer have a weight that is not 0."""
+    return jnp.any(atoms(layer, params) != 0, axis=1)
 
-    Units of different models that the posterior takes for one atom are merged, others open an atom of their own, and what a model does not
-    have is 0 in its share of the next layer. Output layers are averaged, each class weighted by `class_counts [J, C]` samples if given.
-    Returns the model and places[j][l] [W of model j], the unit of its hidden layer l that each of a model's units became.
-    Args: `sigma`, `sigma0` variances of a parameter around its atom and of atoms, `gamma` their rate, to begin with (the FeSEM code: 1).
+
+def narrowed(layers: tuple[Layer, ...], params: Params, spare) -> Params:
+    """Returns a model whose hidden layers use all but the last `spare` (a share) of their units; all weights to and from the others are 0.
+
+    Such a unit stays as it is in training if its activation is 0 at 0: no gradient reaches its weights, and it reaches nobody.
     """
-    merged: Params = {}
-    places: list[list[np.ndarray]] = [[] for _ in models]
-    counts = np.ones((len(models), 1)) if class_counts is None else np.asarray(class_counts, np.float64)
-    share = np.where(counts.sum(0) > 0, counts / np.maximum(counts.sum(0), 1), 1 / len(models))  # [J, C]
-    width = 0
+    before = None
     for layer in layers:
-        seen = [_widened(layer, model, place[-1], width) if merged else model for model, place in zip(models, places, strict=True)]
-        rows = [np.asarray(atoms(layer, model), np.float64) for model in seen]
-        if layer is layers[-1]:
-            found = sum(part[:, None] * row for part, row in zip(share, rows, strict=True))
-        else:
-            found, labels = matched_atoms(rows, sigma, sigma0, gamma, sweeps)
-            places = [[*place, label] for place, label in zip(places, labels, strict=True)]
-        width = len(found)
-        merged |= _unrolled(layer, seen[0], found)
-    return merged, places
+        own = jnp.arange(layer.width) < (layer.width if layer is layers[-1] else layer.width - int(spare * layer.width))
+
+        def cut(leaf, before=before, own=own):
+            if before is not None and leaf.ndim > 1:
+                blocks = leaf.reshape(-1, before.size, leaf.shape[-1])
+                leaf = jnp.where(before[:, None], blocks, 0).reshape(leaf.shape)
+            return jnp.where(own, leaf, 0)
+
+        params = {**params, **{name: jax.tree.map(cut, params[name]) for name in (layer.name, *layer.norms)}}
+        before = own
+    return params
 
 
-def _widened(layer: Layer, params: Params, place: np.ndarray, width: int) -> Params:
-    """Returns a model whose layer has its inputs at their `place` among `width` units of the layer before, and zeros elsewhere."""
-    kernel = np.asarray(params[layer.name]["kernel"])
-    blocks = kernel.reshape(-1, place.size, kernel.shape[-1])
-    wide = np.zeros((len(blocks), width, kernel.shape[-1]), kernel.dtype)
-    wide[:, place] = blocks
-    return {**params, layer.name: {**params[layer.name], "kernel": wide.reshape(*kernel.shape[:-2], -1, kernel.shape[-1])}}
+def gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp):
+    """Returns the gain [W, L] in log posterior of taking each of `rows [W, D]` for each of L atoms, but for a number per row.
 
-
-def _unrolled(layer: Layer, like: Params, found: np.ndarray) -> Params:
-    """Returns the layer and its normalisations, shaped `like` those of a model, that have the atoms `found [W, D]`."""
-    columns, layers = found.T.astype(np.float32), {}
-    for name, part in _parts(layer, like):
-        shape = like[name][part].shape[:-1]
-        leaf, columns = np.split(columns, [math.prod(shape)])
-        layers.setdefault(name, {})[part] = leaf.reshape(*shape, -1)
-    return layers
-
-
-def matched_atoms(rows: list[np.ndarray], sigma=1.0, sigma0=1.0, gamma=1.0, sweeps: int = 8) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Clusters J sets of rows [W, D], no two rows of a set together, under a beta-Bernoulli prior; returns atoms [L, D] and labels [J][W].
-
-    The maximum a posteriori of SPAHM with a Gaussian base, one set at a time by the Hungarian method, widest first, then `sweeps` times
-    over all of them, each time with the prior's mean and variances re-estimated by moments.
+    An atom is the sum [L, D] of its `counts [L]` members, all minus the prior mean; those of 0 are new ones, of which each next costs more.
+    With a posterior mean and variance of every atom this is the density of a row as its member: f(x + s, c + 1) - f(s, c) of SPAHM without
+    its cancellation. Args: `models` J; `sigma`, `sigma0` variances of a member around its atom and of atoms; `xp` jax.numpy or numpy.
     """
-    from scipy.optimize import linear_sum_assignment  # here: no run calls this, and it takes half a second to import
-
-    order = sorted(range(len(rows)), key=lambda j: -len(rows[j]))
-    labels: list = [None] * len(rows)
-    mean, points = np.zeros(rows[0].shape[1]), np.concatenate(rows)
-    for _ in range(1 + sweeps):
-        for j in order:
-            others = [i for i in order if i != j and labels[i] is not None]
-            known = np.concatenate([labels[i] for i in others]) if others else np.zeros(0, int)
-            held, place, counts = np.unique(known, return_inverse=True, return_counts=True)
-            member = place == np.arange(held.size)[:, None]
-            sums = member @ (np.concatenate([rows[i] for i in others]) - mean) if others else np.zeros((0, mean.size))
-            column = linear_sum_assignment(_scores(rows[j] - mean, sums, counts, len(rows), sigma, sigma0, gamma), maximize=True)[1]
-            labels[j] = np.append(held, held.max(initial=-1) + 1 + np.arange(len(rows[j])))[column]
-        held, place, counts = np.unique(np.concatenate(labels), return_inverse=True, return_counts=True)
-        labels = np.split(place, np.cumsum([len(row) for row in rows])[:-1])
-        sums = (place == np.arange(held.size)[:, None]) @ points
-        mean, sigma, sigma0 = _moments(points, sums / counts[:, None], place, counts)
-    return (mean * sigma + sums * sigma0) / (counts[:, None] * sigma0 + sigma), labels
+    mass = counts * sigma0 + sigma
+    means, variance = sums * (sigma0 / mass)[:, None], sigma + sigma * sigma0 / mass
+    gap = xp.sum(rows**2, axis=1)[:, None] + xp.sum(means**2, axis=1) - 2 * xp.matmul(rows, means.T)
+    popular, new = xp.clip(counts, 1, POPULAR), counts == 0
+    held = xp.log(popular / xp.maximum(models - popular, 1))
+    prior = xp.where(new, xp.log(gamma / models) - xp.log(xp.maximum(xp.cumsum(new), 1)), held)
+    return 2 * prior - gap / variance - rows.shape[1] * xp.log(variance)
 
 
-def _moments(points, means, place, counts) -> tuple[np.ndarray, float, float]:
-    """Returns the mean of atoms and the variances of a parameter around its atom (next to none if no atom is shared) and of atoms."""
-    atoms, dims = means.shape
-    mean = means.mean(0)
-    sigma = np.sum((points - means[place]) ** 2) / (dims * max(len(points) - atoms, 1))
-    sigma0 = max(np.sum((means - mean) ** 2) / (dims * max(atoms - 1, 1)) - sigma * np.mean(1 / counts), TINY**2)
-    return mean, max(sigma, TINY * sigma0), sigma0
+def placed(layers: tuple[Layer, ...], params: Params, center: Params, sums: Params, counts, spreads, models) -> list[jax.Array]:
+    """Returns the orders [W] of a model's hidden units that put each where the posterior takes it: with an atom of its group, or a new one.
 
-
-def _scores(rows, sums, counts, models: int, sigma, sigma0, gamma) -> np.ndarray:
-    """Returns the gain [W, L + W] in log posterior of putting each row on each of L atoms, or on a new one; all minus the prior mean."""
-
-    def f(square, count):
-        return sigma0 / sigma * square / (count * sigma0 + sigma) - rows.shape[1] * np.log(count * sigma0 + sigma)
-
-    square, held = np.sum(rows**2, axis=1)[:, None], np.sum(sums**2, axis=1)
-    popular = np.minimum(counts, POPULAR)
-    old = f(square + held + 2 * rows @ sums.T, counts + 1) - f(held, counts) + 2 * np.log(popular / (models - popular))
-    new = f(square, 1) - f(0, 0) + 2 * np.log(gamma / models) - 2 * np.log(np.arange(1, len(rows) + 1))
-    return np.hstack([old, new])
+    Args: `sums` of the group's other models, `counts[l] [W]` of them that use a unit; where they are none, the center stands for one;
+    `spreads[l]` (prior mean [D], sigma, sigma0) of a layer; `models` of the group. A layer without units to spare opens none.
+    """
+    orders: list[jax.Array] = []
+    for layer, count, (mean, sigma, sigma0) in zip(layers[:-1], counts, spreads, strict=True):
+        rows = atoms(layer, reordered(layer, params, orders[-1] if orders else None, None))
+        alone, used = count == 0, jnp.any(rows != 0, axis=1)
+        total = jnp.where(alone[:, None], atoms(layer, center), atoms(layer, sums))
+        count = jnp.where(alone, in_use(layer, center), count).astype(jnp.float32)
+        gain = gains(rows - mean, total - count[:, None] * mean, count, models, sigma, sigma0)
+        loss = jnp.max(gain, axis=1, keepdims=True) - gain  # small numbers, where it matters
+        orders.append(assignment(jnp.where(used[:, None], loss, 0).T))
+    return orders

@@ -92,6 +92,7 @@ RULES = {
     "algorithm.drop_percent": _fraction,
     "algorithm.share": _fraction,
     "algorithm.restarts": _whole(1),
+    "algorithm.spare": _below_one,
     "algorithm.restart_rounds": _whole(1),
     "algorithm.temperature_max": _number("a finite number > 1", lambda value: value > 1),
     "algorithm.epsilon": Rule("null or a finite number > 0", lambda value: value is None or _positive.holds(value)),

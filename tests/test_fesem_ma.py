@@ -14,11 +14,12 @@ from test_fesem import planted, play
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import models, select
+from fedjax_cfl import matching, models, select
 from fedjax_cfl.algorithms.fesem import stored_mean
-from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched
+from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched, over_owners, store_placed
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.matching import _scores, aligned, assignment, layers_of, matched_atoms, matched_average, permuted
+from fedjax_cfl.matched_average import matched_atoms, matched_average
+from fedjax_cfl.matching import aligned, assignment, gains, in_use, layers_of, narrowed, permuted
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -189,17 +190,21 @@ def test_class_means_by_hand():
     np.testing.assert_allclose(mass, stored_mean(upload, gid, cohort, (), state)[1])
 
 
-@pytest.mark.parametrize(("name", "value"), [("head", "nonsense"), ("fixed_width", False)])
-def test_unknown_choices_are_refused(linear, local, name, value):
-    with pytest.raises(InputError, match=f"algorithm.{name}={str(value).lower()}: "):
-        zoo.fesem_ma(linear, local, COHORT, m=2, **{name: value})
+def test_what_does_not_fit_is_refused(linear, local):
+    with pytest.raises(InputError, match=r"algorithm.head=nonsense: "):
+        zoo.fesem_ma(linear, local, COHORT, m=2, head="nonsense")
+    with pytest.raises(InputError, match=r"algorithm.spare=0.2: 0 is allowed for a model with normalisations"):
+        zoo.fesem_ma(network("celeba_cnn")[0], local, COHORT, m=2, spare=0.2)
 
 
 # Growing width
 
 
 def test_score_is_the_posterior_of_the_papers():
-    """With any prior mean, up to a number per row: f(x + s, c + 1) - f(s, c) + 2 ln(c / (J - c)), and what a new atom gains."""
+    """With any prior mean, up to a number per row: f(x + s, c + 1) - f(s, c) + 2 ln(c / (J - c)), and what a new atom gains.
+
+    In float32 too, where the sums of squares of f cancel.
+    """
     rng = np.random.default_rng(0)
     rows, count, sums, mean = rng.normal(size=(4, 3)), np.array([1, 2]), rng.normal(size=(2, 3)), rng.normal(size=3)
     sigma, sigma0, gamma, models = 0.7, 1.9, 1.3, 5
@@ -209,8 +214,10 @@ def test_score_is_the_posterior_of_the_papers():
 
     old = [[f(x + s, c + 1) - f(s, c) + 2 * np.log(c / (models - c)) for s, c in zip(sums, count, strict=True)] for x in rows]
     new = [[f(x, 1) - f(0 * x, 0) + 2 * np.log(gamma / models) - 2 * np.log(r) for r in range(1, 5)] for x in rows]
-    gap = np.hstack([old, new]) - _scores(rows - mean, sums - count[:, None] * mean, count, models, sigma, sigma0, gamma)
-    np.testing.assert_allclose(gap, np.broadcast_to(gap[:, :1], gap.shape), rtol=1e-9)
+    padded, counts = np.vstack([sums - count[:, None] * mean, np.zeros((4, 3))]), np.append(count, np.zeros(4))
+    for xp, exact in ((np, 1e-9), (jnp, 1e-5)):
+        gap = np.hstack([old, new]) - np.asarray(gains(rows - mean, padded, counts, models, sigma, sigma0, gamma, xp))
+        np.testing.assert_allclose(gap, np.broadcast_to(gap[:, :1], gap.shape), rtol=exact)
 
 
 @pytest.mark.parametrize("name", ["mlp", "leaf_cnn", "celeba_cnn"])
@@ -255,3 +262,74 @@ def test_classes_are_weighted_by_their_samples():
     both = [params, jax.tree.map(lambda leaf: leaf + 4, params)]
     merged, _ = matched_average(both, layers, [[1, 0, 0], [3, 2, 0]])
     np.testing.assert_allclose(merged["head"]["kernel"] - params["head"]["kernel"], np.broadcast_to([3, 4, 2], (6, 3)), rtol=1e-5)
+
+
+SPARE = cfl.as_task(models.MLP(CLASSES, hidden=(8, 5)), (FEATURES,), CLASSES)
+
+
+def narrow_start(key):
+    return narrowed(layers_of(SPARE), SPARE.init(key), 0.5)
+
+
+def units(layers, params):
+    return [np.flatnonzero(in_use(layer, params)).tolist() for layer in layers[:-1]]
+
+
+def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
+    """Of 4 clients one moves unit 2 and one unit 0 to the same new place, one unit 1 to another, one none."""
+    layers = layers_of(SPARE)
+    center = narrowed(layers, noisy(KEY, SPARE.init(KEY), 0.3), 0.5)
+    assert units(layers, center) == [[0, 1, 2, 3], [0, 1, 2]]
+    near = [narrowed(layers, noisy(key, center, 0.01), 0.5) for key in jax.random.split(KEY, 18)]
+    trained, place = near[14:], {1: (2, 4.0), 2: (0, 4.0), 3: (1, -4.0)}
+    for j, (unit, value) in place.items():
+        changed = jax.tree.map(lambda leaf, unit=unit, value=value + 0.01 * j: leaf.at[..., unit].set(value), trained[j]["hidden_0"])
+        trained[j] = {**trained[j], "hidden_0": changed}
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    ids = jnp.array([1, 3, 5, 8])
+    memory = Solutions(stack(near[:14]), jnp.ones(14, bool), jnp.zeros((14, CLASSES), jnp.int32))
+    state = SimpleNamespace(active=jnp.ones(1, bool), memory=memory, groups=stack([center]), assignment=jnp.zeros(14, jnp.int32))
+    state.replace = lambda memory: SimpleNamespace(**{**vars(state), "memory": memory})
+    delta = jax.tree.map(lambda leaf, old: leaf - old, stack(trained), center)
+    upload, cohort, gid = Upload(delta, jnp.ones(4), *[jnp.zeros(4)] * 3), Cohort(ids, jnp.arange(4)), jnp.zeros(4, jnp.int32)
+    after, _ = store_placed(layers)(KEY, state, toy, cohort, gid, upload)
+    stored = [jax.tree.map(lambda leaf, k=k: leaf[k], after.memory.models) for k in range(14)]
+    chex.assert_trees_all_equal([stored[k] for k in (0, 2, 13)], [near[k] for k in (0, 2, 13)])
+    assert [units(layers, stored[k])[0] for k in (1, 3, 5, 8)] == [[0, 1, 2, 3], [0, 1, 3, 4], [1, 2, 3, 4], [0, 2, 3, 5]]
+    for k, model in zip((1, 3, 5, 8), trained, strict=True):
+        np.testing.assert_allclose(SPARE.predict(stored[k], toy.x), SPARE.predict(model, toy.x), rtol=1e-5, atol=1e-5)
+    step, mass = over_owners(stored_mean, layers)(upload, gid, cohort, (), after)
+    new = jax.tree.map(lambda old, part: old + part[0], center, step)
+    assert mass == 14 and units(layers, new)[0] == [0, 1, 2, 3, 4, 5]
+    np.testing.assert_allclose(new["hidden_0"]["kernel"][:, 4], np.full(FEATURES, 4.015), rtol=1e-5)
+    np.testing.assert_allclose(new["hidden_0"]["kernel"][:, 5], np.full(FEATURES, -3.97), rtol=1e-5)
+    owners = sum(np.array(in_use(layers[1], model), float) for model in stored)
+    total = sum(model["hidden_1"]["kernel"] for model in stored)
+    np.testing.assert_allclose(new["hidden_1"]["kernel"], total / np.maximum(owners, 1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(new["head"]["kernel"], sum(model["head"]["kernel"] for model in stored) / 14, rtol=1e-5, atol=1e-6)
+
+
+def test_spare_units_that_nothing_opens_change_nothing(toy, local, monkeypatch):
+    """FeSEM on the narrow network; spare units stay 0 to the last bit."""
+    closed = lambda *given: gains(*given) - 1e6 * (given[2] == 0)  # noqa: E731
+    monkeypatch.setattr(matching, "gains", closed)
+    plain = play(zoo.fesem(SPARE._replace(init=narrow_start), local, COHORT, m=2), toy, 4)[-1]
+    spared = play(zoo.fesem_ma(SPARE, local, COHORT, m=2, head="plain", spare=0.5), toy, 4)[-1]
+    for k in range(14):
+        assert units(layers_of(SPARE), jax.tree.map(lambda leaf, k=k: leaf[k], spared.memory.models)) == [[0, 1, 2, 3], [0, 1, 2]]
+    chex.assert_trees_all_equal(plain.assignment, spared.assignment)
+    chex.assert_trees_all_close(plain.groups, spared.groups, rtol=1e-5, atol=1e-5)
+
+
+def test_centers_grow_in_a_run_and_serve_their_clients(mlp, local):
+    data = planted()
+    begun, *_, last = play(zoo.fesem_ma(SPARE, local._replace(epochs=5), COHORT, m=3, spare=0.5), data, 4)
+    widths = [
+        [sum(map(len, units(layers_of(SPARE), jax.tree.map(lambda leaf, g=g: leaf[g], state.groups)))) for g in range(3)]
+        for state in (begun, last)
+    ]
+    assert widths[0] == [7, 7, 7] and min(widths[1]) >= 7 and max(widths[1]) > 7, widths
+    assert adjusted_rand_score(np.arange(18) % 3, last.assignment) == 1
+    predicted = jax.vmap(lambda group: SPARE.predict(jax.tree.map(lambda leaf: leaf[group], last.groups), data.x))(last.assignment)
+    right = np.mean([np.mean(np.argmax(predicted[k], 1)[data.owner == k] == data.y[data.owner == k]) for k in range(18)])
+    assert right > 0.7, right

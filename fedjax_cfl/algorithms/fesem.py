@@ -7,6 +7,7 @@ Differs from the paper: a round is E-step, local training, M-step, where Algorit
 epochs with a plain proximal term, where eq. 8 weighs the loss by n_i / n and N = 1 step is taken (D7; `form="eq8"` is literal but for N).
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ def fesem(
     if distance == "last_layer" and "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError("algorithm.distance=last_layer: the model has no dense layer named head; use distance=full")
     local = local.resolved()
-    choose = own_nearest(distance)
+    nearest_of = partial(nearest_center, distance=distance)
+    choose = own_nearest(nearest_of)
     pull = proximal(mu if form == "prox" else lambda mu_i: mu_i, erm(task))
     move = on_shift(choose, local, detector) if migrate else None
     return federated(
@@ -89,7 +91,7 @@ def fesem(
         select=select,
         solve=sgd(task, local, pull),
         start=watched(starts[start]) if migrate else starts[start],
-        migrate=e_step_of_all(distance, move) if estep == "all" else move,
+        migrate=e_step_of_all(nearest_of, move) if estep == "all" else move,
         assign=lambda *given: (choose(*given), traffic()),
         prepare=scaled_pull(mu) if form == "eq8" else None,
         aggregate=averages[average],
@@ -97,7 +99,7 @@ def fesem(
     )
 
 
-def nearest_center(models, centers, distance: str):
+def nearest_center(models, centers, distance: str = "full"):
     """Returns the center [N] of least ||W_i - center_k||_2 for each of `models [N, ...]`, ties to the lowest (eq. 9).
 
     With e_k = center_k - mean center, ||W - center_k||^2 is -2 W.e_k + (center_k + mean).e_k and a term common to all k: one product
@@ -115,24 +117,24 @@ def nearest_center(models, centers, distance: str):
     return jnp.argmin(sum(jax.tree.leaves(jax.tree.map(part, models, centers))), axis=1).astype(jnp.int32)
 
 
-def own_nearest(distance: str):
-    """Returns choose(key, state, data, cohort) -> [S]: the center nearest to each client's stored model."""
+def own_nearest(nearest_of):
+    """Returns choose(key, state, data, cohort) -> [S]: the center `nearest_of(models, centers)` to each client's stored model."""
 
     def choose(key, state: State, data: FederatedData, cohort: Cohort):
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        nearest = nearest_center(jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups, distance)
+        nearest = nearest_of(jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups)
         return jnp.where(state.memory.known[clients], nearest, jnp.maximum(state.assignment[clients], 0))
 
     return choose
 
 
-def e_step_of_all(distance: str, move=None):
-    """Returns migrate(key, state, data): after `move`, if any, every client met goes to the center nearest to its stored model."""
+def e_step_of_all(nearest_of, move=None):
+    """Returns migrate(key, state, data): after `move`, if any, every client met goes to the center `nearest_of` its stored model."""
 
     def migrate(key, state: State, data: FederatedData):
         before = state.assignment
         state, _, walked = move(key, state, data) if move else (state, None, traffic())
-        nearest = nearest_center(state.memory.models, state.groups, distance)
+        nearest = nearest_of(state.memory.models, state.groups)
         assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
         return state.replace(assignment=assignment), jnp.sum(assignment != before).astype(jnp.int32), walked
 

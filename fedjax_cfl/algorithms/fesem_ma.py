@@ -5,11 +5,16 @@ Two models can be the same up to the order of their hidden units, which neither 
 brings the units of every model it receives, layer by layer, into the order of the center the client trained from (`matching.aligned`).
 What it stores, compares and averages is the reordered model, the same function; all else is FeSEM.
 
-Differs from the paper, which gives neither details nor code of the combination: no unit is added to a center (models trained from it would
-add next to none: benchmarks/results/fesem_table3); a stored model keeps the order it was given on arrival, also where it is later compared
-with another center or averaged into it; FedMA's rounds that retrain the layers above each matched one are left out. Clients that train
-from the center hardly ever change the order: `head=plain` then is FeSEM.
+With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new model that fits no unit of its group opens one that is
+not in use. The mean of a unit's incoming weights is over the models that have it, and to the next layer one that has it not sends 0.
+
+Differs from the paper, which gives neither details nor code of the combination: a stored model keeps the order it was given on arrival,
+also where it is later compared with another center or averaged into it; where centers grow, each new model is matched once, not in eight
+sweeps over all, and a model counts with its spare units in the traffic; FedMA's rounds that retrain the layers above each matched one are
+left out. Clients that train from the center hardly ever change the order (benchmarks/results/fesem_table3): `head=plain` then is FeSEM.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +22,17 @@ from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl import aggregate
-from fedjax_cfl.algorithms.fesem import e_step_of_all, keep_models, own_nearest, pure_clustering, rows_of, stored_mean
+from fedjax_cfl.algorithms.fesem import e_step_of_all, keep_models, nearest_center, own_nearest, pure_clustering, rows_of, stored_mean
 from fedjax_cfl.data import label_counts
 from fedjax_cfl.engine import federated
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.matching import aligned, layers_of, permuted
+from fedjax_cfl.matching import Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
 from fedjax_cfl.objective import erm, proximal
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.traffic import add, traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
+
+TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
 
 
 @struct.dataclass
@@ -37,19 +44,23 @@ class Solutions:
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
 
 
-def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: str = "classes", fixed_width: bool = True) -> Algorithm:
+def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: str = "classes", spare=0.0) -> Algorithm:
     """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of convolutions and dense layers.
 
     Args: `head` the output layer is the mean of stored models, each class weighted by their samples of it (classes), or plain;
-    `fixed_width` must be true: shapes inside a round are static. `matching.matched_average` makes a wider model of the stored ones.
+    `spare` share of each hidden layer's units that no model uses at first; their activation must be 0 at 0. With 0, widths are fixed.
     A participant costs a model down and one up, as in FeSEM, and with head=classes a word up per class; matching is the server's.
-    Raises InputError for a value that is not listed here or a model that is no such chain.
+    Raises InputError for a value that is not listed here, a model that is no such chain, or spare units in one with normalisations.
     """
     require("algorithm.head", head, ("classes", "plain"))
-    if not fixed_width:
-        raise InputError("algorithm.fixed_width=false: true is allowed; layers cannot grow in a round (matching.matched_average)")
     local, layers = local.resolved(), layers_of(task)
-    choose, words = own_nearest("full"), int(head == "classes")
+    nearest_of = partial(nearest_where_used, layers) if spare else nearest_center
+    choose, words = own_nearest(nearest_of), int(head == "classes")
+    if spare and any(layer.norms for layer in layers):
+        raise InputError(f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all units of a layer")
+    begin = task._replace(init=lambda key: narrowed(layers, task.init(key), spare))
+    solve = sgd(task, local, proximal(mu, erm(task)))
+    mean = stored_mean if head == "plain" else by_class(layers[-1].name)
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         sent = jnp.sum(cohort.ids < data.num_clients) * data.num_classes * words
@@ -59,13 +70,13 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
         task,
         local,
         select=select,
-        solve=matched(sgd(task, local, proximal(mu, erm(task))), layers),
-        start=counted(pure_clustering(task, local, m, restarts), words),
-        migrate=e_step_of_all("full"),
+        solve=solve if spare else matched(solve, layers),
+        start=counted(pure_clustering(begin, local, m, restarts), words),
+        migrate=e_step_of_all(nearest_of),
         assign=assign,
-        regroup=recount if words else None,
-        aggregate=stored_mean if head == "plain" else by_class(layers[-1].name),
-        remember=keep_models,
+        regroup=store_placed(layers) if spare else recount,
+        aggregate=over_owners(mean, layers) if spare else mean,
+        remember=None if spare else keep_models,
     )
 
 
@@ -100,6 +111,99 @@ def recount(key, state: State, data: FederatedData, cohort: Cohort, gid, upload:
     rows = rows_of(cohort, upload, state.memory)
     new = label_counts(data.train, data.owner, data.y, data.num_classes)[jnp.minimum(cohort.ids, data.num_clients - 1)]
     return state.replace(memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))), gid
+
+
+def nearest_where_used(layers, models: Params, centers: Params):
+    """Returns the center [N] nearest to each of `models [N, ...]` as `nearest_center` does, but for units that the model does not have.
+
+    Otherwise a center would be the farther from its clients' earlier models the more it has grown.
+    """
+    total, before = 0.0, None
+    for layer in layers:
+        own = jax.vmap(in_use, (None, 0))(layer, models) if layer is not layers[-1] else jnp.ones((1, layer.width))
+        for name, part in parts(layer, centers):
+            model, center = models[name][part], centers[name][part]
+            mean = jnp.mean(center, axis=0)
+            apart = center - mean
+            inputs = before if part == "kernel" and before is not None else jnp.ones((1, 1))
+            blocks = ((center + mean) * apart).reshape(len(center), -1, inputs.shape[1], layer.width).sum(1)
+            product = jnp.matmul(model.reshape(len(model), -1), apart.reshape(len(center), -1).T, precision=jax.lax.Precision.HIGHEST)
+            total += jnp.einsum("ni,gio,no->ng", inputs.astype(float), blocks, own.astype(float)) - 2 * product
+        before = own
+    return jnp.argmin(total, axis=1).astype(jnp.int32)
+
+
+def store_placed(layers):
+    """Returns regroup(...): `recount`, and stores the cohort's models, the units of each where its group's posterior takes them.
+
+    One after another, each with the group's models of earlier rounds and those just placed: two clients with the same new unit share one.
+    """
+
+    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
+        state, gid = recount(key, state, data, cohort, gid, upload)
+        memory, m, rows, trained = state.memory, state.active.size, rows_of(cohort, upload, state.memory), upload.weight > 0
+        assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
+        others = aggregate.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
+        number = others.sum(0) + aggregate.members(trained.astype(jnp.float32), gid, m).sum(0)
+        owns = [jax.vmap(in_use, (None, 0))(layer, memory.models) for layer in layers[:-1]]
+        everyone = aggregate.members(memory.known.astype(jnp.float32), assignment, m)
+        spreads = [spread(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers, owns, strict=False)]
+
+        def place(carry, one):
+            sums, counts = carry
+            group, delta, counted = one
+            center, own_sums, own_counts, own_spreads = jax.tree.map(lambda leaf: leaf[group], (state.groups, sums, counts, spreads))
+            model = jax.tree.map(jnp.add, center, delta)
+            model = permuted(layers, model, placed(layers, model, center, own_sums, own_counts, own_spreads, number[group]))
+            used = [in_use(layer, model) for layer in layers[:-1]]
+            added = jax.tree.map(lambda leaf, new: leaf.at[group].add(jnp.where(counted, new, 0)), (sums, counts), (model, used))
+            return added, model
+
+        begin = aggregate.group_sum(others, memory.models), [others.T @ own for own in owns]
+        models = jax.lax.scan(place, begin, (gid, upload.delta, trained))[1]
+        stored = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), memory.models, models)
+        return state.replace(memory=memory.replace(models=stored, known=memory.known.at[rows].set(True, mode="drop"))), gid
+
+    return regroup
+
+
+def spread(layer: Layer, models: Params, owns, groups: Params, members):
+    """Returns the prior mean [m, D] of a layer's atoms, and the variances [m] of a parameter around its atom and of atoms, by moments.
+
+    Args: `models [K, ...]` that have the units `owns [K, W]`; a group's atoms are those of its center, `groups [m, ...]`; `members [K, m]`.
+    """
+    centers, used = jax.vmap(atoms, (None, 0))(layer, groups), jax.vmap(in_use, (None, 0))(layer, groups)
+    count = jnp.maximum(used.sum(1), 1)
+    mean = jnp.sum(centers, axis=1) / count[:, None]
+    apart = jnp.sum(jnp.where(used[..., None], centers - mean[:, None], 0) ** 2, axis=(1, 2))
+    sigma0 = apart / (mean.shape[1] * jnp.maximum(count - 1, 1))
+
+    def gap(model, owned, weight):
+        center = jax.tree.map(lambda leaf: leaf[jnp.argmax(weight)], groups)
+        return jnp.sum(jnp.where(owned[:, None], atoms(layer, model) - atoms(layer, center), 0) ** 2)
+
+    within = members.T @ jax.lax.map(lambda one: gap(*one), (models, owns, members))
+    sigma = within / (mean.shape[1] * jnp.maximum((members.T @ owns).sum(1) - count, 1))
+    return mean, jnp.maximum(sigma, TINY * sigma0), jnp.maximum(sigma0, TINY**2)
+
+
+def over_owners(mean, layers):
+    """Returns the aggregation `mean` of what `store_placed` has stored, but that a hidden unit is averaged over the models that have it."""
+
+    def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
+        step, mass = mean(upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, extra, state)
+        members = aggregate.members(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
+        for layer in layers[:-1]:
+            owners = members.T @ jax.vmap(in_use, (None, 0))(layer, state.memory.models)
+            share = jnp.maximum(owners, 1) / jnp.maximum(mass, 1)[:, None]
+
+            def shared(center, part, share=share):
+                return (center + part) / share.reshape(len(share), *(1,) * (center.ndim - 2), -1) - center
+
+            step = {**step, layer.name: jax.tree.map(shared, state.groups[layer.name], step[layer.name])}
+        return step, mass
+
+    return aggregated
 
 
 def by_class(head: str):
