@@ -370,6 +370,7 @@ def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     assert status == 0 and error == ""
     runs = [json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text()) for number in range(4)]
     assert {(run["algorithm"], run["seed"]) for run in runs} == {(name, seed) for name in ("fedavg", "fedsgd") for seed in (0, 1)}
+    assert len({rows(tmp_path / "sweep" / str(number))[-1]["train_loss"] for number in range(4)}) == 4, "another seed is another run"
     status, out, _ = fedjax_cfl("compare sweep --out sweep")
     assert status == 0 and "fedavg" in out and "fedsgd" in out and (tmp_path / "sweep" / "compare.csv").is_file()
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another

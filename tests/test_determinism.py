@@ -8,9 +8,12 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
+from conftest import jit_as_users_do
 from jax.experimental.compilation_cache import compilation_cache
 
+import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as cli
 from fedjax_cfl import plot, report
 
@@ -54,17 +57,17 @@ def timeless(run_dir) -> bytes:
     return found
 
 
-def apart(tmp_path, **environment):
-    """Runs the line in a process of its own, which compiles for itself; returns its folder."""
+def test_in_a_process_of_its_own(first, tmp_path):
     command = [sys.executable, "-m", "fedjax_cfl", *LINE.split(), f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"} | environment, capture_output=True, text=True)
+    alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONHASHSEED": "7"}  # it compiles for itself
+    done = subprocess.run(command, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return tmp_path / "run"
+    assert timeless(tmp_path / "run") == timeless(first)
 
 
-def assert_same_but_for_rounding(run_dir, first):
+def test_width_changes_nothing_but_rounding(go, first):
     """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
-    found = report.read_metrics(run_dir)
+    found = report.read_metrics(go(f"{LINE} local.width=5"))
     for row, same in zip(found, report.read_metrics(first), strict=True):
         assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {name: same[name] for name in (*COUNTED, "group_sizes")}
         for name in ("train_loss", "test_loss", "discrepancy"):
@@ -72,19 +75,16 @@ def assert_same_but_for_rounding(run_dir, first):
     assert all(sum(row[name] for row in found) for name in COUNTED), "nothing to get wrong"
 
 
-def test_in_a_process_of_its_own(first, tmp_path):
-    assert timeless(apart(tmp_path, PYTHONHASHSEED="7")) == timeless(first)
+def test_optimised_as_users_have_it(toy, mlp, local):
+    """All other tests run what XLA makes without optimisation."""
+    faults = cfl.Faults(nan=0.3, dropout=0.2, straggler=0.3, byzantine=0.2, attack="noise")
+    local = local._replace(width=3, faults=faults, first_layer="dual")
+    algorithm = cfl.algorithms.flexcfl(mlp, local, cfl.select.uniform(6), m=2, alpha=2, pretrain="iters:3")
 
+    def first_round(key, data):
+        return algorithm.round(key, algorithm.init(key, data), data)
 
-def test_optimised_as_users_have_it(first, tmp_path):
-    assert_same_but_for_rounding(apart(tmp_path, XLA_FLAGS=""), first)
-
-
-def test_another_seed_is_another_run(go, first):
-    other = report.read_metrics(go(f"{LINE} seed=1"))
-    for row, same in zip(other, report.read_metrics(first), strict=True):
-        assert row["train_loss"] != same["train_loss"]
-
-
-def test_width_changes_nothing_but_rounding(go, first):
-    assert_same_but_for_rounding(go(f"{LINE} local.width=5"), first)
+    plain, optimised = (compiled(first_round)(jax.random.key(3), toy) for compiled in (jax.jit, jit_as_users_do))
+    assert plain[1].lost.hostile > 0
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(optimised), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -54,19 +54,10 @@ def agree(folder, other):
             np.testing.assert_allclose(np.array(ours[name], float), np.array(value, float), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_two_processes_are_one_run(tmp_path):
-    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, "rounds=4", *FLEXCFL))
-    assert status == 0, errors
-    both = ended(begin(tmp_path / "both", 2, "rounds=4", *FLEXCFL))
-    assert [status for status, *_ in both] == [0, 0], both
-    assert "2 CPU devices on 2 hosts" in both[0][1]
-    assert "accuracy" not in both[1][1]  # process 0 alone speaks and writes
-    agree(tmp_path / "both", tmp_path / "alone")
-
-
-def test_a_signal_to_any_process_stops_all_of_them_and_they_go_on(tmp_path):
-    folder, fedavg = tmp_path / "both", "algorithm=fedavg"
-    started = begin(folder, 2, fedavg, "rounds=100000")
+def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
+    """FlexCFL, stopped by a signal to process 1, gone on with, and compared with one process that was never stopped."""
+    folder = tmp_path / "both"
+    started = begin(folder, 2, *FLEXCFL, "rounds=100000")
     for _ in range(900):
         if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000:
             break
@@ -75,16 +66,17 @@ def test_a_signal_to_any_process_stops_all_of_them_and_they_go_on(tmp_path):
     done = ended(started)
     assert [status for status, *_ in done] == [128 + signal.SIGTERM] * 2, done
     last = rows(folder)[-1]["round"]
-    assert f"stopped after round {last}" in done[0][1]
+    assert f"stopped after round {last}" in done[0][1] and "2 CPU devices on 2 hosts" in done[0][1]
+    assert "round" not in done[1][1]  # process 0 alone speaks and writes
     assert any(path.name.endswith(f"-step-{last}") for path in (folder / "checkpoints").iterdir())
     more = f"rounds={last + 2}"
-    done = ended(begin(folder, 2, fedavg, more))
+    done = ended(begin(folder, 2, *FLEXCFL, more))
     assert [status for status, *_ in done] == [0, 0], done
     assert f"resuming after round {last}" in done[0][1]
-    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, fedavg, more))
+    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, *FLEXCFL, more))
     assert status == 0, errors
     agree(folder, tmp_path / "alone")
-    refused = ended(begin(folder, 2, fedavg, more))
+    refused = ended(begin(folder, 2, *FLEXCFL, more))
     assert [status for status, *_ in refused] == [2, 2]
     assert f"already holds this run, finished after {last + 2} rounds" in refused[0][2]
     assert "fedjax-cfl" not in refused[1][2]  # said once

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import call
 from matplotlib.image import imread
 from omegaconf import OmegaConf
 
@@ -337,15 +338,17 @@ def test_published_numbers(name, row, column, value):
     assert paper.load(cli.CONF, name)["rows"][row]["published"].get(column) == value
 
 
-def test_real_cells(tmp_path):
-    """Two methods on the embedded digits, at once; FedAvg once more by itself, told to use one device, too."""
+def test_real_cells(tmp_path, monkeypatch, capsys):
+    """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
     small = ["rounds=2", "dataset=digits", "dataset.clients=12", "clients_per_round=3", "local.epochs=1", "discard=none", "devices=1"]
-    asked = ["flexcfl_table3", "--rows", "MNIST-MCLR"]
-    both, alone = ["--columns", "FedAvg", "FedProx", "--jobs", "2"], ["--columns", "FedAvg"]
-    assert paper.main([*asked, *both, "--out", str(tmp_path / "both"), *small], cli.CONF, None) == 0
-    assert paper.main([*asked, *alone, "--out", str(tmp_path / "alone"), *small], cli.CONF, None) == 0
-    one, other = (table(tmp_path / name / asked[0])["MNIST-MCLR", "FedAvg"]["mean"] for name in ("both", "alone"))
-    cells = tmp_path / "both" / asked[0] / "MNIST-MCLR", tmp_path / "alone" / asked[0] / "MNIST-MCLR"
-    summary = json.loads((cells[1] / "FedAvg" / "seed0" / "summary.json").read_text())
-    assert one == other == str(100 * summary["best_accuracy"])
-    assert OmegaConf.load(cells[0] / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
+    asked = ["flexcfl_table3", "--rows", "MNIST-MCLR", "--columns", "FedAvg", "FedProx", "--jobs", "2", "--out", str(tmp_path)]
+    assert paper.main([*asked, *small], cli.CONF, None) == 0
+    row = paper.load(cli.CONF, asked[0])["rows"]["MNIST-MCLR"]["overrides"]
+    line = [f"experiment={asked[0]}", *row, "algorithm=fedavg", *small, f"run_dir={tmp_path / 'alone'}"]
+    assert call(monkeypatch, " ".join(line)) == 0
+    cells = tmp_path / asked[0] / "MNIST-MCLR"
+    one = [
+        json.loads((folder / "summary.json").read_text())["best_accuracy"] for folder in (cells / "FedAvg" / "seed0", tmp_path / "alone")
+    ]
+    assert one[0] == one[1] and table(cells.parent)["MNIST-MCLR", "FedAvg"]["mean"] == str(100 * one[0])
+    assert OmegaConf.load(cells / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
