@@ -29,6 +29,7 @@ from fedjax_cfl import grid, hosts, report, session, settings
 from fedjax_cfl.command_line import CONF, check, precheck
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.lock import lock
+from fedjax_cfl.received import on_received
 
 VERBS = ("compare", "doctor", "download", "paper")
 
@@ -185,7 +186,8 @@ def algorithm_of(config: DictConfig, resolved: dict, task, data, mesh, values: d
     fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
     select = made("algorithm.select", config.algorithm.select, **fixed)
     rest = {name: value for name, value in resolved["algorithm"].items() if name not in ("name", "select")}
-    return made("algorithm", OmegaConf.create(rest), task, local, select, **own)
+    algorithm = made("algorithm", OmegaConf.create(rest), task, local, select, **own)
+    return on_received(algorithm, select) if config.test_on == "received" else algorithm
 
 
 def local_of(config: DictConfig, resolved: dict, data, mesh) -> cfl.Local:

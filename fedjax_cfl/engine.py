@@ -140,7 +140,8 @@ def federated(
             return founders(stream(key, START), num_clients)
         return select(stream(key, SELECT, round), round, num_clients)
 
-    return Algorithm(init, round, own_group if clustered else everybody, clustered, reads if founders else None, troubles.nonfinite)
+    serve = own_group if clustered else everybody
+    return Algorithm(init, round, serve, clustered, reads if founders else None, nonfinite=troubles.nonfinite)
 
 
 def nobody(key, num_clients: int):

@@ -106,10 +106,10 @@ def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedDa
     These are by default everybody, otherwise the clients from number `first` on.
     """
     served = algorithm.serve(state)
-    models, index = served
+    models, index = algorithm.test(state) if algorithm.test else served
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
-    several = jax.tree.leaves(models)[0].shape[0] > 1
+    several = jax.tree.leaves(served.models)[0].shape[0] > 1
     table, counts = per_client(task, mesh, Served(models, index), data)
     right = auxiliary(task, mesh, served, data) if several and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
     return table, (counts, right)

@@ -71,6 +71,7 @@ RULES = {
     "faults.scale": _not_negative,
     "resident": _one_of("device", "host"),
     "discard": _one_of("rounds", "met", "none"),
+    "test_on": _one_of("group", "received"),
     "local.lr": _positive,
     "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),

@@ -172,4 +172,5 @@ class Algorithm(NamedTuple):
     serve: Callable[..., Served]  # (state) -> models and who uses which
     clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody
     reads: Callable[..., jax.Array] | None = None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
+    test: Callable[..., Served] | None = None  # (state) -> the models clients are tested on; None: those they are served
     nonfinite: str = "skip"  # what the run does about updates that are not finite, see `faults.Faults`
