@@ -100,7 +100,8 @@ def matrix(tree):
 
 
 def call(monkeypatch, line: str) -> int:
-    """Runs the command line in this process, on two devices; returns its exit status."""
+    """Runs the command line in this process, on two devices and without drawing; returns its exit status."""
+    monkeypatch.setattr("fedjax_cfl.plot.curves", lambda run_dir, summary: None)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
