@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 
 # On programs this small compiling takes nearly all the time. Unoptimised it is four times faster, here and in the processes that
@@ -97,6 +98,26 @@ def local():
 def matrix(tree):
     """Returns the leaves of `tree [S, ...]` as one matrix [S, P]."""
     return np.concatenate([np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)], axis=1)
+
+
+@pytest.fixture
+def fedjax_cfl(tmp_path, monkeypatch, capsys):
+    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current directory, without drawing."""
+    monkeypatch.setattr("fedjax_cfl.plot.curves", lambda run_dir, summary: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
+    monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
+
+    def typed(line: str):
+        monkeypatch.setattr(sys, "argv", ["fedjax-cfl", *shlex.split(line)])
+        try:
+            status = cli.main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return typed
 
 
 def call(monkeypatch, line: str) -> int:
