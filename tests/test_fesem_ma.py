@@ -333,3 +333,15 @@ def test_centers_grow_in_a_run_and_serve_their_clients(mlp, local):
     predicted = jax.vmap(lambda group: SPARE.predict(jax.tree.map(lambda leaf: leaf[group], last.groups), data.x))(last.assignment)
     right = np.mean([np.mean(np.argmax(predicted[k], 1)[data.owner == k] == data.y[data.owner == k]) for k in range(18)])
     assert right > 0.7, right
+
+
+@pytest.mark.parametrize("name", ["mlp", "leaf_cnn", "lenet"])
+def test_no_gradient_reaches_a_unit_that_is_not_in_use(name):
+    """Also where a dense layer sees a flattened image."""
+    task, layers, params, _ = network(name)
+    narrow = narrowed(layers, params, 0.3)
+    assert [len(own) for own in units(layers, narrow)] == [width - int(0.3 * width) for width in WIDTHS[name]]
+    x, y = jax.random.normal(KEY, (4, *NETWORKS[name][1])), jnp.array([0, 1, 2, 0])
+    gradient = jax.jit(jax.grad(lambda params: task.loss(params, x, y).sum()))(narrow)
+    chex.assert_trees_all_equal(narrowed(layers, gradient, 0.3), gradient)
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
