@@ -335,7 +335,7 @@ def test_centers_grow_in_a_run_and_serve_their_clients(mlp, local):
     assert right > 0.7, right
 
 
-@pytest.mark.parametrize("name", ["mlp", "leaf_cnn", "lenet"])
+@pytest.mark.parametrize("name", ["mlp", "leaf_cnn"])
 def test_no_gradient_reaches_a_unit_that_is_not_in_use(name):
     """Also where a dense layer sees a flattened image."""
     task, layers, params, _ = network(name)
