@@ -230,8 +230,9 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         axes.set_yticks(range(len(lines)), [row_title(table, line) if inner == "row" else line for line in lines], fontsize=9)
         measure = measure_of(table, *((rows[0], panel) if outer == "column" else (panel, columns[0])))
         unit = "percent" if scale_of(table, measure) == 100 else ""
-        rounds = {f"{r['rounds']} of {r['of_rounds']} rounds" for r in shown.values() if r["runs"] and r["rounds"] != r["of_rounds"]}
-        unit = "; ".join([*([unit] if unit else []), *sorted(rounds)])
+        rounds = {(r["rounds"], r["of_rounds"]) for r in shown.values() if r["runs"]}
+        if any(done != own for done, own in rounds):
+            unit = f"{unit}; " * bool(unit) + " or ".join(f"{done} of {own}" for done, own in sorted(rounds)) + " rounds"
         dress(axes, textwrap.fill(panel if outer == "column" else row_title(table, panel), 34), unit, "")
         axes.grid(axis="x", color="0.9", linewidth=0.8)
     for axes in list(grid):  # the rest of the last line
