@@ -7,10 +7,8 @@ import math
 
 import numpy as np
 
-from fedjax_cfl.matching import Layer, atoms, gains, parts
+from fedjax_cfl.matching import TINY, Layer, atoms, gains, parts
 from fedjax_cfl.types import Params
-
-TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
 
 
 def matched_average(

@@ -22,6 +22,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
 
 FARTHEST = 1e30  # stands in for infinite and NaN costs
+TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
 POPULAR = 10  # models of an atom that count in its prior, at most (the PFNM code)
 
 
@@ -171,7 +172,7 @@ def in_use(layer: Layer, params: Params) -> jax.Array:
 def narrowed(layers: tuple[Layer, ...], params: Params, spare) -> Params:
     """Returns a model whose hidden layers use all but the last `spare` (a share) of their units; all weights to and from the others are 0.
 
-    Such a unit stays as it is in training if its activation is 0 at 0: no gradient reaches its weights, and it reaches nobody.
+    Without normalisations, such a unit stays as it is in training if its activation is 0 at 0: no gradient reaches its weights.
     """
     before = None
     for layer in layers:
@@ -183,8 +184,7 @@ def narrowed(layers: tuple[Layer, ...], params: Params, spare) -> Params:
                 leaf = jnp.where(before[:, None], blocks, 0).reshape(leaf.shape)
             return jnp.where(own, leaf, 0)
 
-        params = {**params, **{name: jax.tree.map(cut, params[name]) for name in (layer.name, *layer.norms)}}
-        before = own
+        params, before = {**params, layer.name: jax.tree.map(cut, params[layer.name])}, own
     return params
 
 

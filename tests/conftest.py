@@ -102,28 +102,17 @@ def matrix(tree):
 
 @pytest.fixture
 def fedjax_cfl(tmp_path, monkeypatch, capsys):
-    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current directory, without drawing."""
-    monkeypatch.setattr("fedjax_cfl.plot.curves", lambda run_dir, summary: None)
+    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current directory on one device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
     monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
-
-    def typed(line: str):
-        monkeypatch.setattr(sys, "argv", ["fedjax-cfl", *shlex.split(line)])
-        try:
-            status = cli.main()
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
-
-    return typed
+    return lambda line: (call(monkeypatch, line, devices=1), *capsys.readouterr())
 
 
-def call(monkeypatch, line: str) -> int:
-    """Runs the command line in this process, on two devices and without drawing; returns its exit status."""
+def call(monkeypatch, line: str, devices: int = 2) -> int:
+    """Runs the command line in this process, without drawing; returns its exit status."""
     monkeypatch.setattr("fedjax_cfl.plot.curves", lambda run_dir, summary: None)
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # other tests may have started JAX already
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
         return cli.main()

@@ -76,7 +76,7 @@ def test_width_changes_nothing_but_rounding(go, first):
 
 
 def test_optimised_as_users_have_it(toy, mlp, local):
-    """All other tests run what XLA makes without optimisation."""
+    """Nearly all other tests run what XLA makes without optimisation."""
     faults = cfl.Faults(nan=0.3, dropout=0.2, straggler=0.3, byzantine=0.2, attack="noise")
     local = local._replace(width=3, faults=faults, first_layer="dual")
     algorithm = cfl.algorithms.flexcfl(mlp, local, cfl.select.uniform(6), m=2, alpha=2, pretrain="iters:3")

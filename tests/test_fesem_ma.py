@@ -285,7 +285,10 @@ def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
     for j, (unit, value) in place.items():
         changed = jax.tree.map(lambda leaf, unit=unit, value=value + 0.01 * j: leaf.at[..., unit].set(value), trained[j]["hidden_0"])
         trained[j] = {**trained[j], "hidden_0": changed}
-    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+
+    def stack(trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
     ids = jnp.array([1, 3, 5, 8])
     memory = Solutions(stack(near[:14]), jnp.ones(14, bool), jnp.zeros((14, CLASSES), jnp.int32))
     state = SimpleNamespace(active=jnp.ones(1, bool), memory=memory, groups=stack([center]), assignment=jnp.zeros(14, jnp.int32))
@@ -311,8 +314,7 @@ def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
 
 def test_spare_units_that_nothing_opens_change_nothing(toy, local, monkeypatch):
     """FeSEM on the narrow network; spare units stay 0 to the last bit."""
-    closed = lambda *given: gains(*given) - 1e6 * (given[2] == 0)  # noqa: E731
-    monkeypatch.setattr(matching, "gains", closed)
+    monkeypatch.setattr(matching, "gains", lambda *given: gains(*given) - 1e6 * (given[2] == 0))
     plain = play(zoo.fesem(SPARE._replace(init=narrow_start), local, COHORT, m=2), toy, 4)[-1]
     spared = play(zoo.fesem_ma(SPARE, local, COHORT, m=2, head="plain", spare=0.5), toy, 4)[-1]
     for k in range(14):
@@ -321,7 +323,7 @@ def test_spare_units_that_nothing_opens_change_nothing(toy, local, monkeypatch):
     chex.assert_trees_all_close(plain.groups, spared.groups, rtol=1e-5, atol=1e-5)
 
 
-def test_centers_grow_in_a_run_and_serve_their_clients(mlp, local):
+def test_centers_grow_in_a_run_and_serve_their_clients(local):
     data = planted()
     begun, *_, last = play(zoo.fesem_ma(SPARE, local._replace(epochs=5), COHORT, m=3, spare=0.5), data, 4)
     widths = [

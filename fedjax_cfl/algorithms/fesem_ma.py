@@ -26,13 +26,11 @@ from fedjax_cfl.algorithms.fesem import e_step_of_all, keep_models, nearest_cent
 from fedjax_cfl.data import label_counts
 from fedjax_cfl.engine import federated
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.matching import Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
+from fedjax_cfl.matching import TINY, Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
 from fedjax_cfl.objective import erm, proximal
 from fedjax_cfl.sgd import sgd
 from fedjax_cfl.traffic import add, traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
-
-TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
 
 
 @struct.dataclass
@@ -54,13 +52,18 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
     """
     require("algorithm.head", head, ("classes", "plain"))
     local, layers = local.resolved(), layers_of(task)
-    nearest_of = partial(nearest_where_used, layers) if spare else nearest_center
-    choose, words = own_nearest(nearest_of), int(head == "classes")
+    words = int(head == "classes")
     if spare and any(layer.norms for layer in layers):
         raise InputError(f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all units of a layer")
-    begin = task._replace(init=lambda key: narrowed(layers, task.init(key), spare))
-    solve = sgd(task, local, proximal(mu, erm(task)))
-    mean = stored_mean if head == "plain" else by_class(layers[-1].name)
+    solve, mean = sgd(task, local, proximal(mu, erm(task))), by_class(layers[-1].name) if words else stored_mean
+    if spare:
+        begin = task._replace(init=lambda key: narrowed(layers, task.init(key), spare))
+        nearest_of = partial(nearest_where_used, layers)
+        own = {"solve": solve, "regroup": store_placed(layers), "aggregate": over_owners(mean, layers)}
+    else:
+        begin, nearest_of = task, nearest_center
+        own = {"solve": matched(solve, layers), "regroup": recount if words else None, "aggregate": mean, "remember": keep_models}
+    choose = own_nearest(nearest_of)
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         sent = jnp.sum(cohort.ids < data.num_clients) * data.num_classes * words
@@ -70,13 +73,10 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
         task,
         local,
         select=select,
-        solve=solve if spare else matched(solve, layers),
         start=counted(pure_clustering(begin, local, m, restarts), words),
         migrate=e_step_of_all(nearest_of),
         assign=assign,
-        regroup=store_placed(layers) if spare else recount,
-        aggregate=over_owners(mean, layers) if spare else mean,
-        remember=None if spare else keep_models,
+        **own,
     )
 
 
@@ -147,7 +147,7 @@ def store_placed(layers):
         number = others.sum(0) + aggregate.members(trained.astype(jnp.float32), gid, m).sum(0)
         owns = [jax.vmap(in_use, (None, 0))(layer, memory.models) for layer in layers[:-1]]
         everyone = aggregate.members(memory.known.astype(jnp.float32), assignment, m)
-        spreads = [spread(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers, owns, strict=False)]
+        spreads = [spread(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers[:-1], owns, strict=True)]
 
         def place(carry, one):
             sums, counts = carry

@@ -100,7 +100,7 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
 
         def improve(carry):
             step, labels, centers, _ = carry
-            nearest = nearest_center(models, centers, "full")
+            nearest = nearest_center(models, centers)
             means, count = trimmed_group_mean(known, nearest, models, m, theta)
             filled = jax.tree.map(lambda mean, old: jnp.where(count.reshape(-1, *(1,) * (old.ndim - 1)) > 0, mean, old), means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
@@ -111,12 +111,12 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
 
     centers, spreads = lax.map(attempt, jax.random.split(key, restarts))  # one after another: each sorts all models
     best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
-    return nearest_center(models, best, "full"), best
+    return nearest_center(models, best), best
 
 
 def spread(models, known, centers, theta):
     """Returns the sum [] of squared distances of the known models to their nearest centers, without the farthest fraction `theta`."""
-    own = nearest_center(models, centers, "full")
+    own = nearest_center(models, centers)
     gaps = jax.tree.map(lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))), models, centers)
     ascending = jnp.sort(jnp.where(known, sum(jax.tree.leaves(gaps)), jnp.inf))
     count = jnp.sum(known)
