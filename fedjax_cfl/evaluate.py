@@ -30,6 +30,7 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     until = jnp.cumsum(blocks)
     length = -(-(total // BLOCK + num_models) // mesh.size)  # static bound of blocks per device
 
+    @jax.jit  # traced once for its shapes and for the loop
     def one_block(shared, number):
         models, data, sort, first, count, until = shared
         g = jnp.minimum(jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1)

@@ -102,6 +102,7 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
     chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
     largest = jnp.max(chunked[0], axis=1)
 
+    @jax.jit  # traced once for its shapes and for the loop
     def chunk(number):
         _, client, mine = jax.tree.map(lambda a: a[number], chunked)
         bucket = jnp.searchsorted(sizes, largest[number], method="compare_all").astype(jnp.int32)

@@ -55,6 +55,7 @@ def rounds_of(algorithm: Algorithm, drift: Drift, block: int):
     """Returns f(key, state, shifting, data, count) -> (state, shifting, infos [block]): `count` <= block rounds, the other infos 0."""
 
     def rounds(key, state, shifting, data, count):
+        @jax.jit  # traced once for its shapes and for the loop
         def step(state, shifting):
             return one_round(algorithm, drift, key, state, shifting, data)
 
