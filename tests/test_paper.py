@@ -21,8 +21,6 @@ from fedjax_cfl import __main__ as cli
 from fedjax_cfl import edc_madc, figures, paper, report
 from fedjax_cfl.errors import InputError
 
-EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
-
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
 CELL = """
 import json, os, sys, time
@@ -281,61 +279,6 @@ def test_directions_of_all_founders_are_edc():
     _, _, directions = np.linalg.svd(updates[:8])
     cosines = updates @ directions[:3].T / np.linalg.norm(updates, axis=1)[:, None]
     assert np.allclose(np.abs(edc_madc.features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
-
-
-# the published tables
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_compose(name):
-    """The experiment as it is, and every override of its rows and columns at least once."""
-    node, seen, asked = paper.load(cli.CONF, name), set(), [[]]
-    rows = [entry for entry in node["rows"].values() if "runs" not in entry]
-    columns = list(node.get("columns", {}).values()) or [[]]
-    for i in range(max(len(rows), len(columns))):
-        overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
-        if not seen.issuperset(overrides):
-            asked.append(overrides)
-            seen.update(overrides)
-    with cli.hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
-        for overrides in asked:
-            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_are_whole(name):
-    """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
-    node = paper.load(cli.CONF, name)
-    for entry in node["rows"].values():
-        if "runs" in entry:  # of a row that has its own
-            assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
-        known = [*node.get("columns", {}), *node.get("measures", {})]
-        assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)
-        assert all(isinstance(value, int | float) for value in entry.get("published", {}).values())
-    head = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
-    assert f"fedjax-cfl paper {name}" in head and "# Time: " in head and "# Expect " in head
-
-
-@pytest.mark.parametrize(
-    "name,row,column,value",
-    [
-        ("flexcfl_table1", "1-class", "discrepancy variance", 0.11),
-        ("flexcfl_table1", "10-classes", "rounds to 85 %", 4),
-        ("flexcfl_table3", "MNIST-MLP", "FeSEM", 89.8),
-        ("flexcfl_table3", "FEMNIST-MLP", "RCC", 93.9),
-        ("flexcfl_table3", "Synthetic-MCLR", "RAC", None),
-        ("flexcfl_table3", "Sent140-LSTM", "FlexCFL-eta0.1", 77.7),
-        ("flexcfl_table4", "MNIST-MCLR-swap-all", "IFCA", 64.5),
-        ("flexcfl_table4", "MNIST-MLP-ref-incremental", "FedGroup", 95.6),
-        ("flexcfl_table4", "Synthetic-MCLR-swap-part", "IFCA", 96.8),
-        ("flexcfl_table4", "Sent140-GRU-incremental", "FlexCFL-eta5", 71.8),
-        ("flexcfl_fig6", "b-FEMNIST-MLP-swap-part", "FlexCFL-eta5", 81.5),
-        ("fedgroup_table3", "MNIST-MCLR", "FGP-EDC", 96.1),
-        ("fedgroup_table3", "Sent140-LSTM", "FGP-MADC", 75.4),
-    ],
-)
-def test_published_numbers(name, row, column, value):
-    assert paper.load(cli.CONF, name)["rows"][row]["published"].get(column) == value
 
 
 def test_real_cells(tmp_path, monkeypatch, capsys):
