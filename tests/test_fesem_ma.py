@@ -16,11 +16,11 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms as zoo
 from fedjax_cfl import matching, models, select
 from fedjax_cfl.algorithms.fesem import stored_mean
-from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched, over_owners, store_placed
+from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched, of_cohort, over_owners, store_placed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.matched_average import matched_atoms, matched_average
 from fedjax_cfl.matching import aligned, assignment, gains, in_use, layers_of, narrowed, permuted
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.types import Cohort, State, Upload
 
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
@@ -138,10 +138,11 @@ def test_a_client_that_renames_its_units_does_not_matter():
 # The algorithm
 
 
-def test_fesem_where_no_unit_changes_its_place(toy, mlp, local):
+@pytest.mark.parametrize("average", ["stored", "cohort"])
+def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, average):
     """Clients that train from the center keep their units in its order: FeSEM, bit for bit but for how XLA fuses."""
-    begun, *_, last = play(zoo.fesem_ma(mlp, local, COHORT, m=2, head="plain"), toy, 4)
-    plain = play(zoo.fesem(mlp, local, COHORT, m=2), toy, 4)
+    begun, *_, last = play(zoo.fesem_ma(mlp, local, COHORT, m=2, head="plain", average=average), toy, 4)
+    plain = play(zoo.fesem(mlp, local, COHORT, m=2, average=average), toy, 4)
     chex.assert_trees_all_close(last.groups, plain[-1].groups, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(last.memory.models, plain[-1].memory.models, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_equal(last.assignment, plain[-1].assignment)
@@ -175,12 +176,9 @@ def test_class_means_by_hand():
     """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew, from 10; classes 0, 1, 2."""
     head = {"kernel": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None, None] * jnp.ones((4, 1, 3))}
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
-    state = SimpleNamespace(
-        active=jnp.ones(2, bool),
-        memory=Solutions({"head": head}, jnp.ones(4, bool), counts),
-        groups={"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}},
-        assignment=jnp.array([0, 0, 0, 1]),
-    )
+    memory = Solutions({"head": head}, jnp.ones(4, bool), counts)
+    groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
+    state = State(0, groups, (), jnp.ones(2, bool), jnp.array([0, 0, 0, 1]), (), memory)
     upload = Upload({"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}}, jnp.array([5.0, 0.0]), *[jnp.zeros(2)] * 3)
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
     step, mass = by_class("head")(upload, gid, cohort, (), state)
@@ -188,6 +186,9 @@ def test_class_means_by_hand():
     np.testing.assert_allclose(found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6)
     np.testing.assert_allclose(found[1], [5, 5, 5], rtol=1e-6)
     np.testing.assert_allclose(mass, stored_mean(upload, gid, cohort, (), state)[1])
+    step, mass = of_cohort(by_class("head"))(upload, gid, cohort, (), state)
+    np.testing.assert_allclose((state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6)
+    np.testing.assert_allclose(mass, [1, 0])
 
 
 def test_what_does_not_fit_is_refused(linear, local):
@@ -312,11 +313,12 @@ def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
     np.testing.assert_allclose(new["head"]["kernel"], sum(model["head"]["kernel"] for model in stored) / 14, rtol=1e-5, atol=1e-6)
 
 
-def test_spare_units_that_nothing_opens_change_nothing(toy, local, monkeypatch):
+@pytest.mark.parametrize("average", ["stored", "cohort"])
+def test_spare_units_that_nothing_opens_change_nothing(toy, local, monkeypatch, average):
     """FeSEM on the narrow network; spare units stay 0 to the last bit."""
     monkeypatch.setattr(matching, "gains", lambda *given: gains(*given) - 1e6 * (given[2] == 0))
-    plain = play(zoo.fesem(SPARE._replace(init=narrow_start), local, COHORT, m=2), toy, 4)[-1]
-    spared = play(zoo.fesem_ma(SPARE, local, COHORT, m=2, head="plain", spare=0.5), toy, 4)[-1]
+    plain = play(zoo.fesem(SPARE._replace(init=narrow_start), local, COHORT, m=2, average=average), toy, 4)[-1]
+    spared = play(zoo.fesem_ma(SPARE, local, COHORT, m=2, head="plain", average=average, spare=0.5), toy, 4)[-1]
     for k in range(14):
         assert units(layers_of(SPARE), jax.tree.map(lambda leaf, k=k: leaf[k], spared.memory.models)) == [[0, 1, 2, 3], [0, 1, 2]]
     chex.assert_trees_all_equal(plain.assignment, spared.assignment)

@@ -42,14 +42,18 @@ class Solutions:
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
 
 
-def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: str = "classes", spare=0.0) -> Algorithm:
+def fesem_ma(
+    task, local, select, *, m: int, mu=0.1, restarts: int = 20, average: str = "stored", head: str = "classes", spare=0.0
+) -> Algorithm:
     """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of convolutions and dense layers.
 
-    Args: `head` the output layer is the mean of stored models, each class weighted by their samples of it (classes), or plain;
+    Args: a center is the `average` of all stored models of its group (stored, eq. 10) or of this round's (cohort);
+    `head` the output layer is their mean with each class weighted by their samples of it (classes), or plain;
     `spare` share of each hidden layer's units that no model uses at first; their activation must be 0 at 0. With 0, widths are fixed.
     A participant costs a model down and one up, as in FeSEM, and with head=classes a word up per class; matching is the server's.
     Raises InputError for a value that is not listed here, a model that is no such chain, or spare units in one with normalisations.
     """
+    require("algorithm.average", average, ("stored", "cohort"))
     require("algorithm.head", head, ("classes", "plain"))
     local, layers = local.resolved(), layers_of(task)
     words = int(head == "classes")
@@ -59,10 +63,11 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
     if spare:
         begin = task._replace(init=lambda key: narrowed(layers, task.init(key), spare))
         nearest_of = partial(nearest_where_used, layers)
-        own = {"solve": solve, "regroup": store_placed(layers), "aggregate": over_owners(mean, layers)}
+        own = {"solve": solve, "regroup": store_placed(layers)}
+        mean = over_owners(mean, layers)
     else:
         begin, nearest_of = task, nearest_center
-        own = {"solve": matched(solve, layers), "regroup": recount if words else None, "aggregate": mean, "remember": keep_models}
+        own = {"solve": matched(solve, layers), "regroup": recount if words else None, "remember": keep_models}
     choose = own_nearest(nearest_of)
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
@@ -76,6 +81,7 @@ def fesem_ma(task, local, select, *, m: int, mu=0.1, restarts: int = 20, head: s
         start=counted(pure_clustering(begin, local, m, restarts), words),
         migrate=e_step_of_all(nearest_of),
         assign=assign,
+        aggregate=of_cohort(mean) if average == "cohort" else mean,
         **own,
     )
 
@@ -202,6 +208,17 @@ def over_owners(mean, layers):
 
             step = {**step, layer.name: jax.tree.map(shared, state.groups[layer.name], step[layer.name])}
         return step, mass
+
+    return aggregated
+
+
+def of_cohort(mean):
+    """Returns the aggregation `mean` of stored models, but of those alone that arrived in this round."""
+
+    def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
+        memory = state.memory
+        arrived = jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
+        return mean(upload, gid, cohort, extra, state.replace(memory=memory.replace(known=arrived)))
 
     return aggregated
 
