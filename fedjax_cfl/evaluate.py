@@ -11,6 +11,11 @@ from fedjax_cfl.types import Algorithm, FederatedData, Served, State, Task
 BLOCK = 128  # test samples per forward pass
 
 
+def number(models) -> int:
+    """Returns how many models [m, ...] there are."""
+    return jax.tree.leaves(models)[0].shape[0]
+
+
 def predictions(task: Task, mesh, served: Served, data: FederatedData):
     """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the order of `data.test.order`.
 
@@ -18,7 +23,7 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     Samples of clients without a model get class -1.
     """
     models, index = served
-    num_models = jax.tree.leaves(models)[0].shape[0]
+    num_models = number(models)
     total = data.test.order.size
     owner = data.owner[data.test.order]
     index = jnp.where(owner >= 0, index[owner], -1)
@@ -68,26 +73,12 @@ def per_client(task: Task, mesh, served: Served, data: FederatedData) -> tuple[m
     return metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
 
 
-def scores(served: Served, table: metrics.ClientMetrics, counts, concept) -> dict:
-    """Returns the metrics of one evaluation as a dict of arrays, under spec 1.5 and 1.6; `concept` [K] are the true groups."""
-    num_models = jax.tree.leaves(served.models)[0].shape[0]
-    has_model = served.index >= 0
-    row = metrics.summarise(table, counts)
-    row["test_loss"] = row.pop("loss")
-    row["group_sizes"] = jnp.bincount(jnp.where(has_model, served.index, num_models), length=num_models + 1)[:num_models]
-    known = has_model & (concept >= 0)
-    row["ari"] = metrics.ari(served.index, concept, known, num_models, concept.size)
-    row["evaluated_clients"] = jnp.sum(has_model)
-    return row
-
-
 def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
     """Returns (right, all) of the predictions on the union of all test sets by the plain mean of the models that serve somebody.
 
     (FlexCFL 2.14.9.)
     """
-    num_models = jax.tree.leaves(served.models)[0].shape[0]
-    used = jnp.any(served.index[:, None] == jnp.arange(num_models), axis=0).astype(jnp.float32)
+    used = jnp.any(served.index[:, None] == jnp.arange(number(served.models)), axis=0).astype(jnp.float32)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
     guess, _ = predictions(task, mesh, Served(mean, jnp.zeros(data.num_clients, jnp.int32)), data)
@@ -98,7 +89,8 @@ def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
 def row(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
     """Returns one evaluation's metrics and the per-client table of the state."""
     table, counts = part(algorithm, task, mesh, state, data, with_auxiliary)
-    return whole(algorithm, state, table, counts, data.concept), table
+    served = algorithm.serve(state)
+    return whole(served.index, number(served.models), table, counts, data.concept), table
 
 
 def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool, first=None):
@@ -110,9 +102,8 @@ def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedDa
     models, index = algorithm.test(state) if algorithm.test else served
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
-    several = jax.tree.leaves(served.models)[0].shape[0] > 1
     table, counts = per_client(task, mesh, Served(models, index), data)
-    right = auxiliary(task, mesh, served, data) if several and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
+    right = auxiliary(task, mesh, served, data) if number(served.models) > 1 and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
     return table, (counts, right)
 
 
@@ -130,9 +121,17 @@ def joined(found, more, first):
     return jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part), jax.tree.map(jnp.add, counts, also)
 
 
-def whole(algorithm: Algorithm, state: State, table, counts, concept) -> dict:
-    """Returns one evaluation's metrics from the results of all its parts; NaN where there was no auxiliary model."""
+def whole(index, num_models: int, table: metrics.ClientMetrics, counts, concept) -> dict:
+    """Returns one evaluation's metrics from the results of all its parts, under spec 1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
+
+    `index` [K] are the served models, `concept` [K] the true groups; without an auxiliary model its accuracy is NaN.
+    """
     counts, (right, held) = counts
-    found = scores(algorithm.serve(state), table, counts, concept)
-    found["auxiliary_accuracy"] = jnp.where(held > 0, right / jnp.maximum(held, 1), jnp.nan)
+    xp, has_model = index.__array_namespace__(), index >= 0
+    found = metrics.summarise(table, counts)
+    found["test_loss"] = found.pop("loss")
+    found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[:num_models]
+    found["ari"] = metrics.ari(index, concept, has_model & (concept >= 0), num_models, concept.size)
+    found["evaluated_clients"] = has_model.sum()
+    found["auxiliary_accuracy"] = xp.where(held > 0, right / held.clip(1), xp.nan)
     return found

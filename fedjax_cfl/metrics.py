@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -15,19 +16,19 @@ class ClientMetrics:
     f1: jax.Array  # [K] float32, mean F1 over the classes among the client's labels or predictions
 
 
-def _mean(value: jax.Array, weight: jax.Array, axis: int | None = None) -> jax.Array:
+def _mean(value, weight, axis: int | None = None):
     """Returns the weighted mean; values of weight 0 count nowhere, NaN included, and without any weight the mean is NaN."""
-    weight = weight.astype(jnp.float32)
-    total = jnp.sum(weight, axis)
-    return jnp.where(total > 0, jnp.sum(jnp.where(weight > 0, value * weight, 0), axis) / jnp.where(total > 0, total, 1), jnp.nan)
+    xp, weight = value.__array_namespace__(), weight.astype("float32")
+    total = weight.sum(axis)
+    return xp.where(total > 0, (xp.where(weight > 0, value, 0) * weight).sum(axis) / xp.where(total > 0, total, 1), xp.nan)
 
 
-def _f1(hits: jax.Array, named: jax.Array) -> jax.Array:
+def _f1(hits, named):
     """Returns F1 = 2 tp / (2 tp + fp + fn), 0 where a class neither occurs nor is predicted."""
-    return 2 * hits / jnp.maximum(named, 1)
+    return 2 * hits / named.clip(1)
 
 
-def _macro_f1(hits: jax.Array, named: jax.Array) -> jax.Array:
+def _macro_f1(hits, named):
     """Returns the mean F1 over the classes (last axis) that occur or are predicted."""
     return _mean(_f1(hits, named), named > 0, axis=-1)
 
@@ -53,44 +54,51 @@ def per_client(
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
-def summarise(metrics: ClientMetrics, counts: jax.Array) -> dict[str, jax.Array]:
+def summarise(metrics: ClientMetrics, counts) -> dict:
     """Returns one number [] per metric over the clients that have test samples, given `per_client`'s counts [2, C]; NaN if there are none.
 
     accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1 are plain means over clients; worst10_accuracy is
-    that of the worst tenth of the clients, at least one; pooled_* forget who owns a sample.
+    that of the worst tenth of the clients, at least one; pooled_* forget who owns a sample. Of JAX's arrays or of NumPy's, like `ari`
+    and `bincount`: a run's few numbers are not worth a program.
     """
     samples = metrics.samples
-    evaluated = samples > 0
-    worst = jnp.arange(samples.size) < jnp.maximum(jnp.sum(evaluated) // 10, 1)
-    ascending = jnp.sort(jnp.where(evaluated, metrics.accuracy, jnp.inf))
+    xp, evaluated = samples.__array_namespace__(), samples > 0
+    worst = xp.arange(samples.size) < (evaluated.sum() // 10).clip(1)
+    ascending = xp.sort(xp.where(evaluated, metrics.accuracy, xp.inf))
     return {
         "accuracy": _mean(metrics.accuracy, samples),
         "macro_accuracy": _mean(metrics.accuracy, evaluated),
-        "worst10_accuracy": _mean(ascending, worst & (ascending < jnp.inf)),
+        "worst10_accuracy": _mean(ascending, worst & (ascending < xp.inf)),
         "loss": _mean(metrics.loss, samples),
         "micro_f1": _mean(metrics.f1, samples),
         "macro_f1": _mean(metrics.f1, evaluated),
-        "pooled_micro_f1": jnp.where(jnp.any(evaluated), _f1(*counts.sum(1)), jnp.nan),
+        "pooled_micro_f1": xp.where(evaluated.any(), _f1(*counts.sum(1)), xp.nan),
         "pooled_macro_f1": _macro_f1(*counts),
     }
 
 
-def ari(a: jax.Array, b: jax.Array, valid: jax.Array, size_a: int, size_b: int) -> jax.Array:
+def bincount(labels, length: int):
+    """Returns how often each of 0 .. length - 1 is among `labels`; nothing else may be."""
+    xp = labels.__array_namespace__()
+    return xp.bincount(labels, minlength=length) if xp is np else xp.bincount(labels, length=length)
+
+
+def ari(a, b, valid, size_a: int, size_b: int):
     """Returns the adjusted Rand index [] of labels `a [K]`, below size_a, and `b [K]`, below size_b, over the clients `valid [K] bool`.
 
     1 if both partitions are trivial and equal; NaN without valid clients. Negative labels are not valid. Pairs are counted in int32
-    (exact for K <= 46,341); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and Arabie 1985) has
-    a denominator without cancellation, no smaller than either product above, and so is right to float32 rounding.
+    (exact for K <= 46,341; NumPy's in int64); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and
+    Arabie 1985) has a denominator without cancellation, no smaller than either product above, and so is right to float32 rounding.
     """
-    valid = valid & (a >= 0) & (b >= 0)
-    table = jnp.zeros((size_a, size_b), jnp.int32).at[jnp.where(valid, a, size_a), b].add(1, mode="drop")
+    xp, valid = a.__array_namespace__(), valid & (a >= 0) & (b >= 0)
+    table = bincount(xp.where(valid, a * size_b + b, size_a * size_b), size_a * size_b + 1)[:-1].reshape(size_a, size_b)
 
     def pairs(n):
-        return jnp.sum(n * (n - 1) // 2)
+        return (n * (n - 1) // 2).sum()
 
     in_both, in_a, in_b, total = pairs(table), pairs(table.sum(1)), pairs(table.sum(0)), pairs(table.sum())
     counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both
-    tp, fp, fn, tn = (n / jnp.maximum(total, 1) for n in counts)
+    tp, fp, fn, tn = (n / total.clip(1) for n in counts)
     scale = (tp + fn) * (fn + tn) + (tp + fp) * (fp + tn)
-    index = jnp.where(scale > 0, 2 * (tp * tn - fp * fn) / jnp.where(scale > 0, scale, 1), 1.0)
-    return jnp.where(jnp.any(valid), index, jnp.nan)
+    index = xp.where(scale > 0, 2 * (tp * tn - fp * fn) / xp.where(scale > 0, scale, 1), 1.0)
+    return xp.where(valid.any(), index, xp.nan)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fedjax_cfl import evaluate, population, sharding
@@ -110,11 +111,8 @@ def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fres
     def part(found, state, shifting, data, first):
         data = shifting.on(data) if shifting else data
         more = evaluate.part(algorithm, task, mesh, state, data, with_auxiliary, first)
-        return more if found is None else evaluate.joined(found, more, first)
-
-    def whole(state, shifting, table, counts):
-        concept = shifting.concept if shifting else jnp.full(table.samples.size, -1)
-        return evaluate.whole(algorithm, state, table, counts, concept)
+        found = more if found is None else evaluate.joined(found, more, first)
+        return found, algorithm.serve(state).index
 
     nothing, client = None, None
     if feed.streamed:
@@ -126,22 +124,23 @@ def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fres
         train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
         train = compiled(train.lower(key, state, shifting, feed.shapes("train"), 1))
         score = jax.jit(part, out_shardings=everywhere).lower(nothing, state, shifting, feed.shapes("test"), client)
-        found = sharding.shapes(score.out_info, mesh)
         score = compiled(score)
-        last = compiled(jax.jit(whole, out_shardings=everywhere).lower(state, shifting, *found))
-        return state, begin and begin.result(), train.result(), Scoring(nothing, score.result(), last.result())
+        num_models = evaluate.number(jax.eval_shape(algorithm.serve, state).models)
+        return state, begin and begin.result(), train.result(), Scoring(nothing, score.result(), num_models)
 
 
 class Scoring(NamedTuple):
     """The compiled evaluation, over all the parts of the test data."""
 
     nothing: Any  # where it begins; None: there is one part
-    part: Callable  # (found, state, shifting, data, first client) -> found, see evaluate.joined
-    last: Callable  # (state, shifting, *found) -> metrics
+    part: Callable  # (found, state, shifting, data, first client) -> (found, see evaluate.joined; index of the served models [K])
+    num_models: int
 
     def __call__(self, state, shifting, parts):
         """Returns (metrics, per-client table)."""
         found = self.nothing
         for data, first in parts:  # one after another: waiting to be tested, all of them would be in memory
-            found = jax.block_until_ready(self.part(found, state, shifting, data, first))
-        return self.last(state, shifting, *found), found[0]
+            found, index = jax.block_until_ready(self.part(found, state, shifting, data, first))
+        index, (table, counts) = jax.device_get((index, found))
+        concept = jax.device_get(shifting.concept) if shifting else np.full_like(index, -1)
+        return evaluate.whole(index, self.num_models, table, counts, concept), found[0]
