@@ -54,7 +54,7 @@ def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma
     states = cutting(gamma, min_size, 6)
     some, all_of_them = (zoo.fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.everybody()))
     one_round = [jax.jit(each.round) for each in (some, some, all_of_them)]
-    state = some.init(KEY, concepts).replace(groups=group(states[0].groups))
+    state = jax.jit(some.init)(KEY, concepts).replace(groups=group(states[0].groups))
     for round, after in enumerate(states[1:]):
         state, _ = one_round[round % 3](KEY, state, concepts)
         chex.assert_trees_all_close(group(after.groups), state.groups, rtol=1e-5, atol=1e-6)

@@ -25,14 +25,16 @@ KEY = jax.random.key(11)
 def answers(task, models, index, data):
     """Returns (class, cross-entropy) of every test sample, client by client, -1 and 0 where a client has no model."""
     guess, loss = np.full(data.test.order.size, -1), np.zeros(data.test.order.size)
+    every = np.asarray(jax.jit(jax.vmap(task.predict, (0, None)))(models, data.x))
+    index, data = jax.device_get((index, data))
     for client in range(data.num_clients):
         place = np.arange(data.test.size[client]) + int(data.test.start[client])
         if index[client] < 0 or not place.size:
             continue
         rows = data.test.order[place]
-        logits = np.asarray(task.predict(jax.tree.map(lambda leaf: leaf[index[client]], models), data.x[rows]))
+        logits = every[index[client], rows]
         guess[place] = logits.argmax(1)
-        loss[place] = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), np.asarray(data.y[rows])]
+        loss[place] = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), data.y[rows]]
     return guess, loss
 
 
@@ -143,7 +145,8 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
     choose = select.rr_then_random(5)
     plain = zoo.flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
     algorithm, drift = on_received(plain, choose), cfl.drift.swap_all(p=0.5)
-    state, moving, step = algorithm.init(KEY, toy), beginning(drift, KEY, toy), jax.jit(partial(one_round, algorithm, drift))
+    state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), beginning(drift, KEY, toy)))()
+    step = jax.jit(partial(one_round, algorithm, drift))
     models = [jax.tree.map(lambda leaf, g=g: np.asarray(leaf[g]), state.groups) for g in np.maximum(state.assignment, 0)]
     moved = 0
     for number in range(6):
@@ -151,12 +154,12 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
         state, moving, info = step(KEY, state, moving, toy)
         moved += int(info.migrated)
         for client in np.asarray(choose(stream(KEY, SELECT, number), number, 14)):
-            models[client] = jax.tree.map(lambda leaf, client=client: np.asarray(leaf[state.assignment[client]]), before)
+            models[client] = jax.tree.map(lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before)
     tested, data, inner = algorithm.test(state), moving.on(toy), state.replace(memory=state.memory.own)
     chex.assert_trees_all_equal(tested.models, jax.tree.map(lambda *leaves: np.stack(leaves), *models))
     np.testing.assert_array_equal(tested.index >= 0, plain.serve(inner).index >= 0)
-    row, _ = evaluate.row(algorithm, linear, cfl.mesh_of(1), state, data, True)
-    fresh, _ = evaluate.row(plain, linear, cfl.mesh_of(1), inner, data, True)
+    score = jax.jit(lambda of, state: evaluate.row(of, linear, cfl.mesh_of(1), state, data, True)[0], static_argnums=0)
+    row, fresh = score(algorithm, state), score(plain, inner)
     guess, _ = answers(linear, tested.models, tested.index, data)
     held = np.asarray(data.y[data.test.order])[guess >= 0]
     np.testing.assert_allclose(row["accuracy"], np.mean(guess[guess >= 0] == held), rtol=1e-6)

@@ -193,7 +193,7 @@ def test_celeba_cnn_learns_smiles(faces):
     task, local = cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2), cfl.Local(lr=0.003, epochs=1, batch_size=4, width=1)
     algorithm, key = cfl.algorithms.fedavg(task, local._replace(mesh=cfl.mesh_of(1)), cfl.select.everybody()), jax.random.key(0)
     loss = jax.jit(lambda state: task.loss(jax.tree.map(lambda leaf: leaf[0], state.groups), data.x, data.y).mean())
-    state, step = algorithm.init(key, data), jax.jit(algorithm.round)
+    state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
     before = loss(state)
     for _ in range(3):
         state, info = step(key, state, data)

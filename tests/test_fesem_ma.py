@@ -44,6 +44,7 @@ WIDTHS = {
 }
 
 
+@jax.jit
 def noisy(key, params, scale):
     """Returns the parameters with normal noise, so that biases are not zero."""
     keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params)))))
@@ -99,7 +100,8 @@ def test_layers_are_found_in_the_order_of_calls(name):
 @pytest.mark.parametrize("name", ["mlp", "femnist_cnn", "leaf_cnn", "celeba_cnn"])
 def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     task, layers, params, orders = network(name)
-    other = permuted(layers, params, orders)
+    reorder = jax.jit(lambda params: permuted(layers, params, orders))
+    other = reorder(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(other, params)
     x = jax.random.uniform(KEY, (4, *NETWORKS[name][1]))
     predict = jax.jit(task.predict)
@@ -108,7 +110,7 @@ def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     back = jax.jit(lambda params, center: permuted(layers, params, aligned(layers, params, center)))
     chex.assert_trees_all_equal(back(other, params), params)
     near = noisy(KEY, params, 0.003)
-    chex.assert_trees_all_equal(back(permuted(layers, near, orders), params), near)
+    chex.assert_trees_all_equal(back(reorder(near), params), near)
 
 
 @pytest.mark.parametrize(("module", "shape", "layer"), [(models.BiGRU(2), (5, 3), "GRU_0"), (models.StackedLSTM(), (5, 3), "LSTM_1")])
@@ -279,9 +281,10 @@ def units(layers, params):
 def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
     """Of 4 clients one moves unit 2 and one unit 0 to the same new place, one unit 1 to another, one none."""
     layers = layers_of(SPARE)
-    center = narrowed(layers, noisy(KEY, SPARE.init(KEY), 0.3), 0.5)
+    narrow = jax.jit(lambda params: narrowed(layers, params, 0.5))
+    center = narrow(noisy(KEY, jax.jit(SPARE.init)(KEY), 0.3))
     assert units(layers, center) == [[0, 1, 2, 3], [0, 1, 2]]
-    near = [narrowed(layers, noisy(key, center, 0.01), 0.5) for key in jax.random.split(KEY, 18)]
+    near = [narrow(noisy(key, center, 0.01)) for key in jax.random.split(KEY, 18)]
     trained, place = near[14:], {1: (2, 4.0), 2: (0, 4.0), 3: (1, -4.0)}
     for j, (unit, value) in place.items():
         changed = jax.tree.map(lambda leaf, unit=unit, value=value + 0.01 * j: leaf.at[..., unit].set(value), trained[j]["hidden_0"])
@@ -296,13 +299,14 @@ def test_a_center_grows_by_units_unlike_its_own_and_by_each_of_them_once(toy):
     state.replace = lambda memory: SimpleNamespace(**{**vars(state), "memory": memory})
     delta = jax.tree.map(lambda leaf, old: leaf - old, stack(trained), center)
     upload, cohort, gid = Upload(delta, jnp.ones(4), *[jnp.zeros(4)] * 3), Cohort(ids, jnp.arange(4)), jnp.zeros(4, jnp.int32)
-    after, _ = store_placed(layers)(KEY, state, toy, cohort, gid, upload)
-    stored = [jax.tree.map(lambda leaf, k=k: leaf[k], after.memory.models) for k in range(14)]
+    after = state.replace(jax.jit(lambda: store_placed(layers)(KEY, state, toy, cohort, gid, upload)[0].memory)())
+    stored = [jax.tree.map(lambda leaf, k=k: np.asarray(leaf)[k], after.memory.models) for k in range(14)]
     chex.assert_trees_all_equal([stored[k] for k in (0, 2, 13)], [near[k] for k in (0, 2, 13)])
     assert [units(layers, stored[k])[0] for k in (1, 3, 5, 8)] == [[0, 1, 2, 3], [0, 1, 3, 4], [1, 2, 3, 4], [0, 2, 3, 5]]
+    predict = jax.jit(SPARE.predict)
     for k, model in zip((1, 3, 5, 8), trained, strict=True):
-        np.testing.assert_allclose(SPARE.predict(stored[k], toy.x), SPARE.predict(model, toy.x), rtol=1e-5, atol=1e-5)
-    step, mass = over_owners(stored_mean, layers)(upload, gid, cohort, (), after)
+        np.testing.assert_allclose(predict(stored[k], toy.x), predict(model, toy.x), rtol=1e-5, atol=1e-5)
+    step, mass = jax.jit(lambda: over_owners(stored_mean, layers)(upload, gid, cohort, (), after))()
     new = jax.tree.map(lambda old, part: old + part[0], center, step)
     assert mass == 14 and units(layers, new)[0] == [0, 1, 2, 3, 4, 5]
     np.testing.assert_allclose(new["hidden_0"]["kernel"][:, 4], np.full(FEATURES, 4.015), rtol=1e-5)

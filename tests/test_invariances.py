@@ -133,7 +133,7 @@ def test_empty_slots_do_nothing(everyone, toy):
 def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
     """A sample that is not finite may not reach the masked places of another client's batches."""
     broken = toy.replace(x=jnp.where((toy.owner == 11)[:, None], jnp.nan, toy.x))
-    models = jax.tree.map(lambda leaf: leaf[None], mlp.init(KEY))
+    models = jax.tree.map(lambda leaf: leaf[None], jax.jit(mlp.init)(KEY))
     train = training.over_clients(solver(mlp, local), local)
     ids = jnp.arange(CLIENTS)
     go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), training.full(0 * ids)))

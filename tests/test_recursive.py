@@ -71,7 +71,7 @@ def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, loca
     states, infos = cutting(concepts, 3, **limits)
     plain = zoo.fedavg(linear, local, select.everybody(), aggregate=aggregate.uniform_mean)
     alone = jax.tree.map(lambda leaf: leaf[:1], states[0].groups)
-    begun = plain.init(KEY, concepts).replace(groups=alone)
+    begun = jax.jit(plain.init)(KEY, concepts).replace(groups=alone)
     expected = play(plain, concepts, 3, begun)
     for state, other in zip(states, expected, strict=True):
         chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:1], state.groups), other.groups, **SAME)
@@ -91,7 +91,7 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     for before, after in pairwise(states):
         assert sent(before, after) == (CLIENTS, CLIENTS)
     algorithm = zoo.cfl(linear, local, select.everybody(), m=4)
-    row, _ = evaluate.row(algorithm, linear, local.mesh, final, concepts, True)
+    row = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, concepts, True)[0])(final)
     assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
     assert np.isfinite([float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]).all()
 
@@ -232,7 +232,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
 
     everybody = zoo.fedavg(linear, local, select.everybody())
-    alone = everybody.init(KEY, concepts).replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
+    alone = jax.jit(everybody.init)(KEY, concepts).replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
     after = jax.jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
     for g in range(3):

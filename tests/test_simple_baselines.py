@@ -257,4 +257,4 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
 
 def score(algorithm, task, local, state, data):
     """Returns each client's accuracy [K]."""
-    return np.asarray(evaluate.row(algorithm, task, local.mesh, state, data, False)[1].accuracy)
+    return np.asarray(jax.jit(lambda state: evaluate.row(algorithm, task, local.mesh, state, data, False)[1].accuracy)(state))
