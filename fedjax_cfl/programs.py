@@ -123,8 +123,7 @@ def programs(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fres
         begin = compiled(begin) if fresh else None
         train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
         train = compiled(train.lower(key, state, shifting, feed.shapes("train"), 1))
-        score = jax.jit(part, out_shardings=everywhere).lower(nothing, state, shifting, feed.shapes("test"), client)
-        score = compiled(score)
+        score = compiled(jax.jit(part, out_shardings=everywhere).lower(nothing, state, shifting, feed.shapes("test"), client))
         num_models = evaluate.number(jax.eval_shape(algorithm.serve, state).models)
         return state, begin and begin.result(), train.result(), Scoring(nothing, score.result(), num_models)
 

@@ -135,6 +135,14 @@ def test_ari_is_accurate_on_nearly_trivial_partitions():
     np.testing.assert_allclose(got, adjusted_rand_score(a, b), atol=1e-6)
 
 
+def test_ari_by_numpy_is_right_for_any_number_of_clients():
+    """Whose pairs int32 cannot count."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 4, 200_000)
+    b = np.where(rng.random(a.size) < 0.7, a, rng.integers(0, 6, a.size))
+    np.testing.assert_allclose(metrics.ari(a, b, a >= 0, 4, 6), adjusted_rand_score(a, b), atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "merged, expected", [({}, 1.0), ({1: 0}, 0.701), ({1: 0, 3: 2}, 0.484), ({1: 0, 2: 0}, 0.319), ({1: 0, 2: 0, 3: 0}, 0)]
 )

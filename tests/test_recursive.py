@@ -71,7 +71,7 @@ def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, loca
     states, infos = cutting(concepts, 3, **limits)
     plain = zoo.fedavg(linear, local, select.everybody(), aggregate=aggregate.uniform_mean)
     alone = jax.tree.map(lambda leaf: leaf[:1], states[0].groups)
-    begun = jax.jit(plain.init)(KEY, concepts).replace(groups=alone)
+    begun = play(plain, concepts, 0)[0].replace(groups=alone)
     expected = play(plain, concepts, 3, begun)
     for state, other in zip(states, expected, strict=True):
         chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:1], state.groups), other.groups, **SAME)
@@ -232,7 +232,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
 
     everybody = zoo.fedavg(linear, local, select.everybody())
-    alone = jax.jit(everybody.init)(KEY, concepts).replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
+    alone = play(everybody, concepts, 0)[0].replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
     after = jax.jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
     for g in range(3):
