@@ -10,20 +10,23 @@ all test samples are evaluated after every round. Medians over 20 rounds, each p
     python benchmarks/round_breakdown.py
     python benchmarks/round_breakdown.py --quick     fewer rounds, under two minutes
 
-Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.2, milliseconds:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, milliseconds:
 
-    one product of all 6,167 test samples with the first layer: 8.6
+    one product of all 6,167 test samples with the first layer: 6.0
                                 round   training      other evaluation not training
-    FedAvg, met                  54.8       37.2        4.2       13.4        32%
-    IFCA, met                    64.8       34.7        7.8       22.3        46%
-    FlexCFL, cold                92.9       46.8       29.6       16.6        50%
-    FlexCFL, met                 68.9       38.5        5.0       25.4        44%
-    FlexCFL, swap_all           172.2       42.1      100.6       29.5        76%
+    FedAvg, met                  21.3       14.6        0.8        5.9        31%
+    IFCA, met                    31.1       14.8        5.6       10.7        52%
+    FlexCFL, cold                39.5       19.3       11.6        8.6        51%
+    FlexCFL, met                 29.1       14.7        3.7       10.7        49%
+    FlexCFL, swap_all            68.9       15.6       41.8       11.5        77%
+
+On an Intel Xeon the day before, training took 35 to 39 ms of 55 to 69: 32 % (FedAvg), 46 % (IFCA) and 44 % (FlexCFL) were not training.
 
 Training here is in sample space (`dual`), which takes about half the time of SGD on the kernel and so doubles the share of the rest. What
 is left is arithmetic: a forward pass over some 6,000 test samples, twice in clustered methods (their own models and the auxiliary one), and
-2,500 pre-training steps a round under swap_all, against 1,300 of training. The two products of the first layer alone are 17 ms, a third
-of 17 + 35: an evaluation of both every round leaves IFCA and FlexCFL more than 25 % outside training however it is written.
+2,500 pre-training steps a round under swap_all, against 1,300 of training. The two products of the first layer alone are 12 ms, as
+much as the evaluation, and 45 % of 12 + 15: an evaluation of both every round leaves IFCA and FlexCFL more than 25 % outside training
+however it is written.
 """
 
 import argparse
