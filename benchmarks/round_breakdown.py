@@ -25,7 +25,7 @@ On an Intel Xeon the day before, training took 35 to 39 ms of 55 to 69: 32 % (Fe
 Training here is in sample space (`dual`), which takes about half the time of SGD on the kernel and so doubles the share of the rest. What
 is left is arithmetic: a forward pass over some 6,000 test samples, twice in clustered methods (their own models and the auxiliary one), and
 2,500 pre-training steps a round under swap_all, against 1,300 of training. The two products of the first layer alone are 12 ms, as
-much as the evaluation, and 45 % of 12 + 15: an evaluation of both every round leaves IFCA and FlexCFL more than 25 % outside training
+much as the evaluation, and 44 % of 12 + 15: an evaluation of both every round leaves IFCA and FlexCFL more than 25 % outside training
 however it is written.
 """
 

@@ -40,8 +40,8 @@ In the first rounds after compiling, a client of a size not met before costs up 
 890 client updates/s, 5.1 times FedJAX, 10.6 times the PyTorch loop, 11.8 times pfl and 17.4 times Flower.
 
 What limits W1: a round of 20 clients is as long as its largest client, which one core trains, or half of all. With the times of single
-clients measured alone on a core, these rounds cannot take less than 11.9 ms: 1,675 client updates/s, 30 times Flower. With 100 clients a
-round ours has 1,650 to 1,750.
+clients on a core, interpolated from 14 sizes measured apart from this program, these rounds cannot take less than 11.9 ms: 1,675 client
+updates/s, 30 times Flower. With 100 clients a round, measured in the same way, ours has 1,610 to 1,750.
 
 On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), two repetitions of 6 to 8 rounds:
 

@@ -43,7 +43,9 @@ def killed(run_dir, settings, rounds, kills, rng):
             target = done + rng.randint(1, (rounds - done) // (kills - kill + 1))
             while process.poll() is None and rounds_of(run_dir) < target:
                 time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.05) if kill % 2 else rng.uniform(0.5, 2.5))
+            time.sleep(rng.uniform(0, 0.05))
+        else:
+            time.sleep(rng.uniform(0.5, 2.5))
         if process.poll() is not None:
             assert process.returncode == 0, process.stderr.read()
             return lost, kill
