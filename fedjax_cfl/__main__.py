@@ -25,7 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl as cfl
-from fedjax_cfl import grid, hosts, report, session, settings
+from fedjax_cfl import grid, hosts, memory, report, session, settings
 from fedjax_cfl.command_line import CONF, check, precheck
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.lock import lock
@@ -154,7 +154,7 @@ def assemble(overrides: list[str]) -> tuple:
         resolved = check(overrides)
         config = hydra.compose("config", overrides)
     _, task, data, _, mesh = build(config, resolved)
-    return resolved, task, data, local_of(config, resolved, data, mesh)
+    return resolved, task, data, local_of(config, resolved, task, data, mesh)
 
 
 def build(config: DictConfig, resolved: dict):
@@ -179,7 +179,7 @@ def build(config: DictConfig, resolved: dict):
 
 def algorithm_of(config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None):
     """Returns the algorithm; `values` replace those of the settings in which the runs of a grid differ, and may be traced."""
-    local = local_of(config, resolved, data, mesh)
+    local = local_of(config, resolved, task, data, mesh)
     if values is not None:
         local = local._replace(members=True, lr=values.get("local.lr", local.lr))
     own = {name.partition(".")[2]: value for name, value in (values or {}).items() if name.startswith("algorithm.")}
@@ -190,9 +190,9 @@ def algorithm_of(config: DictConfig, resolved: dict, task, data, mesh, values: d
     return on_received(algorithm, select) if config.test_on == "received" else algorithm
 
 
-def local_of(config: DictConfig, resolved: dict, data, mesh) -> cfl.Local:
+def local_of(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Local:
     """Returns how clients train."""
-    width = None if config.local.width == "auto" else config.local.width
+    width = memory.width(resolved["local"], task, data, mesh)
     batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
     faults = cfl.Faults(**resolved["faults"])
     return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer, config.local.momentum)

@@ -5,10 +5,10 @@ The engine stores `gid` as the clients' assignment; clients outside the cohort k
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fedjax_cfl.cluster import cosine
 from fedjax_cfl.local import BLOCK, Local, full, over_clients, samples_of
+from fedjax_cfl.staircase import repeat
 from fedjax_cfl.traffic import traffic
 from fedjax_cfl.types import Cohort, FederatedData, State, Task
 
@@ -37,7 +37,7 @@ def training_loss(task: Task, with_l2: bool = False):
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]
-        return lax.fori_loop(0, -(-count // BLOCK), block, jnp.zeros(num_models)) / jnp.maximum(count, 1)
+        return repeat(-(-count // BLOCK), block, jnp.zeros(num_models)) / jnp.maximum(count, 1)
 
     return visit
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.objective import Objective, penalty
+from fedjax_cfl.staircase import repeat
 from fedjax_cfl.types import Task
 
 SMALLEST = 64  # samples: steps of smaller clients take no longer, and each size is compiled anew
@@ -145,7 +146,7 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
     zero, still = jnp.zeros(()), jnp.zeros_like(z_start)
     velocity = Velocity(jax.tree.map(jnp.zeros_like, rest_start), zero, still, (zero,) * 3) if local.momentum else ()
     begun = (rest_start, zero, still, (zero, zero), velocity), jnp.zeros(2)
-    (rest, scale, rows, _, _), losses = lax.fori_loop(0, plan.steps, step, begun)
+    (rest, scale, rows, _, _), losses = repeat(plan.steps, step, begun)
     delta = jax.tree.map(jnp.subtract, rest, rest_start)
     delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=EXACT)
     return delta, losses

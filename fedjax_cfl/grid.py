@@ -128,7 +128,7 @@ def train(
             return 128 + asked[0]
         algorithm = parts[0][0]
         for member, result in zip(members, results, strict=True):
-            session.finish(member.config, choices, member.overrides, member.run_dir, algorithm, result, mesh)
+            session.finish(member.config, choices, member.overrides, member.run_dir, algorithm, task, result, mesh)
     from fedjax_cfl import compare  # here: it plots, and matplotlib takes a second to import
 
     compare.compare([run_dir], run_dir)

@@ -1,8 +1,8 @@
 """How the clients of a cohort, of very different sizes, work side by side without padding anyone to the largest.
 
-A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort axis in one visible place. Chunks of `width` clients run one
-after another, each with its own trip count: 1 on a CPU core (a client's weights stay in its cache), wide on an accelerator. Devices split
-the chunks.
+A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort axis in one visible place. Chunks of up to `width` clients run
+one after another, within a chunk in ever fewer lanes (`staircase`): 1 on a CPU core (a client's weights stay in its cache), as many as fit
+on an accelerator. Devices split the cohort.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from fedjax_cfl.types import Cohort, FederatedData
 
 SMALLEST = 16  # samples in the smallest size bucket
 BLOCK = 64  # samples in one step of a pass over a client's whole training set
+WIDEST = 4096  # clients side by side, at most
+NOBODY = jnp.iinfo(jnp.int32).max  # no client's number
 
 
 class Local(NamedTuple):
@@ -26,7 +28,7 @@ class Local(NamedTuple):
     lr: float | jax.Array  # step size
     epochs: int  # E, passes over the client's samples
     batch_size: int  # B; the short last batch is kept
-    width: int | None = None  # clients trained side by side on one device; None: 1 on a CPU, 64 on an accelerator
+    width: int | None = None  # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of its share
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
     first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: whichever is cheaper per client
@@ -37,12 +39,7 @@ class Local(NamedTuple):
         """Returns the same with mesh and width filled in for the machine; raises InputError for an unknown `first_layer`."""
         require("local.first_layer", self.first_layer, ("auto", "direct", "dual"))
         mesh = self.mesh or sharding.mesh_of()
-        return self._replace(mesh=mesh, width=self.width or widest(mesh))
-
-
-def widest(mesh) -> int:
-    """Returns the chunk width that `auto` means: a core's cache holds one client's weights, an accelerator needs many clients at once."""
-    return 1 if mesh.devices.flat[0].platform == "cpu" else 64
+        return self._replace(mesh=mesh, width=self.width or (1 if sharding.on_cpu(mesh) else WIDEST))
 
 
 class Work(NamedTuple):
@@ -94,31 +91,32 @@ def over_clients(visit, local: Local):
 
 
 def in_chunks(one, held, clients, own, capacity: int, width: int):
-    """Applies one(client, bucket, own) to the slots of one device, in chunks of `width`; chunks of empty slots cost nothing and give 0.
+    """Applies one(client, bucket, own) to the slots of one device, in chunks of up to `width` clients of like size, longest first.
 
-    `held` [S] are the clients' training samples, -1 in an empty slot.
+    `held` [S] are the clients' training samples, -1 in an empty slot. Chunks of empty slots cost nothing; what was not visited gives 0.
     """
+    slots = held.size
+    width = min(width, slots)
     sizes = jnp.array(buckets(capacity))
-    chunked = jax.tree.map(lambda a: a.reshape(-1, width, *a.shape[1:]), (held, clients, own))
-    largest = jnp.max(chunked[0], axis=1)
+    order = jnp.pad(jnp.argsort(-held).astype(jnp.int32), (0, -slots % width), constant_values=slots).reshape(-1, width)
 
     @jax.jit  # traced once for its shapes and for the loop
-    def chunk(number):
-        _, client, mine = jax.tree.map(lambda a: a[number], chunked)
-        bucket = jnp.searchsorted(sizes, largest[number], method="compare_all").astype(jnp.int32)
+    def chunk(at):
+        bucket = jnp.searchsorted(sizes, held[at[0]], method="compare_all").astype(jnp.int32)
         if width == 1:
-            out = one(client[0], bucket, jax.tree.map(lambda a: a[0], mine))
-            return jax.tree.map(lambda a: jnp.asarray(a)[None], out)
-        return jax.vmap(one, in_axes=(0, None, 0))(client, bucket, mine)
+            return one(clients[at[0]], bucket, jax.tree.map(lambda a: a[at[0]], own))
+        client = clients.at[at].get(mode="fill", fill_value=NOBODY)
+        return jax.vmap(one, in_axes=(0, None, 0))(client, bucket, jax.tree.map(lambda a: a[jnp.minimum(at, slots - 1)], own))
 
-    order = jnp.argsort(largest < 0, stable=True)  # somebody first
-    begun = jax.tree.map(lambda s: jnp.zeros((largest.size, *s.shape), s.dtype), jax.eval_shape(chunk, order[0]))
+    def enter(whole, part, at):
+        return lax.dynamic_update_index_in_dim(whole, part, at[0], 0) if width == 1 else whole.at[at].set(part, mode="drop")
+
+    begun = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[width > 1 :]), s.dtype), jax.eval_shape(chunk, order[0]))
 
     def visit(i, done):
-        return jax.tree.map(lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, order[i], 0), done, chunk(order[i]))
+        return jax.tree.map(lambda whole, part: enter(whole, part, order[i]), done, chunk(order[i]))
 
-    done = lax.fori_loop(0, jnp.sum(largest >= 0), visit, begun)
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), done)
+    return lax.fori_loop(0, -(-jnp.sum(held >= 0) // width), visit, begun)
 
 
 def by_samples(held):

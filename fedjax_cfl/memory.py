@@ -6,7 +6,9 @@ import sys
 
 import jax
 
+from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.local import WIDEST, buckets
 from fedjax_cfl.report import scaled
 
 
@@ -23,10 +25,33 @@ def plan(state, data, programs) -> dict[str, int]:
     return {"data": size(data), "models": size((state.groups, state.server)), "client_memory": size(state.memory), "work": work}
 
 
+def width(chosen: dict, task, data, mesh) -> int:
+    """Returns the most clients that train side by side on a device, from the settings `local`; auto is 1 on a CPU core.
+
+    On an accelerator auto is as many as fit: half of the memory that the data leave, through what a client takes.
+    """
+    if chosen["width"] != "auto":
+        return chosen["width"]
+    if sharding.on_cpu(mesh):
+        return 1
+    has, held = available(mesh), size([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)])
+    return WIDEST if has is None else max(1, min(WIDEST, (has - held) // 2 // footprint(chosen, task, data)))
+
+
+def footprint(chosen: dict, task, data) -> int:
+    """Returns about the bytes of a client in training: its start, model, gradient and delta, its samples' order, and what a step needs."""
+    model = jax.eval_shape(task.init, jax.random.key(0))
+    batch_size = min(chosen["batch_size"], data.capacity)
+    batch = [jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y)]
+    gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
+    step = gradient.lower(model, *batch).compile().memory_analysis().temp_size_in_bytes
+    return 4 * size(model) + 4 * chosen["epochs"] * buckets(data.capacity)[-1] + step
+
+
 def available(mesh) -> int | None:
     """Returns the bytes of memory that one device has, None where the backend does not say; CPU devices share the machine's."""
     device = mesh.devices.flat[0]
-    if device.platform == "cpu":
+    if sharding.on_cpu(mesh):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return (device.memory_stats() or {}).get("bytes_limit")
 

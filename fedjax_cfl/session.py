@@ -18,12 +18,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl import checkpoint, hosts, report, settings, sharding
+from fedjax_cfl import checkpoint, hosts, memory, report, settings, sharding
 from fedjax_cfl.data import sentence
 from fedjax_cfl.download import cache
 from fedjax_cfl.errors import InputError, RunError
-from fedjax_cfl.local import widest
-from fedjax_cfl.memory import peak_memory_bytes
 from fedjax_cfl.programs import standing
 from fedjax_cfl.run import COUNTERS, Snapshot, run
 
@@ -160,7 +158,7 @@ def train(config: dict, choices: dict, overrides: list[str], run_dir: Path, algo
                 console.print(f"stopped after round {int(result.state.round)}; the same command goes on from there", markup=False)
                 return 128 + asked[0]
             if hosts.leads():
-                summary = finish(config, choices, overrides, run_dir, algorithm, result, mesh)
+                summary = finish(config, choices, overrides, run_dir, algorithm, task, result, mesh)
                 tell(config, run_dir, algorithm, summary, console)
     except OSError as error:
         raise RunError(f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed") from None
@@ -232,12 +230,12 @@ def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, as
     return result
 
 
-def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, result, mesh) -> dict:
+def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, task, result, mesh) -> dict:
     """Writes clients.parquet, summary.json and curves.png of a finished run; returns the summary."""
     table, served, held = jax.device_get((result.clients, algorithm.serve(result.state).index, result.data.replace(x=None)))
     columns = {"client": np.arange(held.num_clients), "group": served, "concept": held.concept, "train_samples": held.train.size}
     report.write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
-    summary = summarise(config, choices, overrides, report.read_metrics(run_dir), result, mesh)
+    summary = summarise(config, choices, overrides, report.read_metrics(run_dir), task, result, mesh)
     from fedjax_cfl import plot  # here: matplotlib takes a second to import
 
     plot.curves(run_dir, summary)
@@ -269,7 +267,7 @@ def spoken(summary: dict) -> dict:
     }
 
 
-def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict], result, mesh) -> dict:
+def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict], task, result, mesh) -> dict:
     """Returns the contents of summary.json."""
     names = {group: choices[group] for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")}
     numbers = report.summarise(rows)
@@ -282,8 +280,8 @@ def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict
         "local_steps_per_s": numbers["local_steps"] / seconds,
         **result.times,
         "planned_memory_bytes": result.memory,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "width": widest(mesh) if config["local"]["width"] == "auto" else config["local"]["width"],
+        "peak_memory_bytes": memory.peak_memory_bytes(),
+        "width": memory.width(config["local"], task, result.data, mesh),
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
         "overrides": overrides,

@@ -15,6 +15,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, by_samples, samples_of
 from fedjax_cfl.objective import Objective, erm
 from fedjax_cfl.shuffle import permutations, shuffles
+from fedjax_cfl.staircase import repeat
 from fedjax_cfl.types import Task, Upload
 
 
@@ -113,7 +114,7 @@ def direct(objective, local: Local, bucket, passes):
             return params, velocity, losses + total * jnp.stack([epoch == 0, epoch == plan.last])
 
         still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
-        params, _, losses = lax.fori_loop(0, plan.steps, step, (start, still, jnp.zeros(2)))
+        params, _, losses = repeat(plan.steps, step, (start, still, jnp.zeros(2)))
         return jax.tree.map(jnp.subtract, params, start), losses
 
     return train
@@ -153,7 +154,7 @@ def one_gradient(task: Task, local: Local, objective=None):
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
 
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
-        loss, grad = lax.fori_loop(0, -(-count // BLOCK), block, nothing)
+        loss, grad = repeat(-(-count // BLOCK), block, nothing)
         delta = jax.tree.map(lambda g: -lr * g, grad)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=loss, last_loss=loss, steps=(count > 0).astype(jnp.int32))
 

@@ -68,11 +68,13 @@ def test_order_of_the_cohort(usual, go, toy, seed):
     assert_same(go(shuffled, toy), usual)
 
 
-def test_width(usual, method, toy, mlp, local):
-    assert_same(compiled(method, mlp, local._replace(width=7))(TABLE, toy), usual)
+@pytest.mark.parametrize("width", [3, 4096])
+def test_width(usual, method, toy, mlp, local, width):
+    """Seven clients, by threes and all at once."""
+    assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize(("devices", "width"), [(4, 4096), (8, 1)])
 def test_devices(usual, method, toy, mlp, local, devices, width):
     """Seven clients: two side by side, and a device without any."""
     assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width))(TABLE, toy), usual)

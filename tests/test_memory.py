@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import memory
+from fedjax_cfl import memory, sharding
 from fedjax_cfl.errors import InputError
 
 
@@ -36,6 +36,25 @@ def test_names_the_knob_of_the_largest_part(part, knob, local):
     planned = dict.fromkeys(("data", "models", "client_memory", "work"), 1) | {part: 2**60}
     with pytest.raises(InputError, match=knob):
         memory.check(planned, local.mesh)
+
+
+def test_width_of_a_cpu_core_and_by_hand(mlp, toy, local):
+    chosen = {"width": "auto", "batch_size": 5, "epochs": 2}
+    assert memory.width(chosen, mlp, toy, local.mesh) == 1
+    assert memory.width(chosen | {"width": 12}, mlp, toy, local.mesh) == 12
+
+
+def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
+    """Half of what the data leave; at least one, at most 4096; everybody where the backend does not say."""
+    chosen = {"width": "auto", "batch_size": 5, "epochs": 2}
+    each, data = memory.footprint(chosen, mlp, toy), memory.size(toy)
+    parameters = memory.size(jax.eval_shape(mlp.init, jax.random.key(0)))
+    assert 4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64  # the largest client has 40 samples
+    monkeypatch.setattr(sharding, "on_cpu", lambda mesh: False)
+    for has, width in [(data + 2 * 10 * each, 10), (data + 2 * 10 * each - 1, 9), (data, 1), (2**50, 4096), (None, 4096)]:
+        monkeypatch.setattr(memory, "available", lambda mesh, has=has: has)
+        assert memory.width(chosen, mlp, toy, local.mesh) == width
+    assert local._replace(width=None).resolved().width == 4096
 
 
 def test_keys_and_devices():

@@ -93,14 +93,18 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
 # Dealing to devices
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_chunks_of_empty_slots_are_not_visited(toy, width):
+@pytest.mark.parametrize(("width", "slots"), [(1, 8), (2, 6), (4, 6)])
+def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
+    """Five clients on two devices; somebody in an empty slot is visited only to fill a chunk."""
     local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
-    cohort = training.dealt(jnp.array([1, 6, 2, 4], jnp.int32), toy, local)
-    assert cohort.ids.size > 4
+    cohort = training.dealt(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
+    assert cohort.ids.size == (10 if width == 1 else slots)
     seen = jax.jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
-    visited = jnp.any((cohort.ids < 14).reshape(-1, width), axis=1).repeat(width)
-    np.testing.assert_array_equal(seen, jnp.where(visited, cohort.ids + 1, 0))
+    real = cohort.ids < 14
+    np.testing.assert_array_equal(seen[real], cohort.ids[real] + 1)
+    per_device = real.reshape(2, -1).sum(1)
+    visited = jnp.minimum(-(-per_device // width) * width, cohort.ids.size // 2).sum()
+    assert jnp.sum(seen != 0) == visited
 
 
 DEAL = jax.jit(sharding.deal, static_argnums=(2, 3, 4))
@@ -111,7 +115,7 @@ def test_deal_places_everybody_once(devices, width):
     rng = np.random.default_rng(devices)
     ids = jnp.asarray(rng.permutation(100)[:23], jnp.int32)
     cohort = DEAL(ids, jnp.asarray(rng.lognormal(3, 1.5, 23), jnp.float32), 100, devices, width)
-    assert cohort.ids.size % (devices * width) == 0
+    assert cohort.ids.size % devices == 0
     real = np.asarray(cohort.ids) < 100
     assert (np.asarray(cohort.ids)[~real] == 100).all() and real.sum() == 23
     np.testing.assert_array_equal(np.sort(np.asarray(cohort.ids)[real]), np.sort(ids))
@@ -129,7 +133,8 @@ def test_deal_keeps_queues_within_one_client(seed):
     assert queues.max() <= 4 / 3 * max(load.sum() / 4, load.max()) + 1e-3
 
 
-def test_deal_sorts_chunks_by_size():
-    cohort = DEAL(jnp.array([5, 6, 7, 8]), jnp.array([1.0, 9.0, 2.0, 8.0]), 10, 1, 2)
-    assert cohort.ids.tolist() == [6, 8, 7, 5]
-    assert cohort.rank.tolist() == [1, 3, 2, 0]
+@pytest.mark.parametrize(("devices", "dealt"), [(1, [6, 8, 7, 5]), (2, [6, 5, 8, 7]), (3, [6, 10, 8, 10, 7, 5])])
+def test_deal_of_wide_devices_goes_back_and_forth(devices, dealt):
+    cohort = DEAL(jnp.array([5, 6, 7, 8]), jnp.array([1.0, 9.0, 2.0, 8.0]), 10, devices, 2)
+    assert cohort.ids.tolist() == dealt
+    assert cohort.rank.tolist() == [{6: 1, 8: 3, 7: 2, 5: 0, 10: 4}[client] for client in dealt]
