@@ -162,7 +162,7 @@ def build(config: DictConfig, resolved: dict):
     hosts.connect(resolved["coordinator"], resolved["processes"], resolved["process"])
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
         cfl.use_cpu_cores()
-    jax.config.update("jax_default_matmul_precision", "float32")  # accelerators would otherwise round inputs to TF32 or bfloat16
+    jax.config.update("jax_default_matmul_precision", config.precision)  # by default accelerators round inputs to TF32 or bfloat16
     mesh = cfl.mesh_of(config.devices)
     pool = made("dataset.source", config.dataset.source)
     concept = functools.partial(made, "concept", config.concept) if config.concept else None

@@ -56,6 +56,7 @@ RULES = {
     "clients_per_round": _whole(1),
     "eval_every": _whole(1),
     "devices": _whole(1, or_none=True),
+    "precision": _one_of("float32", "tensorfloat32", "bfloat16"),
     "coordinator": Rule("null, auto or HOST:PORT", lambda value: value in (None, "auto") or re.fullmatch(r"\S+:\d{1,5}", str(value))),
     "processes": _whole(1, or_none=True),
     "process": _whole(0, or_none=True),

@@ -98,6 +98,7 @@ REFUSED = {
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
     "algorithm=ifca algorithm.average=gradient algorithm.weighting=samples": "algorithm.weighting=samples: uniform",
     "discard=foo": "discard=foo: rounds, met, none",
+    "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
     "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: all or digits",
     # the grammar
     "rounds==3": "rounds==3: KEY=VALUE",

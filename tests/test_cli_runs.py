@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pyarrow.parquet
+import pytest
+
+from fedjax_cfl import __main__ as cli
 
 SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2 devices=1"
 BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
@@ -40,6 +44,15 @@ def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
     )
     assert sorted(path.name for path in (tmp_path / "one" / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(("precision", "asked"), [("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("bfloat16", "DEFAULT")])
+def test_an_accelerator_rounds_matrix_products_only_by_choice(precision, asked, monkeypatch, request):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
+    request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", "float32"))
+    _, task, data, _ = cli.assemble([f"precision={precision}"])
+    program = jax.jit(task.predict).lower(task.init(jax.random.key(0)), data.x[:2]).as_text()
+    assert f"precision = [{asked}, {asked}]" in program
 
 
 def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
