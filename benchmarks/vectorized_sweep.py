@@ -5,21 +5,18 @@ FlexCFL, 5 seeds x 5 eta_g, end to end as a user waits for it: two commands, eac
     python benchmarks/vectorized_sweep.py                 digits (60 rounds), and MNIST-MLP (20 rounds) where the data are
     python benchmarks/vectorized_sweep.py --quick         digits, 2 x 2 runs of 5 rounds, under two minutes
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the sums of what the runs say they spent, and the mean of
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the sums of what the runs say they spent, and the mean of
 their best accuracies:
 
                                  runs  seconds  compiling  training  evaluating  accuracy
-    digits, one after another      25    209.6      178.8       4.8         1.5    0.9517
-    digits, one program            25     41.4       17.4       1.3         0.2    0.9517
-    digits: 5.1 times as fast
+    digits, one after another      25    104.5       79.5       2.8         1.3    0.9494
+    digits, one program            25     33.3        9.8       1.3         0.2    0.9494
+    digits: 3.1 times as fast
+    MNIST-MLP, one after another   25    232.9      146.6      23.0         5.1    0.9395
+    MNIST-MLP, one program         25     67.3       13.5      21.5         6.4    0.9395
+    MNIST-MLP: 3.5 times as fast
 
-and 2026-11-22 on other 2 cores (Intel Xeon, AVX-512), where each of the 25 runs by itself compiles for 17 seconds:
-
-    MNIST-MLP, one after another   25    603.4      418.4      68.2        13.4
-    MNIST-MLP, one program         25    186.9       46.8      61.7        18.4
-    MNIST-MLP: 3.2 times as fast
-
-What is gained there is compiling and starting; training itself is as fast, 25 cohorts of 20 being no better a load than one.
+What is gained is compiling and starting; training itself is as fast, 25 cohorts of 20 being no better a load than one.
 """
 
 import argparse
