@@ -118,12 +118,13 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
         stacked([toy, cfl.federate(toy_pool, cfl.Holdings(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=15)])
 
 
-def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear):
+@pytest.mark.parametrize("width", [3, 4096])
+def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     """Nested maps, chunks of several clients, a traced step size, on several devices."""
     mesh, rates, keys = cfl.mesh_of(2), jnp.array([0.05, 0.3]), jax.random.split(jax.random.key(5), 2)
 
     def after(members: bool, lr, key):
-        local = cfl.Local(lr, 2, 4, 3, mesh, members=members)
+        local = cfl.Local(lr, 2, 4, width, mesh, members=members)
         algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
         return algorithm.round(key, algorithm.init(key, toy), toy)[0]
 
