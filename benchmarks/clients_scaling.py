@@ -9,13 +9,15 @@ memory-mapped files (4.8 GB for a million clients) and stay there (resident=host
 `training` is rounds per second, fetching included; `own memory` is the peak of what the process itself allocated, without the pages of
 the mapped files, which the system can drop at any time.
 
-Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.2:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2:
 
       clients  training, rounds/s  an evaluation, s  own memory, MB  with files, MB  accuracy
-        1,000               53.19              0.01             593             771     0.180
-       10,000               33.17              0.03             779           1,016     0.188
-      100,000               47.35              0.23           1,002           1,699     0.189
-    1,000,000               35.70              1.90           1,507           6,574     0.188
+        1,000               93.79              0.01             522             704     0.180
+       10,000               60.43              0.02             676             916     0.188
+      100,000               53.73              0.15             959           1,623     0.189
+    1,000,000               61.66              0.94           1,437           6,502     0.188
+
+On 2 cores of an Intel Xeon, a day earlier: 53, 33, 47 and 36 rounds/s, an evaluation of a million 1.9 s, the same memory.
 
 The samples cost no memory; what grows is 0.9 KB a client: the numbers of its 20 samples, of which this program holds two copies, and what
 every device knows of everybody. A part of an evaluation only has a table of its own clients; when it had one of all, a million clients

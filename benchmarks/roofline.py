@@ -8,28 +8,28 @@ the bandwidth's ceiling means that a cache does; more than 100 % of the products
     python benchmarks/roofline.py
     python benchmarks/roofline.py --quick      W1, K = 20, under two minutes
 
-Measured 2026-11-22 on 2 CPU cores (Intel Xeon, AVX-512), Python 3.11, jax 0.10.2 (the column of percentages is the share of each ceiling):
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 (the column of percentages is the share of each ceiling):
 
-    W1: ceilings 18 GFLOP/s at its own shapes, 116 at 2048^3, 17 GB/s
-    W1 K=20    direct        285 client updates/s     15740 steps/s    59.9 GFLOP/s   52%    19.2 GB/s  111%
-    W1 K=20    auto          471 client updates/s     26006 steps/s    99.0 GFLOP/s   85%    31.8 GB/s  183%
-    W1 K=100   direct        289 client updates/s     16927 steps/s    64.3 GFLOP/s   55%    20.7 GB/s  119%
-    W1 K=100   auto          440 client updates/s     25808 steps/s    98.1 GFLOP/s   84%    31.5 GB/s  182%
-    W1 K=1000  direct        221 client updates/s     14558 steps/s    55.7 GFLOP/s   48%    17.8 GB/s  103%
-    W1 K=1000  auto          440 client updates/s     28987 steps/s   110.9 GFLOP/s   95%    35.4 GB/s  205%
-    W2: ceilings 30 GFLOP/s at its own shapes, 179 at 2048^3, 17 GB/s
-    W2 K=20    direct        582 client updates/s     32128 steps/s     9.4 GFLOP/s    5%     3.0 GB/s   17%
-    W2 K=20    auto          598 client updates/s     32976 steps/s     9.6 GFLOP/s    5%     3.1 GB/s   18%
-    W2 K=100   direct        631 client updates/s     37012 steps/s    10.8 GFLOP/s    6%     3.5 GB/s   20%
-    W2 K=100   auto          847 client updates/s     49719 steps/s    14.5 GFLOP/s    8%     4.7 GB/s   27%
-    W2 K=1000  direct        551 client updates/s     36337 steps/s    10.7 GFLOP/s    6%     3.4 GB/s   20%
-    W2 K=1000  auto          752 client updates/s     49569 steps/s    14.5 GFLOP/s    8%     4.7 GB/s   27%
-    W3: ceilings 121 GFLOP/s at its own shapes, 195 at 2048^3, 17 GB/s
-    W3 K=20    direct         10 client updates/s       102 steps/s    61.3 GFLOP/s   31%     0.1 GB/s    1%
-    W3 K=100   direct         15 client updates/s       150 steps/s    89.9 GFLOP/s   46%     0.1 GB/s    1%
+    W1: ceilings 30 GFLOP/s at its own shapes, 261 at 2048^3, 59 GB/s
+    W1 K=20    direct        787 client updates/s     43394 steps/s   165.2 GFLOP/s   63%    53.0 GB/s   89%
+    W1 K=20    auto         1222 client updates/s     67441 steps/s   256.8 GFLOP/s   99%    82.4 GB/s  139%
+    W1 K=100   direct        843 client updates/s     49477 steps/s   188.0 GFLOP/s   72%    60.4 GB/s  102%
+    W1 K=100   auto         1625 client updates/s     95360 steps/s   362.4 GFLOP/s  139%   116.5 GB/s  196%
+    W1 K=1000  direct        692 client updates/s     45660 steps/s   174.7 GFLOP/s   67%    55.8 GB/s   94%
+    W1 K=1000  auto         1252 client updates/s     82578 steps/s   316.0 GFLOP/s  121%   100.8 GB/s  170%
+    W2: ceilings 37 GFLOP/s at its own shapes, 258 at 2048^3, 59 GB/s
+    W2 K=20    direct       1989 client updates/s    109702 steps/s    32.0 GFLOP/s   12%    10.3 GB/s   17%
+    W2 K=20    auto         2267 client updates/s    125084 steps/s    36.5 GFLOP/s   14%    11.8 GB/s   20%
+    W2 K=100   direct       2286 client updates/s    134085 steps/s    39.1 GFLOP/s   15%    12.6 GB/s   21%
+    W2 K=100   auto         2662 client updates/s    156186 steps/s    45.5 GFLOP/s   18%    14.7 GB/s   25%
+    W2 K=1000  direct       2144 client updates/s    141375 steps/s    41.5 GFLOP/s   16%    13.3 GB/s   22%
+    W2 K=1000  auto         2750 client updates/s    181314 steps/s    53.2 GFLOP/s   21%    17.1 GB/s   29%
+    W3: ceilings 215 GFLOP/s at its own shapes, 260 at 2048^3, 59 GB/s
+    W3 K=20    direct         41 client updates/s       422 steps/s   253.3 GFLOP/s   97%     0.4 GB/s    1%
+    W3 K=100   direct         43 client updates/s       431 steps/s   258.9 GFLOP/s   99%     0.4 GB/s    1%
 
-The machine is shared: its best product was between 116 and 238 GFLOP/s within the hour. On 2 cores of an AMD EPYC (235 GFLOP/s, 58 GB/s)
-W1 had 57 % directly and 68 to 78 % in sample space, W2 10 to 20 % and W3 71 to 75 %, the last with convolutions of whole batches.
+On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), whose best product was between 116 and 238 GFLOP/s within the hour, at 17 GB/s: W1 48 to
+55 % directly and 84 to 95 % in sample space, W2 5 to 8 %, W3 31 to 46 %.
 
 On accelerators the ceilings have to be measured there; this program has only been run on a CPU. ResNet-18 is not among the models.
 """
