@@ -31,15 +31,19 @@ class Local(NamedTuple):
     width: int | None = None  # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of its share
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
-    first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: whichever is cheaper per client
+    first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the cheaper
     momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
     members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
 
     def resolved(self) -> "Local":
-        """Returns the same with mesh and width filled in for the machine; raises InputError for an unknown `first_layer`."""
+        """Returns the same with mesh, width and first layer settled for the machine; raises InputError for an unknown `first_layer`.
+
+        Side by side, sample space would be padded to the largest client, so that there auto is direct.
+        """
         require("local.first_layer", self.first_layer, ("auto", "direct", "dual"))
         mesh = self.mesh or sharding.mesh_of()
-        return self._replace(mesh=mesh, width=self.width or (1 if sharding.on_cpu(mesh) else WIDEST))
+        width = self.width or (1 if sharding.on_cpu(mesh) else WIDEST)
+        return self._replace(mesh=mesh, width=width, first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer)
 
 
 class Work(NamedTuple):

@@ -45,7 +45,9 @@ def footprint(chosen: dict, task, data) -> int:
     batch = [jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y)]
     gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
     step = gradient.lower(model, *batch).compile().memory_analysis().temp_size_in_bytes
-    return 4 * size(model) + 4 * chosen["epochs"] * buckets(data.capacity)[-1] + step
+    most = buckets(data.capacity)[-1]
+    gram = 16 * most**2 if chosen["first_layer"] == "dual" else 0  # and its copies
+    return 4 * size(model) + 4 * chosen["epochs"] * most + gram + step
 
 
 def available(mesh) -> int | None:

@@ -39,14 +39,14 @@ def test_names_the_knob_of_the_largest_part(part, knob, local):
 
 
 def test_width_of_a_cpu_core_and_by_hand(mlp, toy, local):
-    chosen = {"width": "auto", "batch_size": 5, "epochs": 2}
+    chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
     assert memory.width(chosen, mlp, toy, local.mesh) == 1
     assert memory.width(chosen | {"width": 12}, mlp, toy, local.mesh) == 12
 
 
 def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
     """Half of what the data leave; at least one, at most 4096; everybody where the backend does not say."""
-    chosen = {"width": "auto", "batch_size": 5, "epochs": 2}
+    chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
     each, data = memory.footprint(chosen, mlp, toy), memory.size(toy)
     parameters = memory.size(jax.eval_shape(mlp.init, jax.random.key(0)))
     assert 4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64  # the largest client has 40 samples
@@ -54,7 +54,9 @@ def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
     for has, width in [(data + 2 * 10 * each, 10), (data + 2 * 10 * each - 1, 9), (data, 1), (2**50, 4096), (None, 4096)]:
         monkeypatch.setattr(memory, "available", lambda mesh, has=has: has)
         assert memory.width(chosen, mlp, toy, local.mesh) == width
-    assert local._replace(width=None).resolved().width == 4096
+    assert memory.footprint(chosen | {"first_layer": "dual"}, mlp, toy) == each + 16 * 64**2
+    wide = local._replace(width=None).resolved()
+    assert wide.width == 4096 and wide.first_layer == "direct" and local.resolved().first_layer == "auto"
 
 
 def test_keys_and_devices():
