@@ -1,5 +1,6 @@
 """What a run will take, known before round 0 from its arrays and its compiled programs."""
 
+import functools
 import os
 import resource
 import sys
@@ -42,12 +43,18 @@ def footprint(chosen: dict, task, data) -> int:
     """Returns about the bytes of a client in training: its start, model, gradient and delta, its samples' order, and what a step needs."""
     model = jax.eval_shape(task.init, jax.random.key(0))
     batch_size = min(chosen["batch_size"], data.capacity)
-    batch = [jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y)]
-    gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
-    step = gradient.lower(model, *batch).compile().memory_analysis().temp_size_in_bytes
+    x, y = (jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y))
     most = buckets(data.capacity)[-1]
     gram = 16 * most**2 if chosen["first_layer"] == "dual" else 0  # and its copies
-    return 4 * size(model) + 4 * chosen["epochs"] * most + gram + step
+    return 4 * size(model) + 4 * chosen["epochs"] * most + gram + of_a_step(task, x, y)
+
+
+@functools.cache  # asked again by the summary of every run
+def of_a_step(task, x, y) -> int:
+    """Returns the bytes that a compiled gradient needs besides model, gradient and batch; `x` and `y` are shapes."""
+    gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
+    model = jax.eval_shape(task.init, jax.random.key(0))
+    return gradient.lower(model, x, y).compile().memory_analysis().temp_size_in_bytes
 
 
 def available(mesh) -> int | None:

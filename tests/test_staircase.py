@@ -79,12 +79,11 @@ def steps_taken(count) -> int:
     return len(taken)
 
 
-@pytest.mark.parametrize(("sizes", "share"), [(lambda rng: rng.lognormal(3, 1, 40), 0.87), (lambda rng: rng.uniform(1, 60, 30), 0.87)])
-def test_useful_share(sizes, share):
-    """At least two thirds whatever the sizes; of ragged cohorts more."""
+@pytest.mark.parametrize("sizes", [lambda rng: rng.lognormal(3, 1, 40), lambda rng: rng.uniform(1, 60, 30)])
+def test_useful_share(sizes):
     count = sizes(np.random.default_rng(1)).astype(np.int32)
     useful = count.sum() / steps_taken(jnp.asarray(count))
-    assert share < useful < 1
+    assert 0.87 < useful < 1
     assert count.sum() / (count.max() * count.size) < 0.7  # without a staircase
 
 
