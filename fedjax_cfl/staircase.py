@@ -60,7 +60,7 @@ def descend(step, count, own, own_mapped, carry):
         own = each(own_mapped, own, lambda leaf, width=width: leaf[:width])
 
         def advance(i, carry, own=own, due=count[:width]):
-            return [jnp.where(_like(i < due, old), new, old) for new, old in zip(step(own, i, carry), carry, strict=True)]
+            return [jax.vmap(jnp.where)(i < due, new, old) for new, old in zip(step(own, i, carry), carry, strict=True)]
 
         carry = lax.fori_loop(begun, count[after], advance, carry)
         finished.append([leaf[after:] for leaf in carry])
@@ -72,7 +72,3 @@ def descend(step, count, own, own_mapped, carry):
 def each(mapped, leaves, change, otherwise=lambda leaf: leaf):
     """Returns the leaves, changed by one of two functions: those that are mapped, and the others."""
     return [change(leaf) if is_mapped else otherwise(leaf) for is_mapped, leaf in zip(mapped, leaves, strict=True)]
-
-
-def _like(flags, leaf):
-    return flags.reshape(-1, *(1,) * (leaf.ndim - 1))
