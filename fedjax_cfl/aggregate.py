@@ -80,7 +80,7 @@ def trimmed_group_mean(present, gid, tree, num_groups, share):
     coefficient = members(kept / jnp.maximum(count - 2 * drop, 1)[row], row, num_groups)
 
     def ordered(leaf):
-        key = jnp.broadcast_to(group.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf.shape)
+        key = jax.vmap(lambda group: jnp.full(leaf.shape[1:], group))(group)
         return lax.sort((key, leaf), dimension=0, num_keys=2)[1]
 
     return group_sum(coefficient, jax.tree.map(ordered, tree)), count

@@ -1,5 +1,6 @@
 """One federated round, in order. Every algorithm that fits is a call of `federated` with other parts."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -155,9 +156,7 @@ def serve_step(server: optax.GradientTransformation, state: State, step, mass):
     updates, new_server = jax.vmap(server.update)(jax.tree.map(jnp.negative, step), state.server, state.groups)
     updated = jax.vmap(optax.apply_updates)(state.groups, updates)
 
-    def keep(new, old):
-        return jnp.where(moved.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
+    keep = partial(jax.vmap(jnp.where), moved)
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
 
 

@@ -3,6 +3,7 @@
 Faults are data: which client fails in which round is drawn per client and round, whatever the algorithm, chunks or devices.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -76,7 +77,7 @@ def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     """Returns the upload with the deltas of the clients `by` [S] bool attacked."""
     if faults.attack == "sign_flip":
         factor = jnp.where(by, -faults.scale, 1.0)
-        return upload.replace(delta=jax.tree.map(lambda leaf: leaf * _wide(factor, leaf), upload.delta))
+        return upload.replace(delta=jax.tree.map(partial(jax.vmap(jnp.multiply), factor), upload.delta))
     if faults.attack != "noise":
         return upload
     leaves, shape = jax.tree.flatten(upload.delta)
@@ -86,7 +87,8 @@ def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(own_keys(key, NOISE, cohort))  # [S, leaves]
 
     def noisy(number, leaf):
-        return leaf + _wide(reach, leaf) * jax.vmap(lambda key: jax.random.normal(key, leaf.shape[1:]))(keys[:, number])
+        noise = jax.vmap(lambda key, reach: reach * jax.random.normal(key, leaf.shape[1:]))
+        return leaf + noise(keys[:, number], reach)
 
     return upload.replace(delta=jax.tree.unflatten(shape, [noisy(number, leaf) for number, leaf in enumerate(leaves)]))
 
@@ -104,7 +106,7 @@ def screened(policy: str, upload: Upload):
         delta, weight = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta), upload.weight
         whole = squares(delta).sum(0)
     else:
-        delta, weight = jax.tree.map(lambda leaf: jnp.where(_wide(bad, leaf), 0.0, leaf), upload.delta), jnp.where(bad, 0.0, upload.weight)
+        delta, weight = filled(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, whole)
     return Upload(delta, weight, *losses, upload.steps, whole), bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
 
@@ -117,11 +119,10 @@ def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_client
         upload = attacked(faults, key, cohort, upload, attackers)
     if faults.nan:
         broken = real & drawn(key, NAN, cohort, faults.nan)
-        upload = upload.replace(delta=jax.tree.map(lambda leaf: jnp.where(_wide(broken, leaf), jnp.nan, leaf), upload.delta))
+        upload = upload.replace(delta=filled(broken, jnp.nan, upload.delta))
     silent = real & drawn(key, DROPOUT, cohort, faults.dropout) if faults.dropout else jnp.zeros_like(real)
     if faults.dropout:
-        gone = jax.tree.map(lambda leaf: jnp.where(_wide(silent, leaf), 0.0, leaf), upload.delta)
-        upload = upload.replace(delta=gone, weight=jnp.where(silent, 0.0, upload.weight))
+        upload = upload.replace(delta=filled(silent, 0.0, upload.delta), weight=jnp.where(silent, 0.0, upload.weight))
     upload, bad, layer = screened(faults.nonfinite, upload)
     first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))  # by selection, whatever the slots
     culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(jnp.int32)
@@ -151,6 +152,6 @@ def total(lost: Lost, cohort: Cohort) -> Lost:
     return Lost(lost.dropped.sum(), lost.nonfinite.sum(), lost.hostile.sum(), culprit)
 
 
-def _wide(row, leaf):
-    """Returns `row` [S] with the axes it needs to meet `leaf` [S, ...]."""
-    return row.reshape(-1, *(1,) * (leaf.ndim - 1))
+def filled(by, value, tree):
+    """Returns `tree` [S, ...] with `value` everywhere in the rows `by` [S] bool."""
+    return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(by, value, leaf), tree)

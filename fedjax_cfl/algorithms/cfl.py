@@ -8,6 +8,7 @@ Differs from the paper: there is room for `m` groups and no more; a member that 
 takes part, as newcomers do; newcomers are compared by the server, which costs a model down and one up per cut.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -208,7 +209,7 @@ def split(state: State, ids, group, sent, delta, half, chosen):
         return leaf[source]
 
     def recorded(new, old):
-        return jax.tree.map(lambda new, old: jnp.where(created.reshape(-1, *(1,) * (new.ndim - 1)), new, old), new, old)
+        return jax.tree.map(partial(jax.vmap(jnp.where), created), new, old)
 
     tree = tree.replace(
         parent=jnp.where(created, source, tree.parent),

@@ -241,7 +241,7 @@ def embedded(delta, known):
     weight = known / jnp.maximum(jnp.sum(known), 1)
 
     def centered(leaf):
-        return jnp.where(known.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf - jnp.tensordot(weight, leaf, axes=1), 0.0)
+        return jax.vmap(jnp.where, (0, 0, None))(known, leaf - jnp.tensordot(weight, leaf, axes=1), 0.0)
 
     values, vectors = jnp.linalg.eigh(cluster.gram(jax.tree.map(centered, delta)))
     return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :DIMENSIONS]

@@ -8,6 +8,8 @@ Differs from the paper: clients send models after E local epochs, where it sends
 follow the code of FeSEM, which does the last two stages in every round and on the last layer only (D34).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -102,7 +104,7 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
             step, labels, centers, _ = carry
             nearest = nearest_center(models, centers)
             means, count = trimmed_group_mean(known, nearest, models, m, theta)
-            filled = jax.tree.map(lambda mean, old: jnp.where(count.reshape(-1, *(1,) * (old.ndim - 1)) > 0, mean, old), means, centers)
+            filled = jax.tree.map(partial(jax.vmap(jnp.where), count > 0), means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
 
         begin = (0, jnp.full(known.size, -1, jnp.int32), jax.tree.map(lambda leaf: leaf[seeds], models), True)
