@@ -18,7 +18,7 @@ from fedjax_cfl.types import Cohort, FederatedData
 
 SMALLEST = 16  # samples in the smallest size bucket
 BLOCK = 64  # samples in one step of a pass over a client's whole training set
-WIDEST = 4096  # clients side by side, at most
+WIDEST = 4096  # clients side by side, unless more are asked for
 NOBODY = jnp.iinfo(jnp.int32).max  # no client's number
 
 

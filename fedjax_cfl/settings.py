@@ -77,7 +77,7 @@ RULES = {
     "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),
     "local.momentum": _below_one,
-    "local.width": Rule("auto or a whole number from 1 to 4096", lambda value: value == "auto" or _whole(1, 4096).holds(value)),
+    "local.width": Rule("auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)),
     "local.first_layer": _one_of("auto", "direct", "dual"),
     "model.l2": _not_negative,
     "preset.l2": Rule("null or a finite number >= 0", lambda value: value is None or _not_negative.holds(value)),
