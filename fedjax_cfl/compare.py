@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fedjax_cfl.errors import InputError, nearest
-from fedjax_cfl.plot import colours, dress
+from fedjax_cfl.plot import colours, dress, in_percent
 from fedjax_cfl.report import METRICS, read_metrics, read_summary, replacing, rounds_to, series, summarise
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
@@ -230,7 +229,7 @@ def _plot(out: Path, groups: list[dict[str, Any]]) -> None:
     dress(right, "Accuracy against communication", heading, "")
     for axes in (left, right):
         axes.set_xlim(left=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        in_percent(axes)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
     with replacing(out / "compare.png") as temporary:
         figure.savefig(temporary, dpi=110, format="png")

@@ -10,11 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, PercentFormatter
+from matplotlib.ticker import FormatStrFormatter
 
 from fedjax_cfl import report
 from fedjax_cfl.paper_report import columns_of, ran_rows, row_title
-from fedjax_cfl.plot import colours, dress
+from fedjax_cfl.plot import colours, dress, in_percent
 
 LABELS = {
     "accuracy": "test accuracy",
@@ -98,7 +98,7 @@ def curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) ->
             dress(axes, row_title(table, row) if i == 0 else "", "round", LABELS.get(name, name) if j == 0 else "")
             axes.set_xlim(left=0)
             if "accuracy" in name:
-                axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+                in_percent(axes)
     save(figure, path, list(grid.flat), list(table["columns"]))
 
 
@@ -124,7 +124,7 @@ def communication(table: dict, found: dict[tuple[str, str], list[Path]], path: P
             band(left, sent / base, mean, spread, styles[column], column)
         dress(left, row_title(table, row), f"models sent so far, {unit}", "test accuracy")
         left.set_xlim(left=0)
-        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        in_percent(left)
         bars(right, {column: cost(seeds) / base for column, seeds in methods.items()}, table["rows"][row].get("published_cost", {}), styles)
         dress(right, "", f"models sent in all, {unit}", "")
         right.grid(visible=False)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from fedjax_cfl.report import read_metrics, read_summary, replacing, series, summarise, title
 
@@ -31,6 +31,12 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
+def in_percent(axes: Axes) -> None:
+    """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power of ten: 2.5 would need a digit that others do not."""
+    axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
+
+
 def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
     rounds, empty = [row["round"] for row in rows], True
     for (name, label), colour in zip(named.items(), colours(len(named)), strict=True):
@@ -50,7 +56,7 @@ def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
         label = f"best: {best['best_accuracy']:.1%} at round {best['best_round']}"
         axes.plot(best["best_round"], best["best_accuracy"], "*", color="black", markersize=12, linestyle="none", label=label, zorder=4)
         axes.set_ylim(0, 1.02)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        in_percent(axes)
     dress(axes, "Test accuracy", "round", "correct test samples")
 
 
