@@ -9,6 +9,7 @@ names it, `experiment: TABLE`, and takes up what that has run.
 import argparse
 import contextlib
 import fnmatch
+import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from omegaconf import OmegaConf
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedjax_cfl import download, edc_madc, figures, model_map, paper_report, report
 from fedjax_cfl.errors import InputError, require
@@ -130,10 +132,11 @@ def start(cell: Cell, alone: bool) -> subprocess.Popen:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def running(todo: list[Cell], jobs: int, skipped: set[str]) -> Iterator[tuple[Cell, int]]:
+def running(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]) -> Iterator[tuple[Cell, int]]:
     """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller puts into `skipped` are not begun any more.
 
-    Whatever ends the loop, an interrupt too, ends the cells: they save where they stand, and go on from there another time.
+    `show` is told again and again how many have ended, and which run. Whatever ends the loop, an interrupt too, ends the cells: they save
+    where they stand, and go on from there another time.
     """
     queue, active = deque(todo), {}
     try:
@@ -144,9 +147,33 @@ def running(todo: list[Cell], jobs: int, skipped: set[str]) -> Iterator[tuple[Ce
                     active[start(cell, alone=jobs == 1)] = cell
             for process in [process for process in active if process.poll() is not None]:
                 yield active.pop(process), process.returncode
+            show(len(todo) - len(queue) - len(active), list(active.values()))
             time.sleep(0.1 if active else 0)
     finally:
         stop(list(active))
+
+
+@contextlib.contextmanager
+def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]], None]]:
+    """Yields show(ended, active cells), which moves a progress bar; silent where the console is not a terminal."""
+    times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("cells,"), *times, TextColumn("{task.description}"))
+    # the pace is a mean over a day: a cell may take hours
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=86400, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        bar.advance(task, 0)  # the first cell's time counts, too
+
+        def show(ended: int, active: list[Cell]) -> None:
+            if console.is_terminal:
+                bar.update(task, completed=ended, description="\n".join(f"{cell}: round {last_round(cell)}" for cell in active))
+
+        yield show
+
+
+def last_round(cell: Cell) -> int:
+    """Returns the last round that a cell has evaluated so far, 0 if none."""
+    metrics = cell.folder / "metrics.jsonl"
+    return int([b"0", *re.findall(rb'^{"round": (\d+)', metrics.read_bytes() if metrics.exists() else b"", re.MULTILINE)][-1])
 
 
 def stop(processes: list[subprocess.Popen]) -> None:
@@ -190,18 +217,19 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
     unfinished = [cell for cell in todo if not finished(cell)]
     if len(unfinished) < len(todo):
         console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
-    for cell, status in running(unfinished, jobs, skipped):
-        number += 1
-        said = f"[{number}/{len(unfinished)}] {cell}: "
-        if status == 0:
-            console.print(said + ended(cell), markup=False, highlight=False)
-        elif status == 2 and any(text in complaint(cell) for text in MISSING):
-            if cell.row not in skipped:
-                console.print(f"{cell.row}: skipped, data missing: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
-            skipped.add(cell.row)
-        else:
-            failed = True
-            console.print(f"{said}failed: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+    with progress(len(unfinished), console) as show:
+        for cell, status in running(unfinished, jobs, skipped, show):
+            number += 1
+            said = f"[{number}/{len(unfinished)}] {cell}: "
+            if status == 0:
+                console.print(said + ended(cell), markup=False, highlight=False)
+            elif status == 2 and any(text in complaint(cell) for text in MISSING):
+                if cell.row not in skipped:
+                    console.print(f"{cell.row}: skipped, data missing: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+                skipped.add(cell.row)
+            else:
+                failed = True
+                console.print(f"{said}failed: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
     return failed
 
 

@@ -1,6 +1,7 @@
 """`fedjax-cfl paper`: cells, measures, what is written. Most tests replace a cell's program by one that only writes a run's files."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from conftest import call
 from matplotlib.image import imread
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from fedjax_cfl import __main__ as cli
 from fedjax_cfl import edc_madc, figures, paper, report
@@ -149,6 +151,16 @@ def test_several_at_a_time_give_the_same_table(verb, tmp_path):
     assert (verb.out / "table.csv").read_text() == (tmp_path / "other" / "fake" / "table.csv").read_text()
     started = verb.started()
     assert not any("devices" in line for line in started[:8]) and all("devices=1" in line for line in started[8:])
+
+
+def test_a_terminal_sees_which_cells_run_and_how_far_they_are(tmp_path):
+    cell = paper.Cell("first-a", "Avg", 0, tmp_path, [])
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    for metrics, at in [("", 0), ('{"round": 5, "accuracy": 0.5}\n{"round": 10, "acc', 10)]:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        with paper.progress(3, console) as show:
+            show(1, [cell])
+        assert "1/3" in console.file.getvalue() and f"first-a, Avg, seed 0: round {at}" in console.file.getvalue()
 
 
 def test_missing_data_skip_the_row_with_its_reason(verb, monkeypatch, capsys):
