@@ -25,7 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl as cfl
-from fedjax_cfl import grid, hosts, memory, report, session, settings
+from fedjax_cfl import grid, hosts, memory, population, report, session, settings
 from fedjax_cfl.command_line import CONF, check, precheck
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.lock import lock
@@ -61,7 +61,7 @@ def main() -> int:
 def verb(name: str, *arguments: str) -> int:
     """Runs a verb, a module of its own that is imported only here: plotting alone takes a second to import."""
     own = importlib.import_module(f"fedjax_cfl.{name}")
-    return own.main(list(arguments), CONF, assemble) if name == "paper" else own.main(list(arguments))
+    return own.main(list(arguments), CONF, checked, assemble) if name == "paper" else own.main(list(arguments))
 
 
 @contextlib.contextmanager
@@ -148,6 +148,12 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
         return grid.train(members, HydraConfig.get().runtime.choices, axes, built, make, starts, run_dir)
 
 
+def checked(overrides: list[str]) -> dict:
+    """Returns the settings of the run that these overrides describe, as a dict. Raises InputError for what is not allowed."""
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return check(overrides)
+
+
 def assemble(overrides: list[str]) -> tuple:
     """Returns (settings as a dict, task, data, local) of the run that these overrides describe, without running it."""
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
@@ -174,7 +180,9 @@ def build(config: DictConfig, resolved: dict):
         task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
     except InputError as error:
         raise InputError(f"model={config.model.name}: {error}") from None
-    return algorithm_of(config, resolved, task, data, mesh), task, data, made("drift", config.drift), mesh
+    algorithm, drift = algorithm_of(config, resolved, task, data, mesh), made("drift", config.drift)
+    population.check(data, algorithm, drift)
+    return algorithm, task, data, drift, mesh
 
 
 def algorithm_of(config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None):

@@ -5,7 +5,7 @@ No run: all clients pre-train once from the initial model, as FlexCFL's newcomer
 
 import csv
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,6 +18,7 @@ from fedjax_cfl import local as training
 from fedjax_cfl.algorithms.flexcfl import pretraining
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.figures import blank
+from fedjax_cfl.paper_cells import Cell
 from fedjax_cfl.plot import dress
 from fedjax_cfl.types import FederatedData
 
@@ -112,35 +113,28 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
 
 
 def reproduce(
-    name: str,
-    table: dict,
-    out: Path,
-    rows: list[str],
-    seeds: Iterable[int],
-    extra: list[str],
-    build: Callable[[list[str]], tuple],
-    console: Console,
-    missing: tuple[str, ...],
+    table: dict, cells: list[Cell], out: Path, build: Callable[[list[str]], tuple], console: Console, missing: tuple[str, ...]
 ) -> int:
     """Writes figure.png (the first seed) and correlation.csv; rows whose data are missing are skipped and named. Returns 0.
 
     `build(overrides)` returns (config, task, data, local); `missing` are the words of an InputError about data that are not here.
     """
-    records, drawn = [], {}
-    for row in rows:
-        for seed in seeds:
-            try:
-                parts = build([f"experiment={name}", *table["rows"][row]["overrides"], f"seed={seed}", *extra])
-            except InputError as error:
-                if not any(text in str(error) for text in missing):
-                    raise
-                console.print(f"{row}: skipped, data missing: {error}", markup=False, highlight=False, soft_wrap=True)
-                break
-            found = compared(*parts)
-            drawn.setdefault(row, found)
-            records.append({"row": row, "seed": seed} | found)
-            said = f"{row}, seed {seed}: Pearson {found['pearson']:.3f} over {found['pairs']:,} pairs"
-            console.print(said, markup=False, highlight=False)
+    records, drawn, skipped = [], {}, set()
+    for cell in cells:
+        if cell.row in skipped:
+            continue
+        try:
+            parts = build(cell.overrides)
+        except InputError as error:
+            if not any(text in str(error) for text in missing):
+                raise
+            console.print(f"{cell.row}: skipped, data missing: {error}", markup=False, highlight=False, soft_wrap=True)
+            skipped.add(cell.row)
+            continue
+        found = compared(*parts)
+        drawn.setdefault(cell.row, found)
+        records.append({"row": cell.row, "seed": cell.seed} | found)
+        console.print(f"{cell}: Pearson {found['pearson']:.3f} over {found['pairs']:,} pairs", markup=False, highlight=False)
     if records:
         out.mkdir(parents=True, exist_ok=True)
         with report.replacing(out / "correlation.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:

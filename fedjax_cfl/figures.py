@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
 from fedjax_cfl import report
-from fedjax_cfl.paper_report import columns_of, ran_rows, row_title
+from fedjax_cfl.paper_cells import columns_of
+from fedjax_cfl.paper_report import ran_rows, row_title
 from fedjax_cfl.plot import colours, dress, in_percent
 
 LABELS = {

@@ -67,6 +67,11 @@ def buckets(capacity: int) -> list[int]:
     return sizes
 
 
+def array_of(numbers: list[int]):
+    """Returns an int32 array [n] made by the program: a branch that trains and captures constants cannot be mapped, see `members`."""
+    return jnp.stack([jnp.full((), number, jnp.int32) for number in numbers])
+
+
 def over_clients(visit, local: Local):
     """Turns visit(client, bucket, data, shared, mine) for one client into a function of a whole cohort.
 
@@ -101,7 +106,7 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
     """
     slots = held.size
     width = min(width, slots)
-    sizes = jnp.array(buckets(capacity))
+    sizes = array_of(buckets(capacity))
     order = jnp.pad(jnp.argsort(-held).astype(jnp.int32), (0, -slots % width), constant_values=slots).reshape(-1, width)
 
     @jax.jit  # traced once for its shapes and for the loop

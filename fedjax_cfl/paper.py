@@ -8,7 +8,6 @@ names it, `experiment: TABLE`, and takes up what that has run.
 
 import argparse
 import contextlib
-import fnmatch
 import re
 import shlex
 import signal
@@ -16,107 +15,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedjax_cfl import download, edc_madc, figures, model_map, paper_report, report
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl import download, edc_madc, figures, model_map, paper_cells, paper_report
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.paper_cells import Cell
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {download.VARIABLE}", "expected the official train and test files")
 COMMAND = [sys.executable, "-m", "fedjax_cfl"]
-PASSING = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
 # the kinds of figures made from cells
 DRAWN = {"curves": figures.curves, "communication": figures.communication, "model_map": model_map.draw}
-
-
-class Cell(NamedTuple):
-    """One run of a table."""
-
-    row: str
-    column: str  # "" where the table's columns are measures of one run
-    seed: int
-    folder: Path
-    overrides: list[str]
-
-    def __str__(self) -> str:
-        return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
-
-
-def load(conf: Path, name: str) -> dict:
-    """Returns the `paper` node of an experiment. Raises InputError if there is no such table."""
-    tables = {}
-    for path in sorted((conf / "experiment").glob("*.yaml")):
-        node = OmegaConf.load(path).get("paper")
-        if node is not None:
-            tables[path.stem] = OmegaConf.to_container(node)
-    require("paper", name, tables)
-    return tables[name]
-
-
-def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
-    """Returns the names that `asked` lists, all of them if it is None; `*` stands for anything. Raises InputError for unknown names."""
-    known = list(known)
-    for pattern in asked or []:
-        if not fnmatch.filter(known, pattern):
-            require(field, pattern, known)
-    return [name for name in known if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)]
-
-
-def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
-    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first.
-
-    Rows that share their runs have one cell together, that of the row which owns them.
-    """
-    owners = list(dict.fromkeys(paper_report.runs_of(table, row) for row in rows))
-    for seed in seeds:
-        for row in owners:
-            own = table["rows"][row]["overrides"]
-            if "measures" in table:
-                options = {"": []}
-            else:
-                options = {c: table["columns"][c] for c in paper_report.columns_of(table, row) if columns is None or c in columns}
-            for column, overrides in options.items():
-                folder = out / row / column / f"seed{seed}"
-                yield Cell(row, column, seed, folder, [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra])
-
-
-def kept(overrides: list[str]) -> list[str]:
-    """Returns the overrides that bear on what a cell is."""
-    return [override for override in overrides if not override.startswith(PASSING)]
-
-
-def rounds_asked(overrides: list[str]) -> str | None:
-    """Returns the last `rounds=`."""
-    return next((override for override in reversed(overrides) if override.startswith("rounds=")), None)
-
-
-def finished(cell: Cell) -> bool:
-    """Returns whether the cell has run as asked. Raises InputError if another cell did, of the same name but with other settings."""
-    summary = report.read_summary(cell.folder)
-    if summary is None:
-        return False
-    ran = summary.get("overrides") or []
-    if kept(ran) != kept(cell.overrides):
-        differ = sorted(set(kept(ran)) ^ set(kept(cell.overrides)))
-        raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
-    return rounds_asked(ran) == rounds_asked(cell.overrides)
-
-
-def standing(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
-    """Returns the folders of all finished cells of these settings in `out`, by (row, column), seeds in order; rounds may differ."""
-    found: dict[tuple[str, str], list[Path]] = {}
-    seeds = sorted({int(path.name[4:]) for path in out.glob("**/seed*") if path.is_dir() and path.name[4:].isdecimal()})
-    for cell in cells(name, table, out, list(table["rows"]), None, seeds, extra):
-        summary = report.read_summary(cell.folder)
-        if summary is not None and kept(summary.get("overrides") or []) == kept(cell.overrides):
-            found.setdefault((cell.row, cell.column), []).append(cell.folder)
-    return found
 
 
 # running
@@ -214,7 +127,7 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
     """Runs the cells that are not finished and says a line about each; `ended` returns what to say. Returns whether one failed."""
     skipped: set[str] = set()
     failed, number = False, 0
-    unfinished = [cell for cell in todo if not finished(cell)]
+    unfinished = [cell for cell in todo if not paper_cells.finished(cell)]
     if len(unfinished) < len(todo):
         console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
     with progress(len(unfinished), console) as show:
@@ -253,25 +166,35 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> int:
-    """Runs the verb; returns 0, or 1 if a cell failed. `build(overrides)` returns (config, task, data, local) as a run would have them."""
+def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], build: Callable[[list[str]], tuple]) -> int:
+    """Runs the verb; returns 0, or 1 if a cell failed.
+
+    `checked(overrides)` raises InputError for what a run would refuse, `build(overrides)` returns (config, task, data, local) as a run
+    would have them.
+    """
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     given = parser().parse_args([argument for argument in argv if argument not in extra])
     for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
         if number < 1:
             raise InputError(f"{flag} {number}: a whole number >= 1")
-    table, console = load(conf, given.table), Console()
+    table, console = paper_cells.load(conf, given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
-    rows = chosen("--rows", given.rows, table["rows"])
+    rows = paper_cells.chosen("--rows", given.rows, table["rows"])
     if given.columns and "columns" not in table:
         raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
-    columns = given.columns and chosen("--columns", given.columns, table["columns"])
+    columns = given.columns and paper_cells.chosen("--columns", given.columns, table["columns"])
+    todo = list(paper_cells.cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
+    if not todo:
+        raise InputError(
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(paper_cells.columns_of(table, rows[0]))}"
+        )
+    paper_cells.check(todo, extra, checked)
     if table.get("figure") == "edc_madc":
-        return edc_madc.reproduce(given.table, table, out, rows, range(given.seeds), extra, build, console, MISSING)
+        return edc_madc.reproduce(table, todo, out, build, console, MISSING)
 
     def write() -> list[dict]:
-        records = paper_report.collect(table, standing(experiment, table, runs, extra))
+        records = paper_report.collect(table, paper_cells.standing(experiment, table, runs, extra))
         if any(record["runs"] for record in records):
             out.mkdir(parents=True, exist_ok=True)
             paper_report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
@@ -281,11 +204,6 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
         write()
         return paper_report.said(table, cell.row, cell.folder)
 
-    todo = list(cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
-    if not todo:
-        raise InputError(
-            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(paper_report.columns_of(table, rows[0]))}"
-        )
     try:
         with terminable():
             failed = run_cells(todo, given.jobs, console, ended)
@@ -296,7 +214,7 @@ def main(argv: list[str], conf: Path, build: Callable[[list[str]], tuple]) -> in
     if any(record["runs"] for record in records):
         paper_report.plot(table, records, out / "plot.png")
         if "figure" in table:
-            DRAWN[table["figure"]](table, standing(experiment, table, runs, extra), out / "figure.png")
+            DRAWN[table["figure"]](table, paper_cells.standing(experiment, table, runs, extra), out / "figure.png")
         console.print(*paper_report.show(table, records, console))
         console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

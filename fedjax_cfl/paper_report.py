@@ -19,22 +19,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_cfl import report
+from fedjax_cfl import paper_cells, report
 from fedjax_cfl.plot import colours, dress
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 ACROSS = 3  # panels side by side
-
-
-def runs_of(table: dict, row: str) -> str:
-    """Returns the row whose runs a row shows: its own, or those of the row it names, of which it shows another measure."""
-    return table["rows"][row].get("runs", row)
-
-
-def columns_of(table: dict, row: str) -> list[str]:
-    """Returns the columns a row has: those it lists, or has published numbers for, or all; measures are columns, too."""
-    entry = table["rows"][runs_of(table, row)]
-    return entry.get("columns") or list(table.get("measures") or entry.get("published") or table["columns"])
 
 
 def measure_of(table: dict, row: str, column: str) -> str:
@@ -74,8 +63,8 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
     numbers = {folder: numbers_of(folder) for folders in found.values() for folder in folders}
     records = []
     for row, entry in table["rows"].items():
-        for column in columns_of(table, row):
-            folders = found.get((runs_of(table, row), "" if "measures" in table else column), [])
+        for column in paper_cells.columns_of(table, row):
+            folders = found.get((paper_cells.runs_of(table, row), "" if "measures" in table else column), [])
             measure = measure_of(table, row, column)
             values = [numbers[folder][measure] for folder in folders]
             values = [value * scale_of(table, measure) for value in values if value is not None]
@@ -119,8 +108,10 @@ def cell_text(table: dict, record: dict) -> str:
 def said(table: dict, row: str, folder: Path) -> str:
     """Formats the measures of one finished cell, those of the rows that share its run, too, for a line on the terminal."""
     values = numbers_of(folder)
-    sharing = [measure_of(table, other, "") for other in table["rows"] if runs_of(table, other) == row] if "columns" in table else []
-    shown = table.get("measures") or ({name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]})
+    shown = table.get("measures")
+    if not shown:
+        sharing = [measure_of(table, other, "") for other in table["rows"] if paper_cells.runs_of(table, other) == row]
+        shown = {name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]}
     texts = []
     for label, measure in shown.items():
         value = values[measure]
@@ -143,14 +134,14 @@ def ran(table: dict, records: list[dict]) -> list[str]:
 def headings(table: dict, records: list[dict]) -> list[str]:
     """Returns the columns that the rows which ran have, in the table's order."""
     rows = ran(table, records)
-    return [name for name in table.get("measures") or table["columns"] if any(name in columns_of(table, row) for row in rows)]
+    return [name for name in table.get("measures") or table["columns"] if any(name in paper_cells.columns_of(table, row) for row in rows)]
 
 
 def rounds_note(table: dict, records: list[dict]) -> list[str]:
     """Returns lines about rows that ran other than their setting's own number of rounds; rows that share runs are mentioned once."""
     lines = {}
     for record in records:
-        if record["runs"] and record["rounds"] != record["of_rounds"] and runs_of(table, record["row"]) == record["row"]:
+        if record["runs"] and record["rounds"] != record["of_rounds"] and paper_cells.runs_of(table, record["row"]) == record["row"]:
             lines.setdefault((record["row"], record["rounds"], record["of_rounds"]), []).append(record["column"])
     return [f"- {row} ({', '.join(names)}): {done} of {own} rounds." for (row, done, own), names in lines.items()]
 
@@ -213,7 +204,7 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     rows, columns = ran(table, records), headings(table, records)
     panels, lines = (columns, rows) if outer == "column" else (rows, columns)
     # short lists of panels stay in one line, long ones are folded; the measures of the same runs stand side by side
-    owners = [runs_of(table, row) for row in rows]
+    owners = [paper_cells.runs_of(table, row) for row in rows]
     together = max(map(owners.count, owners)) if outer == "row" else 1
     across = min(together if together > 1 else ACROSS, len(panels))
     down = math.ceil(len(panels) / across)

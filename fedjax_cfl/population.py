@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl import sharding
+from fedjax_cfl.drift import Drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Algorithm, FederatedData, View
 
@@ -25,6 +26,14 @@ DRAWN = 64  # rounds whose cohorts are drawn at once
 def on_host(data: FederatedData) -> bool:
     """Returns whether these data stay on the host."""
     return isinstance(data.x, np.ndarray)
+
+
+def check(data: FederatedData, algorithm: Algorithm, drift: Drift) -> None:
+    """Raises InputError for data on the host if the algorithm or the drift needs everybody's samples at once."""
+    if on_host(data) and algorithm.reads is None:
+        raise InputError("resident=host: this algorithm reads the samples of clients outside its cohort; use resident=device")
+    if on_host(data) and drift.moves:
+        raise InputError("resident=host: a drift edits who holds which sample of all; use drift=none, or resident=device")
 
 
 def template(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
@@ -85,8 +94,6 @@ class Blocks:
     streamed = True
 
     def __init__(self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh):
-        if algorithm.reads is None:
-            raise InputError("resident=host: this algorithm reads the samples of clients outside its cohort; use resident=device")
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(ROUNDS, eval_every, rounds)
         self.founders = np.unique(np.asarray(algorithm.reads(key, None, data.num_clients)))

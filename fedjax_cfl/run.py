@@ -95,10 +95,9 @@ def run(
     if not data.test.order.size:
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
+    population.check(data, algorithm, drift)
     key, data = sharding.everywhere(key, mesh), enlarged(data, drift)
     if population.on_host(data):
-        if drift.moves:
-            raise InputError("resident=host: a drift edits who holds which sample of all; use drift=none, or resident=device")
         feed = population.Blocks(data, algorithm, key, rounds, eval_every, mesh)
     else:
         feed = population.Resident(sharding.everywhere(data, mesh), rounds, eval_every)

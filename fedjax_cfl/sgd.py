@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 from fedjax_cfl import dual
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.local import BLOCK, SMALLEST, Local, buckets, by_samples, samples_of
+from fedjax_cfl.local import BLOCK, SMALLEST, Local, array_of, buckets, by_samples, samples_of
 from fedjax_cfl.objective import Objective, erm
 from fedjax_cfl.shuffle import permutations, shuffles
 from fedjax_cfl.staircase import repeat
@@ -65,7 +65,7 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
         if buckets(data.capacity)[-1] not in sizes:
             ways.append(direct(objective, tuned, bucket, passes))
-        way = jnp.array([bisect_left(sizes, size) for size in buckets(data.capacity)])[bucket] if sizes else 0
+        way = array_of([bisect_left(sizes, size) for size in buckets(data.capacity)])[bucket] if sizes else 0
         delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
         seen_last = jnp.minimum((steps - plan.last * per_epoch) * batch, count)
@@ -94,7 +94,7 @@ def direct(objective, local: Local, bucket, passes):
     def train(client, data, start, extra, key, plan: Plan):
         count, _ = samples_of(client, data)
         table = shuffles(plan.words, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > SMALLEST else 1), batch)
-        stride = jnp.array(buckets(data.capacity), jnp.int32)[bucket]
+        stride = array_of(buckets(data.capacity))[bucket]
 
         def step(s, carry):
             params, velocity, losses = carry

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fedjax_cfl import evaluate, memory, sharding
 from fedjax_cfl.drift import Drift, enlarged
@@ -114,7 +115,7 @@ def run_members(
     while done < rounds:
         count = min(eval_every - done % eval_every, rounds - done)
         started = time.perf_counter()
-        state, shifting, infos = jax.block_until_ready(train(*given, state, shifting, count))
+        state, shifting, infos = jax.block_until_ready(train(*given, state, shifting, done, count))
         trained = time.perf_counter()
         found, table = jax.block_until_ready(test(*given, state, shifting))
         ended = time.perf_counter()
@@ -151,7 +152,9 @@ def programs(build, drift, task, mesh, given, lift, block: int, with_auxiliary: 
     def begin(values, key, data):
         return build(values).init(key, data), beginning(drift, key, data)
 
-    def train(values, key, data, state, shifting, count):
+    def train(values, key, data, state, shifting, done, count):
+        # one round number for all: mapped, a branch that is due in some rounds only would be run in every round
+        state = state.replace(round=lax.convert_element_type(done, state.round.dtype))
         return rounds_of(build(values), drift, block)(key, state, shifting, data, count)
 
     def test(values, key, data, state, shifting):
@@ -161,7 +164,7 @@ def programs(build, drift, task, mesh, given, lift, block: int, with_auxiliary: 
         begin = jax.jit(lift(begin), out_shardings=everywhere).lower(*given)
         shapes = sharding.shapes(begin.out_info, mesh)
         begin = compiled(begin)
-        train = compiled(jax.jit(lift(train, 2, 1), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 1))
+        train = compiled(jax.jit(lift(train, 2, 2), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 0, 1))
         test = compiled(jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes))
         return shapes, begin.result(), train.result(), test.result()
 

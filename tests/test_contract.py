@@ -58,11 +58,12 @@ def build(toy_pool, tmp_path_factory):
     settings = [f"{name}={value}" for name, value in SETTINGS.items()] + [f"dataset.source.path={path}"]
 
     @functools.cache
-    def build(algorithm, preset="clean"):
+    def build(algorithm, preset="clean", members=False):
         resolved = main.check([*settings, f"algorithm={algorithm}", f"preset={preset}"])
         assert resolved["algorithm"]["name"] == algorithm
-        algorithm, task, data, *_, mesh = main.build(OmegaConf.create(resolved), resolved)
-        return algorithm, task, data, mesh
+        config = OmegaConf.create(resolved)
+        algorithm, task, data, *_, mesh = main.build(config, resolved)
+        return main.algorithm_of(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
@@ -119,6 +120,18 @@ def test_state_keeps_structure_shape_and_dtype(case):
 def test_a_round_never_retraces(case):
     assert case.round._cache_size() == 1
     assert case.init._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_runs_can_be_mapped(name, build):
+    algorithm, _, data, _ = build(name, members=True)
+
+    def begun(key):
+        return algorithm.round(key, algorithm.init(key, data), data)
+
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    state, _ = jax.eval_shape(jax.vmap(jax.vmap(begun)), keys)
+    chex.assert_tree_shape_prefix(state, (2, 3))
 
 
 @pytest.mark.parametrize("case", KINDS, indirect=True)

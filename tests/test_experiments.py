@@ -3,7 +3,7 @@
 import pytest
 
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import paper
+from fedjax_cfl import paper_cells
 
 EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
 
@@ -11,7 +11,7 @@ EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yam
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
-    node, seen, asked = paper.load(cli.CONF, name), set(), [[]]
+    node, seen, asked = paper_cells.load(cli.CONF, name), set(), [[]]
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
     columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
@@ -27,7 +27,7 @@ def test_experiments_compose(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_are_whole(name):
     """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
-    node = paper.load(cli.CONF, name)
+    node = paper_cells.load(cli.CONF, name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
             assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
@@ -57,4 +57,4 @@ def test_experiments_are_whole(name):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert paper.load(cli.CONF, name)["rows"][row]["published"].get(column) == value
+    assert paper_cells.load(cli.CONF, name)["rows"][row]["published"].get(column) == value

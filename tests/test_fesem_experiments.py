@@ -12,7 +12,7 @@ from PIL import Image
 
 import fedjax_cfl as cfl
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import celeba, checkpoint, download, figures, layers, model_map, paper, paper_report, partition, report, sources
+from fedjax_cfl import celeba, checkpoint, download, figures, layers, model_map, paper_cells, paper_report, partition, report, sources
 from fedjax_cfl.algorithms.fesem import Solutions
 from fedjax_cfl.errors import InputError
 
@@ -46,10 +46,10 @@ def finished(folder, *, rounds=2, **numbers):
 
 
 def test_rows_that_share_runs_have_one_cell_together(tmp_path):
-    cells = list(paper.cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], []))
+    cells = list(paper_cells.cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], []))
     assert [(cell.row, cell.column) for cell in cells] == [("A", "Avg"), ("A", "SEM")]
     assert cells[1].folder == tmp_path / "A" / "SEM" / "seed0" and "dataset=a" in cells[1].overrides
-    assert [cell.row for cell in paper.cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])] == ["A"]
+    assert [cell.row for cell in paper_cells.cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])] == ["A"]
 
 
 def test_rows_that_share_runs_show_their_own_measure(tmp_path):
@@ -90,15 +90,15 @@ def test_figures_draw_shared_runs_once(tmp_path):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert paper.load(cli.CONF, name)["rows"][row]["published"][column] == value
+    assert paper_cells.load(cli.CONF, name)["rows"][row]["published"][column] == value
 
 
 @pytest.mark.parametrize("name", ["fesem_table1", "fesem_table3", "planted_clusters"])
 def test_shown_measures_exist(name):
-    node = paper.load(cli.CONF, name)
+    node = paper_cells.load(cli.CONF, name)
     known = {*report.measures([]), "megabytes", "seconds"}
     for row in node["rows"]:
-        assert paper_report.measure_of(node, row, paper_report.columns_of(node, row)[0]) in known
+        assert paper_report.measure_of(node, row, paper_cells.columns_of(node, row)[0]) in known
 
 
 # CIFAR-10

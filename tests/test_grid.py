@@ -29,8 +29,12 @@ CASES = {
     ),
     "mu, one data set": ("algorithm=fedprox model=mlp", "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1"),
     "seeds": ("algorithm=feddane", "seeds=2"),
+    "cuts in two": ("algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01", "seeds=2"),
+    "a round with everybody": ("algorithm=fedcluster algorithm.m=3 algorithm.rounds=1 algorithm.min_size=2", "seeds=2"),
+    "one round of clustering": ("algorithm=fl_hc algorithm.m=3 algorithm.warm_up=1", "seeds=2"),
     "server step sizes": ("algorithm=fedadam", "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1"),
 }
+FAST = ("seeds and step sizes, incremental, faults", "cuts in two")
 
 
 def rows(folder):
@@ -49,7 +53,7 @@ def same(one, other):
                 np.testing.assert_allclose(np.array(value, float), np.array(right[name], float), rtol=2e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if "incremental" in case else [pytest.mark.slow]) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES])
 def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
     setting, together = CASES[case]
     assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from fedjax_cfl import __main__ as cli
-from fedjax_cfl import edc_madc, figures, paper, report
+from fedjax_cfl import edc_madc, figures, paper, paper_cells, report
 from fedjax_cfl.errors import InputError
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
@@ -79,7 +79,7 @@ def verb(tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
 
     def run(*argv, out="out"):
-        return paper.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, None)
+        return paper.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None)
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
     run.out = tmp_path / "out" / "fake"
@@ -97,8 +97,8 @@ def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     figure = TABLE.replace("paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n")
     verb.conf.with_name("drawn.yaml").write_text(figure)
-    assert paper.main(["fake", "--rows", "first-a"], tmp_path, None) == 0
-    assert paper.main(["drawn"], tmp_path, None) == 0
+    assert paper.main(["fake", "--rows", "first-a"], tmp_path, None, None) == 0
+    assert paper.main(["drawn"], tmp_path, None, None) == 0
     started = verb.started()
     assert len(started) == 4 and all("experiment=fake " in line for line in started)
     assert imread("paper/drawn/figure.png").std() > 0
@@ -154,7 +154,7 @@ def test_several_at_a_time_give_the_same_table(verb, tmp_path):
 
 
 def test_a_terminal_sees_which_cells_run_and_how_far_they_are(tmp_path):
-    cell = paper.Cell("first-a", "Avg", 0, tmp_path, [])
+    cell = paper_cells.Cell("first-a", "Avg", 0, tmp_path, [])
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     for metrics, at in [("", 0), ('{"round": 5, "accuracy": 0.5}\n{"round": 10, "acc', 10)]:
         (tmp_path / "metrics.jsonl").write_text(metrics)
@@ -185,8 +185,10 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
     assert "- first-a (Avg, Flex-eta0.1): 3 of 6 rounds." in (verb.out / "table.md").read_text()
     assert verb("--rows", "second-b") == 0
     assert table(verb.out)["first-a", "Avg"]["rounds"] == "3" and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
-    cell = next(paper.cells("fake", paper.load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
-    assert not paper.finished(cell)
+    cell = next(
+        paper_cells.cells("fake", paper_cells.load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"])
+    )
+    assert not paper_cells.finished(cell)
 
 
 def test_cells_of_other_settings_are_refused(verb):
@@ -211,6 +213,25 @@ def test_bad_input_is_one_line(verb, argv, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("algorithm=ifca", "algorithm=ifca: a cell has its own algorithm; see --rows, --columns"),
+        ("seed=3", "seed=3: a cell has its own seed"),
+        ("seeds=3", "seeds=3: a cell has its own seeds"),
+        ("+run_dir=x", "+run_dir=x: a cell has its own run_dir"),
+        ("rounds=0", "MNIST-MCLR, FedAvg, seed 0: rounds=0: must be a whole number >= 1"),
+        ("algorithm.eta_g=1", "MNIST-MCLR, FedAvg, seed 0: algorithm.eta_g=1: unknown setting"),
+        ("algorithm.mu=-1", "MNIST-MCLR, FedProx, seed 0: algorithm.mu=-1: must be a finite number >= 0"),
+    ],
+)
+def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, words):
+    columns = ["--columns", "FedProx" if "mu" in override else "*"]
+    with pytest.raises(InputError) as caught:
+        paper.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], cli.CONF, cli.checked, None)
+    assert str(caught.value).startswith(words) and not list(tmp_path.iterdir())
+
+
 def test_a_star_stands_for_anything(verb):
     assert verb("--rows", "*-b", "--columns", "Fl*") == 0
     assert [line.split(" seed")[0] for line in verb.started()] == ["experiment=fake dataset=b algorithm=flexcfl"]
@@ -225,7 +246,7 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
         paper.COMMAND = {paper.COMMAND!r}
         try:
-            paper.main(["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None)
+            paper.main(["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None, None)
         except KeyboardInterrupt:
             raise SystemExit(130)
     """
@@ -295,15 +316,16 @@ def test_directions_of_all_founders_are_edc():
 
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
-    small = ["rounds=2", "dataset=digits", "dataset.clients=12", "clients_per_round=3", "local.epochs=1", "discard=none", "devices=1"]
-    asked = ["flexcfl_table3", "--rows", "MNIST-MCLR", "--columns", "FedAvg", "FedProx", "--jobs", "2", "--out", str(tmp_path)]
-    assert paper.main([*asked, *small], cli.CONF, None) == 0
-    row = paper.load(cli.CONF, asked[0])["rows"]["MNIST-MCLR"]["overrides"]
-    line = [f"experiment={asked[0]}", *row, "algorithm=fedavg", *small, f"run_dir={tmp_path / 'alone'}"]
+    small = ["rounds=2", "clients_per_round=3", "local.epochs=1", "devices=1"]
+    asked = ["planted_clusters", "--rows", "digits-rotate", "--columns", "FedAvg", "IFCA", "--jobs", "2", "--out", str(tmp_path)]
+    assert paper.main([*asked, *small], cli.CONF, cli.checked, None) == 0
+    node = paper_cells.load(cli.CONF, asked[0])
+    row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
+    line = [f"experiment={asked[0]}", *row, *column, *small, f"run_dir={tmp_path / 'alone'}"]
     assert call(monkeypatch, " ".join(line)) == 0
-    cells = tmp_path / asked[0] / "MNIST-MCLR"
+    cells = tmp_path / asked[0] / "digits-rotate"
     one = [
         json.loads((folder / "summary.json").read_text())["best_accuracy"] for folder in (cells / "FedAvg" / "seed0", tmp_path / "alone")
     ]
-    assert one[0] == one[1] and table(cells.parent)["MNIST-MCLR", "FedAvg"]["mean"] == str(100 * one[0])
-    assert OmegaConf.load(cells / "FedProx" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "fedprox"
+    assert one[0] == one[1] and float(table(cells.parent)["digits-rotate", "FedAvg"]["mean"]) == 100 * one[0]
+    assert OmegaConf.load(cells / "IFCA" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "ifca"

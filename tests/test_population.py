@@ -108,6 +108,9 @@ def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsy
     same(*([{name: row[name] for name in row.keys() - VARYING} for row in rows] for rows in (host, device)))
     assert call(monkeypatch, f"{line} resident=device rounds=4 run_dir={tmp_path / 'host'}") == 2
     assert "resident: host there, device here" in capsys.readouterr().err
+    for needs in ("drift=swap_part", "algorithm=fesem"):
+        assert call(monkeypatch, f"{line} resident=host {needs} run_dir={tmp_path / 'none'}") == 2
+        assert capsys.readouterr().err.startswith("fedjax-cfl: resident=host: ") and not (tmp_path / "none").exists()
 
 
 def test_what_needs_everybodys_samples_is_refused(both, linear, local):
