@@ -99,9 +99,10 @@ def check(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], obj
             raise InputError(f"{cell}: {error}") from None
 
 
-def kept(overrides: list[str]) -> list[str]:
-    """Returns the overrides that bear on what a cell is."""
-    return [override for override in overrides if not override.startswith(PASSING)]
+def kept(overrides: list[str]) -> set[str]:
+    """Returns the overrides that bear on what a cell is, in no order; of several of one name the last counts."""
+    last = {override.partition("=")[0]: override for override in overrides}
+    return {override for override in last.values() if not override.startswith(PASSING)}
 
 
 def rounds_asked(overrides: list[str]) -> str | None:
@@ -116,7 +117,7 @@ def finished(cell: Cell) -> bool:
         return False
     ran = summary.get("overrides") or []
     if kept(ran) != kept(cell.overrides):
-        differ = sorted(set(kept(ran)) ^ set(kept(cell.overrides)))
+        differ = sorted(kept(ran) ^ kept(cell.overrides))
         raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
     return rounds_asked(ran) == rounds_asked(cell.overrides)
 

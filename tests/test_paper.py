@@ -193,6 +193,9 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
 
 def test_cells_of_other_settings_are_refused(verb):
     assert verb("--rows", "first-a") == 0
+    assert verb("--rows", "first-a", "devices=1", "rounds=6", "checkpoint.every=9", "preset=clean", "eval_every=1", out="other") == 0
+    assert verb("--rows", "first-a", "eval_every=1", "rounds=6", "preset=clean", out="other") == 0  # in any order
+    assert len(verb.started()) == 4
     with pytest.raises(InputError, match=r"preset=ref.*--out"):
         verb("preset=ref")
 
