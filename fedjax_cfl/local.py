@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl import members, sharding
-from fedjax_cfl.errors import require
+from fedjax_cfl import members, settings, sharding
 from fedjax_cfl.faults import Faults
 from fedjax_cfl.types import Cohort, FederatedData
 
@@ -36,11 +35,12 @@ class Local(NamedTuple):
     members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
 
     def resolved(self) -> "Local":
-        """Returns the same with mesh, width and first layer settled for the machine; raises InputError for an unknown `first_layer`.
+        """Returns the same with mesh, width and first layer settled for the machine. Raises InputError for what is not allowed.
 
         Side by side, sample space would be padded to the largest client, so that there auto is direct.
         """
-        require("local.first_layer", self.first_layer, ("auto", "direct", "dual"))
+        for name in ("epochs", "batch_size", "first_layer", *(("lr",) if isinstance(self.lr, int | float) else ())):
+            settings.allow(f"local.{name}", getattr(self, name))
         mesh = self.mesh or sharding.mesh_of()
         width = self.width or (1 if sharding.on_cpu(mesh) else WIDEST)
         return self._replace(mesh=mesh, width=width, first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from fedjax_cfl import evaluate, memory, population, sharding, traffic
+from fedjax_cfl import evaluate, memory, population, settings, sharding, traffic
 from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
@@ -68,6 +68,12 @@ COUNTERS = {"client_updates": 0, "local_steps": 0, "wall_s": 0.0, "compile_s": 0
 TIMES = ("compile_s", "train_s", "eval_s")
 
 
+def check_plan(rounds: int, eval_every: int, discard: str) -> None:
+    """Raises InputError for a number of rounds, or a way to test them, that there cannot be."""
+    for name, value in (("rounds", rounds), ("eval_every", eval_every), ("discard", discard)):
+        settings.allow(name, value)
+
+
 def run(
     algorithm: Algorithm,
     task: Task,
@@ -95,6 +101,7 @@ def run(
     if not data.test.order.size:
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
+    check_plan(rounds, eval_every, discard)
     population.check(data, algorithm, drift)
     key, data = sharding.everywhere(key, mesh), enlarged(data, drift)
     if population.on_host(data):

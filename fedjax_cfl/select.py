@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl import settings
+from fedjax_cfl.errors import InputError
+
 Select = Callable[..., jax.Array]
 SORTABLE = 2**16  # clients up to which a whole permutation is drawn
 
@@ -21,9 +24,12 @@ def everybody() -> Select:
 
 
 def uniform(clients_per_round: int) -> Select:
-    """Draws uniformly without replacement every round (FedAvg)."""
+    """Draws uniformly without replacement every round (FedAvg). Raises InputError for no client, later for more than there are."""
+    settings.allow("clients_per_round", clients_per_round)
 
     def select(key, round, num_clients):
+        if clients_per_round > num_clients:
+            raise InputError(f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number of clients")
         if num_clients > SORTABLE:
             return distinct(key, clients_per_round, num_clients)
         return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)

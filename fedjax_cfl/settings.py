@@ -160,11 +160,16 @@ def check(config: dict, default: dict[str, Any], asked: Collection[str] = ()) ->
     """
     check_shape(config, default)
     for name, value in sorted(leaves(config), key=lambda leaf: leaf[0] not in asked):
-        rule = RULES.get(name) or _like(default.get(name))
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
-        if not rule.holds(value):
-            raise InputError(f"{name}={_written(value)}: must be {rule.allowed}")
+        allow(name, value, RULES.get(name) or _like(default.get(name)))
+
+
+def allow(name: str, value: Any, rule: Rule | None = None) -> None:
+    """Raises InputError for a value that a setting may not have, by default by its rule in RULES."""
+    rule = rule or RULES[name]
+    if not rule.holds(value):
+        raise InputError(f"{name}={_written(value)}: must be {rule.allowed}")
 
 
 def check_shape(config: dict, default: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from fedjax_cfl.drift import Drift, enlarged
 from fedjax_cfl.drift import none as no_drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.programs import beginning, compiler, rounds_of, standing
-from fedjax_cfl.run import COUNTERS, TIMES, Result, Snapshot, complain, counted, hidden, plain_row
+from fedjax_cfl.run import COUNTERS, TIMES, Result, Snapshot, check_plan, complain, counted, hidden, plain_row
 from fedjax_cfl.types import FederatedData, Task, View
 
 
@@ -82,6 +82,7 @@ def run_members(
     Everything else as in `run`; `on_start` and `on_rows` get functions that return where a member stands. The members share the program's
     seconds evenly. Raises what `run` raises; InputError if the data sets do not fit together.
     """
+    check_plan(rounds, eval_every, discard)
     mesh, drift = mesh or sharding.mesh_of(), drift or no_drift()
     points = max(map(len, values.values()), default=1)
     places = [(s, h) for s in range(keys.size) for h in range(points)]

@@ -1,7 +1,11 @@
 """The checks of a configuration: what each setting may be, and what is said when it is not."""
 
+from functools import partial
+
+import jax
 import pytest
 
+import fedjax_cfl as cfl
 from fedjax_cfl import settings
 from fedjax_cfl.errors import InputError
 
@@ -113,3 +117,22 @@ def test_checkpoints_allow_auto_and_must(tmp_path):
 @pytest.mark.parametrize("missing", ["new", ""])
 def test_must_needs_checkpoints(tmp_path, missing):
     assert refusal(settings.check_run_dir, str(tmp_path / missing), "must").startswith("resume=must: ")
+
+
+def test_python_is_answered_as_the_command_line(toy, linear, local):
+    select, key = cfl.select.uniform(5), jax.random.key(0)
+
+    def run(local=local, select=select, **options):
+        return cfl.run(cfl.algorithms.fedavg(linear, local, select), linear, toy, key, **{"rounds": 1} | options)
+
+    for options, said in (
+        ({"rounds": 0}, "rounds=0: must be a whole number >= 1"),
+        ({"eval_every": 0}, "eval_every=0: must be a whole number >= 1"),
+        ({"discard": "never"}, "discard=never: must be one of rounds, met, none"),
+        ({"local": local._replace(epochs=0)}, "local.epochs=0: must be a whole number from 1 to"),
+        ({"local": local._replace(batch_size=0)}, "local.batch_size=0: must be a whole number >= 1"),
+        ({"local": local._replace(lr=-1.0)}, "local.lr=-1.0: must be a finite number > 0"),
+        ({"select": cfl.select.uniform(99)}, f"clients_per_round=99: must be at most {toy.num_clients}, the number of clients"),
+    ):
+        assert refusal(partial(run, **options)).startswith(said)
+    assert refusal(cfl.select.uniform, 0) == "clients_per_round=0: must be a whole number >= 1"
