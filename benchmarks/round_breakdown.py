@@ -38,9 +38,13 @@ import numpy as np
 from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
-from fedjax_cfl import drift, evaluate, local, programs, sharding
-from fedjax_cfl.engine import SELECT, TRAIN, stream
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.data import drift
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import SELECT, TRAIN, stream
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.sharding import replicated
+from fedjax_cfl.simulation import compilation, evaluate
 
 COHORT, GROUPS = 20, 3
 
@@ -55,24 +59,24 @@ def federation(mesh) -> cfl.FederatedData:
         mine = owner % GROUPS == group
         y[mine] = np.argmax(x[mine] @ teacher[group], axis=1)
     held = cfl.Holdings(np.arange(y.size), owner, np.arange(y.size) % 10 == 9)
-    return jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), sharding.replicated(mesh))
+    return jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), replicated(mesh))
 
 
 def measured(name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int) -> None:
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
     key, mesh = jax.random.key(0), trains.mesh
     data = drift.enlarged(data, shift)
-    carry = jax.jit(lambda key, data: (algorithm.init(key, data), programs.beginning(shift, key, data)))(key, data)
-    step = jax.jit(lambda key, state, shifting, data: programs.one_round(algorithm, shift, key, state, shifting, data))
+    carry = jax.jit(lambda key, data: (algorithm.init(key, data), compilation.beginning(shift, key, data)))(key, data)
+    step = jax.jit(lambda key, state, shifting, data: compilation.one_round(algorithm, shift, key, state, shifting, data))
     score = jax.jit(lambda state, shifting, data: evaluate.row(algorithm, task, mesh, state, shifting.on(data), True)[0])
-    solve = local.over_clients(sgd(task, trains), trains)
+    solve = over_clients(sgd(task, trains), trains)
 
     @jax.jit
     def train(key, state, shifting, data):
         ids = cfl.select.rr_then_random(COHORT)(stream(key, SELECT, state.round), state.round, CLIENTS)
-        cohort = local.dealt(ids, shifting.on(data), trains)
+        cohort = dealt(ids, shifting.on(data), trains)
         gid = jnp.maximum(state.assignment[cohort.ids], 0)
-        return solve(cohort, shifting.on(data), (stream(key, TRAIN, state.round), state.groups), local.full(gid))
+        return solve(cohort, shifting.on(data), (stream(key, TRAIN, state.round), state.groups), full(gid))
 
     def timed(function, *arguments):
         began = time.perf_counter()
@@ -112,7 +116,7 @@ def main() -> None:
     data = federation(mesh)
     task = cfl.as_task(cfl.models.MLP(num_classes=CLASSES), (FEATURES,), CLASSES)
     trains = cfl.Local(LR, EPOCHS, BATCH, mesh=mesh).resolved()
-    select, zoo = cfl.select.rr_then_random(COHORT), cfl.algorithms
+    select, zoo = cfl.select.rr_then_random(COHORT), cfl
     flexcfl = zoo.flexcfl(task, trains, select, m=GROUPS)
     lines = [
         ("FedAvg, met", zoo.fedavg(task, trains, select), drift.none(), 60),

@@ -28,7 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl import cluster
+from fedjax_cfl.clustering import distances
+from fedjax_cfl.clustering.features import edc
+from fedjax_cfl.clustering.kmeans import kmeans, silhouette
 
 RESTARTS = 10
 
@@ -57,8 +59,8 @@ def histograms(clients: int, classes: int) -> np.ndarray:
 
 def choose(key, x, most: int = 10):
     """Returns (scores [most - 1], labels [most - 1, N]) of K = 2 .. most."""
-    found = [cluster.kmeans(key, x, m, RESTARTS).labels for m in range(2, most + 1)]
-    return jnp.stack([cluster.silhouette(x, labels, m) for m, labels in enumerate(found, start=2)]), jnp.stack(found)
+    found = [kmeans(key, x, m, RESTARTS).labels for m in range(2, most + 1)]
+    return jnp.stack([silhouette(x, labels, m) for m, labels in enumerate(found, start=2)]), jnp.stack(found)
 
 
 def by_sklearn(x, most: int = 10) -> tuple[int, float]:
@@ -91,14 +93,14 @@ def layer(key, clients: int, size: int) -> jax.Array:
 def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: bool) -> None:
     """Times EDC from the Gram matrix, summed layer by layer; `oracle` also scikit-learn's truncated SVD of the whole."""
     inner, first, steady, kept = jnp.zeros((clients, clients)), 0.0, 0.0, []
-    gram = jax.jit(cluster.gram)
+    gram = jax.jit(distances.gram)
     for key, size in zip(jax.random.split(jax.random.key(1), len(sizes)), sizes, strict=True):
         delta = jax.block_until_ready(layer(key, clients, size))
         part, begin, again = seconds(gram, delta, repeats=1)
         inner, first, steady = inner + part, first + begin, steady + again
         kept += [np.asarray(delta)] if oracle else []
-    features, begin, again = seconds(jax.jit(cluster.edc, static_argnums=1), inner, m)
-    labels = cluster.kmeans(jax.random.key(0), features, 3).labels
+    features, begin, again = seconds(jax.jit(edc, static_argnums=1), inner, m)
+    labels = kmeans(jax.random.key(0), features, 3).labels
     pure = len(set(zip(np.asarray(labels).tolist(), (np.arange(clients) % 3).tolist(), strict=True))) == 3
     other = "groups found" if pure else "GROUPS NOT FOUND"
     if oracle:

@@ -1,15 +1,12 @@
-"""Clustered federated learning in JAX. Start with `types.py`, then `engine.py`."""
+"""Clustered federated learning in JAX. Start with `types.py`, then `round/engine.py`."""
 
-from fedjax_cfl import algorithms, concept, drift, models, partition, select, sources
-from fedjax_cfl.choose import choose_k
-from fedjax_cfl.data import federate
-from fedjax_cfl.engine import federated
+from fedjax_cfl import algorithms, models
+from fedjax_cfl.data import concept, datasets, drift, federate, partition
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.faults import Faults
-from fedjax_cfl.local import Local
 from fedjax_cfl.models import as_task
-from fedjax_cfl.run import advance, run, whole
+from fedjax_cfl.round import Faults, Local, federated, select
 from fedjax_cfl.sharding import mesh_of, use_cpu_cores
+from fedjax_cfl.simulation import advance, choose_k, run, whole
 from fedjax_cfl.types import Algorithm, FederatedData, Holdings, Info, Pool, Served, State, Task, Upload, View
 
 __version__ = "0.1.0"
@@ -33,6 +30,7 @@ __all__ = [
     "as_task",
     "choose_k",
     "concept",
+    "datasets",
     "drift",
     "federate",
     "federated",
@@ -41,7 +39,6 @@ __all__ = [
     "partition",
     "run",
     "select",
-    "sources",
     "use_cpu_cores",
     "whole",
 ]

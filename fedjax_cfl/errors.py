@@ -26,3 +26,9 @@ def nearest(name: str, options: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `options`, or an empty string."""
     close = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def unknown(name: str, options: Iterable[str]) -> str:
+    """Returns the rest of a message about an unknown name: the nearest option, or all of them."""
+    options = sorted(options)
+    return nearest(name, options) or f"; allowed: {', '.join(options)}"

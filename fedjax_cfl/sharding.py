@@ -3,12 +3,10 @@
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Cohort
 
 AXIS = "clients"
 
@@ -74,34 +72,3 @@ def over_devices(block, mesh: Mesh):
 def on_cpu(mesh: Mesh) -> bool:
     """Returns whether the devices are CPU cores."""
     return mesh.devices.flat[0].platform == "cpu"
-
-
-def deal(ids: jax.Array, load: jax.Array, num_clients: int, devices: int, width: int) -> Cohort:
-    """Deals the selected clients to device queues, longest first.
-
-    Args: ids [k] in order of selection; load [k] float, any number proportional to a client's work; `width` as in `Local`.
-    Returns slots [S]: device d trains slots d * S / devices onwards; S >= k is static and a multiple of devices.
-    One at a time, longest-processing-time-first keeps the queues within one client of each other; queues are a little longer than even
-    shares so that one long client can be balanced by many short ones. Side by side a device takes as long as its longest client, and
-    dealing back and forth gives all devices a like mixture. With one device the cohort is only sorted.
-    """
-    even = -(-ids.size // devices)
-    length = min(ids.size, even + 8) if devices > 1 and width == 1 else even  # slots in one queue
-    rank = jnp.argsort(-load, stable=True).astype(jnp.int32)
-
-    def next_client(queues, cost):
-        total, count = queues
-        device = jnp.argmin(jnp.where(count < length, total, jnp.inf))
-        return (total.at[device].add(cost), count.at[device].add(1)), device * length + count[device]
-
-    if width == 1 and devices > 1:
-        empty = (jnp.zeros(devices), jnp.zeros(devices, jnp.int32))
-        _, slot = jax.lax.scan(next_client, empty, load[rank])
-    else:
-        turn, seat = jnp.divmod(jnp.arange(ids.size), devices)
-        slot = jnp.where(turn % 2, devices - 1 - seat, seat) * length + turn
-    slots = devices * length
-    return Cohort(
-        ids=jnp.full(slots, num_clients, jnp.int32).at[slot].set(ids[rank]),
-        rank=jnp.full(slots, ids.size, jnp.int32).at[slot].set(rank),
-    )

@@ -28,15 +28,15 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import session
+from fedjax_cfl.cli.main import main
+from fedjax_cfl.simulation.compilation import use_compile_cache
 
 gc.freeze()  # what is imported stays: tracing makes so many objects that looking through all of them takes a twentieth of the time
 gc.set_threshold(50_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 
-session.use_compile_cache()
+use_compile_cache()
 jit_as_users_do = functools.partial(jax.jit, compiler_options=OPTIMIZED)
 
 # What may differ between two runs that are the same, in metrics.jsonl and summary.json.
@@ -111,10 +111,10 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
 
 def call(monkeypatch, line: str, devices: int = 2) -> int:
     """Runs the command line in this process, without drawing; returns its exit status."""
-    monkeypatch.setattr("fedjax_cfl.plot.curves", lambda run_dir, summary: None)
+    monkeypatch.setattr("fedjax_cfl.runs.plot.curves", lambda run_dir, summary: None)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
-        return cli.main()
+        return main()
     except SystemExit as ended:
         return ended.code

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import matrix
 
-from fedjax_cfl import aggregate
+from fedjax_cfl.round.aggregate import first_client, inter_group, over_cohort, q_fair, uniform_mean, weighted_mean
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -35,9 +35,9 @@ def test_means_by_hand():
     """Group 0: deltas 1 and 4 of 1 and 3 samples; group 1: delta 5 of 2 samples, and a client without data; group 2: nobody."""
     world = ([1.0, 5.0, 4.0, 99.0], [1, 2, 3, 0], [0, 1, 0, 1], 3)
     for part, expected, mass in (
-        (aggregate.weighted_mean, [13 / 4, 5, 0], [4, 2, 0]),
-        (aggregate.uniform_mean, [5 / 2, 5, 0], [2, 1, 0]),
-        (aggregate.over_cohort, [5 / 3, 5 / 3, 0], [2, 1, 0]),
+        (weighted_mean, [13 / 4, 5, 0], [4, 2, 0]),
+        (uniform_mean, [5 / 2, 5, 0], [2, 1, 0]),
+        (over_cohort, [5 / 3, 5 / 3, 0], [2, 1, 0]),
     ):
         found = combined(part, *world)
         np.testing.assert_allclose(found[0], expected, **EXACT)
@@ -46,13 +46,13 @@ def test_means_by_hand():
 
 def test_first_client_takes_one_update_for_all():
     """Deltas 1 and 3: the group moves by 1 L / (L + 1e-5), L = 2, where the mean is 2."""
-    np.testing.assert_allclose(combined(aggregate.first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT)
-    np.testing.assert_allclose(combined(aggregate.uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT)
+    np.testing.assert_allclose(combined(first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT)
+    np.testing.assert_allclose(combined(uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT)
 
 
 def test_first_client_is_first_by_selection_and_has_data():
     """Slots hold clients by size: the first selected of group 0 stands in slot 3, but is without data, the next in slot 1."""
-    step, mass = combined(aggregate.first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0])
+    step, mass = combined(first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0])
     np.testing.assert_allclose(step, [2 * 2 / (2 + 1e-5), 4 / (1 + 1e-5)], **EXACT)
     np.testing.assert_array_equal(mass, [2, 1])
 
@@ -63,7 +63,7 @@ def test_q_fair_by_hand(q):
     loss, delta, lipschitz = np.array([0.5, 2.0]), np.array([0.3, -0.1]), 4.0
     up = loss**q * lipschitz * delta
     down = q * loss ** (q - 1) * (lipschitz * delta) ** 2 + lipschitz * loss**q
-    part = aggregate.q_fair(q, 1 / lipschitz)
+    part = q_fair(q, 1 / lipschitz)
     step, _ = combined(part, [*delta, 7.0], [3, 8, 0], [0, 0, 0], extra=jnp.array([0.5, 2.0, 0.0]))
     np.testing.assert_allclose(step, [up.sum() / down.sum()], rtol=1e-5)
 
@@ -76,7 +76,7 @@ def test_inter_group_of_equal_norms():
     """W1' = (W1 + (eta / s) W2) / (1 + eta / s), and the same for W2 from the OLD W1; norms s = 5."""
     old = np.array([[3.0, 4.0, 0.0], [0.0, 5.0, 0.0]])
     for eta in (0.1, 5.0):
-        new, sent = aggregate.inter_group(eta)(groups_of(*old), jnp.ones(2, bool))
+        new, sent = inter_group(eta)(groups_of(*old), jnp.ones(2, bool))
         np.testing.assert_allclose(matrix(new), (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT)
         assert sent.units_down == 2 and sent.units_up == 0
 
@@ -91,7 +91,7 @@ def test_inter_group_by_a_loop(form):
         expected[g] = old[g] + sum(pull[other] * old[other] for other in pull)
         if form == "normalized":
             expected[g] /= 1 + sum(pull.values())
-    new, _ = aggregate.inter_group(eta, form)(groups_of(*old), jnp.array(owning))
+    new, _ = inter_group(eta, form)(groups_of(*old), jnp.array(owning))
     np.testing.assert_allclose(matrix(new), expected, rtol=1e-5)
 
 
@@ -99,5 +99,5 @@ def test_inter_group_by_a_loop(form):
 def test_inter_group_of_strength_zero_and_of_zero_models(form):
     old = [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
     for eta in (0.0, 2.0):
-        new, _ = aggregate.inter_group(eta, form)(groups_of(*old), jnp.ones(2, bool))
+        new, _ = inter_group(eta, form)(groups_of(*old), jnp.ones(2, bool))
         np.testing.assert_allclose(matrix(new)[0], old[0], **EXACT)

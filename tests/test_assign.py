@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from test_aggregate import sent
 
-from fedjax_cfl import assign, traffic
+from fedjax_cfl.clustering.assign import best_model, cold_start, every_round, nearest_direction, random_group
+from fedjax_cfl.round import traffic
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)
@@ -35,7 +36,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             logits = every[g, rows]
             each = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(rows)), data.y[rows]]
             table[client, g] = each.mean() + with_l2 * 0.001 * np.sum(np.square(models["head"]["kernel"][g]))
-    choose = jax.jit(assign.best_model(linear, local, with_l2))
+    choose = jax.jit(best_model(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     chosen = choose(KEY, met(models, [-1] * 14), toy, cohort)
     np.testing.assert_array_equal(chosen, table.argmin(1))
@@ -47,7 +48,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
 
 def test_every_round_charges_the_real_clients(toy, models):
     cohort = Cohort(ids=jnp.array([3, 14, 5, 14, 0]), rank=jnp.arange(5))
-    gid, cost = assign.every_round(lambda *_: jnp.array([2, 0, 1, 0, 2]))(KEY, met(models, [-1] * 14), toy, cohort)
+    gid, cost = every_round(lambda *_: jnp.array([2, 0, 1, 0, 2]))(KEY, met(models, [-1] * 14), toy, cohort)
     assert gid.tolist() == [2, 0, 1, 0, 2]
     assert (cost.units_down, cost.units_up, cost.words_up) == (3 * (3 - 1), 0, 3)
 
@@ -61,7 +62,7 @@ def test_cold_start_touches_only_newcomers(toy, models):
 
     state = met(models, [0, 1, -1, 1, -1, *[0] * 9])
     cohort = Cohort(ids=jnp.array([1, 4, 14, 0, 2, 3]), rank=jnp.arange(6))
-    gid, cost = assign.cold_start(choose)(KEY, state, toy, cohort)
+    gid, cost = cold_start(choose)(KEY, state, toy, cohort)
     assert asked == [[14, 4, 14, 14, 2, 14]], "the others are shown as empty slots"
     assert gid[jnp.array([0, 1, 3, 4, 5])].tolist() == [1, 2, 0, 2, 1]
     assert (cost.units_down, cost.units_up) == (2 * 3, 0)
@@ -77,13 +78,13 @@ def test_nearest_direction_finds_the_planted_group(toy):
         return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta})
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
-    chosen = assign.nearest_direction(pretrain)(KEY, met(directions, [-1] * 14, memory=memory), toy, cohort)
+    chosen = nearest_direction(pretrain)(KEY, met(directions, [-1] * 14, memory=memory), toy, cohort)
     assert chosen.tolist() == [0, 1, 2, 1]
 
 
 def test_random_group_depends_on_the_client_and_uses_every_group(toy, models):
     state = met(models, [-1] * 14)
     ids = jnp.arange(300)
-    drawn = assign.random_group(KEY, state, toy, Cohort(ids=ids, rank=ids))
+    drawn = random_group(KEY, state, toy, Cohort(ids=ids, rank=ids))
     assert (np.bincount(drawn, minlength=3) > 60).all() and set(drawn.tolist()) == {0, 1, 2}
-    chex.assert_trees_all_equal(assign.random_group(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids))[::-1], drawn)
+    chex.assert_trees_all_equal(random_group(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids))[::-1], drawn)

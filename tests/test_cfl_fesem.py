@@ -10,9 +10,10 @@ from conftest import matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import select
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import select
 
 KEY = jax.random.key(5)
 CLIENTS, CONCEPTS, COHORT, ROUNDS = 18, 3, 6, 2
@@ -30,7 +31,7 @@ def cutting(concepts, linear, local):
     """Runs cycles of two rounds and a round with everybody, with room for five groups: cutting(gamma, min_size, rounds) -> states."""
 
     def algorithm(gamma, min_size):
-        return zoo.fedcluster(linear, local, select.rr_then_random(COHORT), m=5, rounds=ROUNDS, gamma=gamma, min_size=min_size)
+        return fedcluster(linear, local, select.rr_then_random(COHORT), m=5, rounds=ROUNDS, gamma=gamma, min_size=min_size)
 
     one_round = jax.jit(lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0])
 
@@ -52,7 +53,7 @@ def group(groups, g=0):
 def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma, min_size):
     """Two cycles: FedAvg whose every third round has all clients."""
     states = cutting(gamma, min_size, 6)
-    some, all_of_them = (zoo.fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.everybody()))
+    some, all_of_them = (fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.everybody()))
     one_round = [jax.jit(each.round) for each in (some, some, all_of_them)]
     state = jax.jit(some.init)(KEY, concepts).replace(groups=group(states[0].groups))
     for round, after in enumerate(states[1:]):
@@ -94,4 +95,4 @@ def test_only_large_groups_are_cut_and_there_is_room_for_m(cutting):
 def test_a_model_without_a_head_is_refused(linear, local):
     headless = linear._replace(init=lambda key: {"body": linear.init(key)["head"]})
     with pytest.raises(InputError, match="fedcluster: the model has no dense layer named head"):
-        zoo.fedcluster(headless, local, select.everybody(), m=2)
+        fedcluster(headless, local, select.everybody(), m=2)

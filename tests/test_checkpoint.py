@@ -17,8 +17,10 @@ import pytest
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedjax_cfl import checkpoint
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, MANIFEST
+from fedjax_cfl.runs.checkpoint import UNFINISHED, restore, restore_latest, saved
 
 IDENTITY = {"algorithm": "ifca", "model": {"name": "mlp", "l2": 0.001}, "m": 3, "dataset": "digits", "shape": (8, 8)}
 
@@ -82,7 +84,7 @@ def save(folder, step, **more):
 def latest(folder):
     """Restores the newest checkpoint, asserts that it is whole, and returns (step, warnings)."""
     warned = []
-    found = checkpoint.restore_latest(folder, small(0), IDENTITY, warned.append)
+    found = restore_latest(folder, small(0), IDENTITY, warned.append)
     if found is None:
         return None, warned
     assert_same(found.tree, small(found.step))
@@ -103,7 +105,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, abstract):
     facts = {"round": 12, "best": 0.1 + 0.2, "worst": float("-inf"), "rows": [1, None, "ü"], "counter": np.int64(2**60)}
     path = checkpoint.save(tmp_path / "a b#c?%20ü" / "deep", 12, tree, facts, IDENTITY)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, tree)
-    found = checkpoint.restore_latest(path.parent, like if abstract else tree, IDENTITY)
+    found = restore_latest(path.parent, like if abstract else tree, IDENTITY)
     assert found.step == 12 and found.facts == {**facts, "counter": 2**60}
     assert_same(found.tree, tree)
     assert jax.random.key_impl(found.tree.memory["other key"]) == "rbg"
@@ -114,13 +116,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path, abstract):
 
 def test_the_tree_may_be_empty(tmp_path):
     checkpoint.save(tmp_path, 1, ((), jnp.zeros((0, 2))), {}, {})
-    assert checkpoint.restore_latest(tmp_path, ((), jnp.ones((0, 2))), {}).tree[1].shape == (0, 2)
+    assert restore_latest(tmp_path, ((), jnp.ones((0, 2))), {}).tree[1].shape == (0, 2)
 
 
 def test_no_checkpoint_is_none(tmp_path):
     assert latest(tmp_path) == (None, [])
     assert latest(tmp_path / "missing") == (None, [])
-    (tmp_path / checkpoint.UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED).mkdir()
     assert latest(tmp_path) == (None, []), "killed in its first save"
 
 
@@ -130,7 +132,7 @@ def test_a_plain_number_is_not_an_array(tmp_path):
 
 
 def test_orbax_is_imported_only_when_used():
-    code = "import sys, fedjax_cfl.checkpoint; sys.exit('orbax.checkpoint' in sys.modules)"
+    code = "import sys, fedjax_cfl.runs.checkpoint; sys.exit('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -191,7 +193,7 @@ def test_every_bit_of_the_numbers_is_guarded(tmp_path):
 def test_missing_folders_fall_back(tmp_path):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    shutil.rmtree(newest / checkpoint.ARRAYS)
+    shutil.rmtree(newest / ARRAYS)
     assert latest(tmp_path)[0] == 1
     shutil.rmtree(newest)
     newest.mkdir()
@@ -204,7 +206,7 @@ def test_missing_folders_fall_back(tmp_path):
 def test_a_run_goes_on_after_a_fall_back(tmp_path):
     save(tmp_path, 1)
     for step in (2, 3):
-        (save(tmp_path, step) / checkpoint.HEADER).unlink()
+        (save(tmp_path, step) / HEADER).unlink()
     step, warned = latest(tmp_path)
     assert step == 1 and len(warned) == 2
     save(tmp_path, 2)
@@ -213,11 +215,11 @@ def test_a_run_goes_on_after_a_fall_back(tmp_path):
 
 def test_nothing_readable_is_an_error(tmp_path):
     for step in (1, 2):
-        (save(tmp_path, step) / checkpoint.MANIFEST).write_text("[1, 2")
+        (save(tmp_path, step) / MANIFEST).write_text("[1, 2")
     with pytest.raises(InputError, match="none of 2 can be read"):
         latest(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
-        checkpoint.restore(checkpoint.saved(tmp_path)[0], small(0), IDENTITY)
+        restore(saved(tmp_path)[0], small(0), IDENTITY)
 
 
 def test_what_the_manifest_does_not_name_is_ignored(tmp_path):
@@ -232,7 +234,7 @@ def test_what_the_manifest_does_not_name_is_ignored(tmp_path):
 def refused(folder, like, identity):
     warned = []
     with pytest.raises(InputError) as caught:
-        checkpoint.restore_latest(folder, like, identity, warned.append)
+        restore_latest(folder, like, identity, warned.append)
     assert not warned and "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -270,7 +272,7 @@ def test_a_later_format_is_refused(tmp_path, monkeypatch):
 def test_leaves_are_found_by_name_not_by_position(tmp_path):
     first, second = collections.namedtuple("Pair", "a b"), collections.namedtuple("Pair", "b a")
     checkpoint.save(tmp_path, 1, first(a=np.zeros(2), b=np.ones(2)), {}, {})
-    found = checkpoint.restore_latest(tmp_path, second(a=np.zeros(2), b=np.zeros(2)), {}).tree
+    found = restore_latest(tmp_path, second(a=np.zeros(2), b=np.zeros(2)), {}).tree
     assert found.a.tolist() == [0, 0] and found.b.tolist() == [1, 1]
 
 
@@ -282,7 +284,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
         save(tmp_path, step, keep=2, score=score)
     assert names(tmp_path) == ["000002-step-1", "000005-step-4", "000006-step-5"]
     assert checkpoint.best(tmp_path).name == "000002-step-1"
-    best = checkpoint.restore(checkpoint.best(tmp_path), small(0), IDENTITY)
+    best = restore(checkpoint.best(tmp_path), small(0), IDENTITY)
     assert best.step == 1
     save(tmp_path, 6, keep=1, score=0.9)
     assert names(tmp_path) == ["000007-step-6"], "the newest of equal scores"
@@ -302,7 +304,7 @@ FOUR = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from fedjax_cfl import checkpoint
+from fedjax_cfl.runs import checkpoint
 
 one, four = sys.argv[1:]
 mesh = Mesh(np.array(jax.devices()), ("clients",))
@@ -329,9 +331,9 @@ def test_one_device_and_four_read_each_other(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     environment.pop("XLA_FLAGS", None)
     subprocess.run([sys.executable, "-c", FOUR, tmp_path / "one", tmp_path / "four"], check=True, env=environment)
-    found = checkpoint.restore_latest(tmp_path / "four", tree, {})
+    found = restore_latest(tmp_path / "four", tree, {})
     assert_same(found.tree, tree | {"b": jnp.ones(4, jnp.bfloat16)})
     mesh = Mesh(np.array(jax.devices()[:1]), ("clients",))
     sharding = NamedSharding(mesh, PartitionSpec("clients"))
-    found = checkpoint.restore_latest(tmp_path / "four", jax.device_put(tree, {**dict.fromkeys(tree, sharding), "key": None}), {})
+    found = restore_latest(tmp_path / "four", jax.device_put(tree, {**dict.fromkeys(tree, sharding), "key": None}), {})
     assert found.tree["w"].sharding == sharding

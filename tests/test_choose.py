@@ -6,10 +6,10 @@ import pytest
 from test_fesem import planted
 
 import fedjax_cfl as cfl
-from fedjax_cfl import select
-from fedjax_cfl.algorithms import fesem
-from fedjax_cfl.choose import best, some_clients
+from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import select
+from fedjax_cfl.simulation.choose_k import best, some_clients
 
 KEY = jax.random.key(1)
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedjax_cfl import __main__ as cli
+from fedjax_cfl.cli.overrides import CONF, check
 
 # what is typed -> words of the one line that answers
 REFUSED = {
@@ -268,9 +268,9 @@ def composed():
     from omegaconf import OmegaConf
 
     def compose(line: str, checked: bool = True):
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             if checked:
-                cli.check(line.split())
+                check(line.split())
             config = hydra.compose("config", line.split(), return_hydra_config=True)
             chosen = config.hydra.runtime.choices
             return OmegaConf.to_container(OmegaConf.masked_copy(config, ["algorithm", "partition", "model", "rounds", "local"])), chosen
@@ -279,7 +279,7 @@ def composed():
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (cli.CONF / group).glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 @pytest.mark.parametrize("dataset", options("dataset"))

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from fedjax_cfl import __main__ as cli
+from fedjax_cfl.cli.build import assemble
 
 SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2 devices=1"
 BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
@@ -50,7 +50,7 @@ def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
 def test_an_accelerator_rounds_matrix_products_only_by_choice(precision, asked, monkeypatch, request):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
     request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", "float32"))
-    _, task, data, _ = cli.assemble([f"precision={precision}"])
+    _, task, data, _ = assemble([f"precision={precision}"])
     program = jax.jit(task.predict).lower(task.init(jax.random.key(0)), data.x[:2]).as_text()
     assert f"precision = [{asked}, {asked}]" in program
 

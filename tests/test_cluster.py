@@ -10,15 +10,19 @@ from scipy.spatial.distance import squareform
 from sklearn.cluster import KMeans as ScikitKMeans
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
-from fedjax_cfl import cluster
+from fedjax_cfl.clustering import distances
+from fedjax_cfl.clustering.distances import dissimilarity, gram
+from fedjax_cfl.clustering.features import edc, edc_randomized, madc
+from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
+from fedjax_cfl.clustering.kmeans import _move, kmeans, silhouette
 from fedjax_cfl.errors import InputError
 
 KEY = jax.random.key(0)
-GRAM = jax.jit(cluster.gram)
-EDC = jax.jit(cluster.edc, static_argnums=1)
-MADC = jax.jit(cluster.madc)
-KMEANS = jax.jit(cluster.kmeans, static_argnums=(2, 3, 4, 6))
-AGGLOMERATE = jax.jit(cluster.agglomerate, static_argnums=(1, 2))
+GRAM = jax.jit(gram)
+EDC = jax.jit(edc, static_argnums=1)
+MADC = jax.jit(madc)
+KMEANS = jax.jit(kmeans, static_argnums=(2, 3, 4, 6))
+AGGLOMERATE = jax.jit(agglomerate, static_argnums=(1, 2))
 ALL = jnp.ones(60)
 
 
@@ -69,13 +73,13 @@ def test_gram_and_cosine_equal_numpy():
     np.testing.assert_allclose(GRAM(tree(a)), a @ a.T, rtol=1e-5, atol=1e-5)
     norms = np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
     expected = np.divide(a @ b.T, norms, out=np.zeros_like(norms), where=norms > 0)
-    np.testing.assert_allclose(cluster.cosine(tree(a), tree(b)), expected, atol=1e-6)
-    np.testing.assert_allclose(cluster.dissimilarity(tree(a), tree(b)), (1 - expected) / 2, atol=1e-6)
+    np.testing.assert_allclose(distances.cosine(tree(a), tree(b)), expected, atol=1e-6)
+    np.testing.assert_allclose(dissimilarity(tree(a), tree(b)), (1 - expected) / 2, atol=1e-6)
 
 
 def test_cosine_survives_tiny_and_huge_updates():
     rows = np.array([[1, 0, 0], [1e-15, 1e-15, 0], [1e15, 0, 0], [0, 0, 0]])
-    got = cluster.cosine(tree(rows), tree(rows))
+    got = distances.cosine(tree(rows), tree(rows))
     half = np.sqrt(0.5)
     np.testing.assert_allclose(got, [[1, half, 1, 0], [half, 1, half, 0], [1, half, 1, 0], [0, 0, 0, 0]], atol=1e-6)
 
@@ -98,13 +102,13 @@ def test_edc_signs_do_not_depend_on_the_order_of_clients():
 
 def test_randomized_edc_equals_exact_where_the_spectrum_has_a_gap():
     rows, _ = planted(4, noise=0.2)
-    got = jax.jit(cluster.edc_randomized, static_argnums=2)(KEY, tree(rows), 3)
+    got = jax.jit(edc_randomized, static_argnums=2)(KEY, tree(rows), 3)
     np.testing.assert_allclose(got, EDC(GRAM(tree(rows)), 3), atol=1e-4)
 
 
 def test_randomized_edc_needs_a_power_iteration():
     with pytest.raises(InputError, match="power=0"):
-        cluster.edc_randomized(KEY, tree(np.ones((4, 6))), 2, power=0)
+        edc_randomized(KEY, tree(np.ones((4, 6))), 2, power=0)
 
 
 def test_madc_equals_the_triple_loop():
@@ -178,7 +182,7 @@ def test_kmeans_ignores_masked_rows_whatever_they_hold():
 def test_kmeans_moves_an_empty_cluster_to_the_farthest_point():
     x = jnp.asarray([[0.0], [0.1], [5.0], [9.0], [100.0]])
     weight = jnp.asarray([1.0, 1, 1, 1, 0])
-    moved = cluster._move(x, weight, jnp.asarray([[0.0], [50.0], [60.0]]))
+    moved = _move(x, weight, jnp.asarray([[0.0], [50.0], [60.0]]))
     np.testing.assert_allclose(moved, [[3.525], [9.0], [5.0]], rtol=1e-6)
 
 
@@ -188,12 +192,12 @@ def test_silhouette_equals_scikit_learn():
     x, labels = rng.normal(size=(70, 7)).astype(np.float32), rng.integers(0, 4, 70)
     labels[0] = 4
     expected = silhouette_score(x, labels)
-    silhouette = jax.jit(cluster.silhouette, static_argnums=2, static_argnames="block")
-    assert float(silhouette(x, labels, 6, block=16)) == pytest.approx(expected, abs=1e-5)
+    score = jax.jit(silhouette, static_argnums=2, static_argnames="block")
+    assert float(score(x, labels, 6, block=16)) == pytest.approx(expected, abs=1e-5)
     padded = np.concatenate([x, np.full((3, 7), np.nan, np.float32)])
-    found = silhouette(padded, np.append(labels, [0, 1, 2]), 6, valid=np.arange(73) < 70)
+    found = score(padded, np.append(labels, [0, 1, 2]), 6, valid=np.arange(73) < 70)
     assert float(found) == pytest.approx(expected, abs=1e-5)
-    assert float(silhouette(x, np.zeros(70, int), 1)) == 0
+    assert float(score(x, np.zeros(70, int), 1)) == 0
 
 
 @pytest.mark.parametrize("m", [2, 5])
@@ -233,12 +237,12 @@ def test_agglomerate_takes_infinite_distances_last():
 
 def everything(key, delta, weight):
     """Every clustering route with m = 4, as one program."""
-    inner = cluster.gram(delta)
-    features = cluster.edc(inner, 4)
-    found = cluster.kmeans(key, features, 4, restarts=3, iterations=5, weight=weight)
-    distance = cluster.madc(inner, weight > 0)
-    merged = [cluster.agglomerate(distance, 4, linkage, weight > 0) for linkage in cluster.LINKAGES]
-    return features, cluster.edc_randomized(key, delta, 4), cluster.cosine(delta, delta), found, distance, merged
+    inner = gram(delta)
+    features = edc(inner, 4)
+    found = kmeans(key, features, 4, restarts=3, iterations=5, weight=weight)
+    distance = madc(inner, weight > 0)
+    merged = [agglomerate(distance, 4, linkage, weight > 0) for linkage in LINKAGES]
+    return features, edc_randomized(key, delta, 4), distances.cosine(delta, delta), found, distance, merged
 
 
 DEGENERATE = {
@@ -288,11 +292,11 @@ def test_jit_equals_no_jit():
     inner = GRAM(tree(rows))
     features, distance = EDC(inner, 3), MADC(inner)
     pairs = [
-        (cluster.gram(tree(rows)), inner),
-        (cluster.edc(inner, 3), features),
-        (cluster.madc(inner), distance),
-        (cluster.agglomerate(distance, 3, "complete"), AGGLOMERATE(distance, 3, "complete")),
-        (cluster.kmeans(KEY, features, 3, weight=ALL), fit(features)),
+        (gram(tree(rows)), inner),
+        (edc(inner, 3), features),
+        (madc(inner), distance),
+        (agglomerate(distance, 3, "complete"), AGGLOMERATE(distance, 3, "complete")),
+        (kmeans(KEY, features, 3, weight=ALL), fit(features)),
     ]
     for plain, jitted in pairs:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, jitted)
@@ -304,7 +308,7 @@ def test_permuting_the_rows_permutes_the_partition():
     def partitions(rows):
         inner = GRAM(tree(rows))
         distance = MADC(inner)
-        return [fit(EDC(inner, 3)).labels, *(AGGLOMERATE(distance, 3, linkage) for linkage in cluster.LINKAGES)]
+        return [fit(EDC(inner, 3)).labels, *(AGGLOMERATE(distance, 3, linkage) for linkage in LINKAGES)]
 
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(60)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_cfl import compare
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import compare
 
 NESTED = b"[" * 10_000 + b"]" * 10_000
 

@@ -13,10 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
-from fedjax_cfl import __main__ as main
+from fedjax_cfl.cli import build as parts
+from fedjax_cfl.cli.overrides import CONF, check
 
-ALGORITHMS = sorted(path.stem for path in (main.CONF / "algorithm").glob("*.yaml"))
-PRESETS = sorted(path.stem for path in (main.CONF / "preset").glob("*.yaml"))
+ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind, for what takes long to compile
@@ -59,13 +60,13 @@ def build(toy_pool, tmp_path_factory):
 
     @functools.cache
     def build(algorithm, preset="clean", members=False):
-        resolved = main.check([*settings, f"algorithm={algorithm}", f"preset={preset}"])
+        resolved = check([*settings, f"algorithm={algorithm}", f"preset={preset}"])
         assert resolved["algorithm"]["name"] == algorithm
         config = OmegaConf.create(resolved)
-        algorithm, task, data, *_, mesh = main.build(config, resolved)
-        return main.algorithm_of(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
+        algorithm, task, data, *_, mesh = parts.build(config, resolved)
+        return parts.algorithm_of(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
 
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)), pytest.MonkeyPatch.context() as patch:
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
         yield build
 

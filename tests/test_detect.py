@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
-from fedjax_cfl import detect
+from fedjax_cfl.clustering import shift_detection
 
 C = 10
-DETECTORS = (detect.tv, detect.label_w1, detect.counts_as_samples)
+DETECTORS = (shift_detection.tv, shift_detection.label_w1, shift_detection.counts_as_samples)
 
 
 def row(**counts):
@@ -28,12 +28,14 @@ SIZE = jnp.array([100])
 
 def test_hand_numbers():
     elsewhere, uneven = row(c8=50, c9=50), row(c0=60, c1=40)
-    assert detect.count_wasserstein(HALVES, elsewhere) == 0 and detect.count_wasserstein(HALVES, uneven) == 2.0
-    assert not detect.counts_as_samples(elsewhere, HALVES, SIZE) and not detect.counts_as_samples(uneven, HALVES, SIZE)  # 2.0 is tau
-    assert detect.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
-    assert detect.total_variation(HALVES, elsewhere) == 1 and detect.tv(elsewhere, HALVES, SIZE)
-    assert detect.label_wasserstein(HALVES, elsewhere) == 8 and detect.label_w1(elsewhere, HALVES, SIZE)
-    assert detect.label_wasserstein(row(c3=7), row(c4=2)) == 1
+    assert shift_detection.count_wasserstein(HALVES, elsewhere) == 0 and shift_detection.count_wasserstein(HALVES, uneven) == 2.0
+    assert not shift_detection.counts_as_samples(elsewhere, HALVES, SIZE) and not shift_detection.counts_as_samples(
+        uneven, HALVES, SIZE
+    )  # 2.0 is tau
+    assert shift_detection.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
+    assert shift_detection.total_variation(HALVES, elsewhere) == 1 and shift_detection.tv(elsewhere, HALVES, SIZE)
+    assert shift_detection.label_wasserstein(HALVES, elsewhere) == 8 and shift_detection.label_w1(elsewhere, HALVES, SIZE)
+    assert shift_detection.label_wasserstein(row(c3=7), row(c4=2)) == 1
 
 
 def test_thresholds_are_strict():
@@ -41,36 +43,36 @@ def test_thresholds_are_strict():
     kept = np.stack([n, 0 * n], axis=1)
     for more, expected in ((0, False), (1, True)):
         moved = n // 5 + more
-        assert (detect.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected).all()
-        assert (detect.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n) == expected).all()
-    assert detect.label_w1(row(c0=4, c6=1), row(c0=5), None) and not detect.label_w1(row(c0=4, c3=1), row(c0=5), None)
-    assert not detect.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
-    assert detect.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
+        assert (shift_detection.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected).all()
+        assert (shift_detection.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n) == expected).all()
+    assert shift_detection.label_w1(row(c0=4, c6=1), row(c0=5), None) and not shift_detection.label_w1(row(c0=4, c3=1), row(c0=5), None)
+    assert not shift_detection.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
+    assert shift_detection.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
 
 
 def test_size_and_names_of_labels():
     double = 2 * HALVES
-    assert not detect.tv(double, HALVES, SIZE) and not detect.label_w1(double, HALVES, SIZE)
-    assert detect.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
+    assert not shift_detection.tv(double, HALVES, SIZE) and not shift_detection.label_w1(double, HALVES, SIZE)
+    assert shift_detection.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
     swapped = row(c0=50, c9=50)  # 50 samples of label 1 became label 9
-    assert detect.tv(swapped, HALVES, SIZE) and detect.label_w1(swapped, HALVES, SIZE)
-    assert not detect.counts_as_samples(swapped, HALVES, SIZE)
+    assert shift_detection.tv(swapped, HALVES, SIZE) and shift_detection.label_w1(swapped, HALVES, SIZE)
+    assert not shift_detection.counts_as_samples(swapped, HALVES, SIZE)
 
 
 def test_a_quarter_released_flags_everybody_by_counts_and_nobody_by_shares():
     full = jnp.asarray(np.random.default_rng(0).integers(0, 20, (30, C)) * 4)
     size = full.sum(1)
-    assert detect.counts_as_samples(full // 4, full, size).all()
-    assert not detect.tv(full // 4, full, size).any()
+    assert shift_detection.counts_as_samples(full // 4, full, size).all()
+    assert not shift_detection.tv(full // 4, full, size).any()
 
 
 def test_clients_without_samples():
     nothing = row()
     for detector in DETECTORS:
         assert not detector(nothing, nothing, jnp.array([0]))
-    for detector in (detect.tv, detect.label_w1):
+    for detector in (shift_detection.tv, shift_detection.label_w1):
         assert not detector(nothing, HALVES, SIZE) and detector(HALVES, nothing, SIZE)
-    assert detect.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
+    assert shift_detection.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
 
 
 COUNTS = st.lists(st.lists(st.integers(0, 300), min_size=C, max_size=C).filter(any), min_size=2, max_size=2)
@@ -82,9 +84,9 @@ def test_distances_equal_scipy(both):
     now, then = np.array(both)
     labels = np.arange(C)
     args = jnp.asarray(both)[:1], jnp.asarray(both)[1:]
-    np.testing.assert_allclose(detect.label_wasserstein(*args)[0], wasserstein_distance(labels, labels, now, then), atol=1e-5)
-    np.testing.assert_allclose(detect.count_wasserstein(*args)[0], wasserstein_distance(now, then), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(detect.total_variation(*args)[0], abs(now / now.sum() - then / then.sum()).sum() / 2, atol=1e-6)
+    np.testing.assert_allclose(shift_detection.label_wasserstein(*args)[0], wasserstein_distance(labels, labels, now, then), atol=1e-5)
+    np.testing.assert_allclose(shift_detection.count_wasserstein(*args)[0], wasserstein_distance(now, then), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(shift_detection.total_variation(*args)[0], abs(now / now.sum() - then / then.sum()).sum() / 2, atol=1e-6)
 
 
 @pytest.mark.parametrize("detector", DETECTORS)

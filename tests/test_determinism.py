@@ -14,8 +14,9 @@ from conftest import jit_as_users_do
 from jax.experimental.compilation_cache import compilation_cache
 
 import fedjax_cfl as cfl
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import plot, report
+from fedjax_cfl.cli.main import main
+from fedjax_cfl.runs import plot
+from fedjax_cfl.runs.results import METRICS, read_metrics
 
 FAULTS = "faults.nan=0.3 faults.dropout=0.2 faults.straggler=0.3 faults.byzantine=0.2 faults.attack=noise"
 SMALL = f"dataset.clients=30 model=mclr rounds=4 local.epochs=1 devices=1 drift=swap_all drift.p=0.3 {FAULTS}"
@@ -37,7 +38,7 @@ def go(tmp_path_factory):
             run_dir = tmp_path_factory.mktemp("run") / "run"
             patch.setattr(sys, "argv", ["fedjax-cfl", *line.split(), f"run_dir={run_dir}"])
             with contextlib.redirect_stdout(io.StringIO()):
-                assert cli.main() == 0
+                assert main() == 0
             return run_dir
 
         yield go
@@ -52,7 +53,7 @@ def first(go):
 
 def timeless(run_dir) -> bytes:
     """Returns the bytes of metrics.jsonl without the one number that is a time."""
-    found, times = re.subn(rb', "wall_s": [0-9.e-]+', b"", (run_dir / report.METRICS).read_bytes())
+    found, times = re.subn(rb', "wall_s": [0-9.e-]+', b"", (run_dir / METRICS).read_bytes())
     assert times == found.count(b"\n") == 4
     return found
 
@@ -67,8 +68,8 @@ def test_in_a_process_of_its_own(first, tmp_path):
 
 def test_width_changes_nothing_but_rounding(go, first):
     """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
-    found = report.read_metrics(go(f"{LINE} local.width=5"))
-    for row, same in zip(found, report.read_metrics(first), strict=True):
+    found = read_metrics(go(f"{LINE} local.width=5"))
+    for row, same in zip(found, read_metrics(first), strict=True):
         assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {name: same[name] for name in (*COUNTED, "group_sizes")}
         for name in ("train_loss", "test_loss", "discrepancy"):
             assert row[name] == pytest.approx(same[name], rel=1e-5), (row["round"], name)

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from fedjax_cfl import download
+from fedjax_cfl.data.datasets import download
+from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE, Remote, fetch, locate
 from fedjax_cfl.errors import InputError
 
 BODY = b"\0\0\x08\x01" + bytes(5000)
@@ -38,11 +39,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def cache(tmp_path, monkeypatch):
     """Returns an empty cache folder; no data root is named and no proxy used."""
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.delenv(download.VARIABLE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(Handler, "asked", [])
     for name in NAMES:
-        monkeypatch.setitem(download.REGISTRY, name[:-3], download.Remote("http://127.0.0.1:9/", {name: SHA256}))
+        monkeypatch.setitem(REGISTRY, name[:-3], Remote("http://127.0.0.1:9/", {name: SHA256}))
     return tmp_path / "cache"
 
 
@@ -60,7 +61,7 @@ def server():
 def test_fetches_once(cache, server):
     assert download.download("good", server) == {"good": [cache / "good" / "good.gz"]}
     assert (cache / "good" / "good.gz").read_bytes() == BODY
-    assert download.fetch("good", offline=True) == download.fetch("good", base_url=server) == [cache / "good" / "good.gz"]
+    assert fetch("good", offline=True) == fetch("good", base_url=server) == [cache / "good" / "good.gz"]
     assert Handler.asked == ["good.gz"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]  # no temporary file
 
@@ -87,13 +88,13 @@ def test_two_processes_at_once(cache, server):
     [("truncated", "broke off"), ("wrong", "SHA-256"), ("page", "SHA-256"), ("absent", "answered 404"), ("good", "no connection")],
 )
 def test_bad_answers_leave_nothing(cache, server, name, says):
-    one_line(says, download.fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server)  # nothing listens at port 9
+    one_line(says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server)  # nothing listens at port 9
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
 def test_offline_asks_nobody(cache, server):
-    one_line(str(cache), download.fetch, "good", offline=True, base_url=server)
-    one_line("good/good.gz", download.fetch, "good", offline=True, base_url=server)
+    one_line(str(cache), fetch, "good", offline=True, base_url=server)
+    one_line("good/good.gz", fetch, "good", offline=True, base_url=server)
     assert Handler.asked == []
 
 
@@ -105,30 +106,30 @@ def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second, cache):
         (folder / "good").mkdir(parents=True)
-    monkeypatch.setenv(download.VARIABLE, f"{first}{download.os.pathsep}{second}")
+    monkeypatch.setenv(VARIABLE, f"{first}{download.os.pathsep}{second}")
     (cache / "good" / "good.gz").write_bytes(BODY)
-    assert download.locate("good/good.gz") == [cache / "good" / "good.gz"]
+    assert locate("good/good.gz") == [cache / "good" / "good.gz"]
     (second / "good" / "good").write_bytes(b"the user's own, unpacked and not verified")
-    assert download.fetch("good", base_url=server) == [second / "good" / "good"]
-    assert download.locate("good/good.gz", "good/other.gz") is None
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path / "typo"))
-    one_line("no folder", download.locate, "good/good.gz")
+    assert fetch("good", base_url=server) == [second / "good" / "good"]
+    assert locate("good/good.gz", "good/other.gz") is None
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "typo"))
+    one_line("no folder", locate, "good/good.gz")
 
 
 def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
     for odd in ("~nobody_of_this_name", "z" * 300):
-        monkeypatch.setenv(download.VARIABLE, odd)
-        one_line("no folder", download.fetch, "good", base_url=server)
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+        monkeypatch.setenv(VARIABLE, odd)
+        one_line("no folder", fetch, "good", base_url=server)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
-    assert download.fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]  # the user's own: its reader will refuse it
+    assert fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]  # the user's own: its reader will refuse it
     assert Handler.asked == []
 
 
 def test_registry_is_well_formed():
     for name in ("mnist", "fashion_mnist"):
-        digests = download.REGISTRY[name].files.values()
+        digests = REGISTRY[name].files.values()
         assert len(set(digests)) == 4 and all(len(bytes.fromhex(digest)) == 32 for digest in digests)
 
 

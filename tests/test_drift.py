@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl import data, drift
+from fedjax_cfl.data import drift, federate, reown
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Holdings, Pool
 
@@ -42,7 +42,7 @@ def federated(owner, label, test, clients=K, classes=C):
     """Returns data with these owners; capacity, which is static, is the same for all data of one size."""
     n = len(owner)
     pool = Pool(np.zeros((n, 1), np.float32), np.array(label, np.int32), classes)
-    made = data.federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    made = federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
     return made.replace(capacity=n)
 
 
@@ -279,7 +279,7 @@ def test_pool_all_ignores_who_is_warm():
 def test_hidden_samples_stay_hidden():
     made = random_data(8, 6, 4, 60)
     owner = jnp.where(jnp.arange(60) % 3 == 0, -1, made.owner)
-    made = made.replace(owner=owner, train=data.reown(made.train, owner), test=data.reown(made.test, owner))
+    made = made.replace(owner=owner, train=reown(made.train, owner), test=reown(made.test, owner))
     for moves in (ALL, PART, drift.incremental((1.0,), (0,))):
         now, memory = moves.init(KEY, made)
         now = once(moves, now, memory=memory)[0]

@@ -8,11 +8,12 @@ import optax
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import dual
-from fedjax_cfl import local as training
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.objective import erm, proximal
-from fedjax_cfl.sgd import load, sgd
+from fedjax_cfl.round import dual_sgd
+from fedjax_cfl.round.cohort import buckets, over_clients
+from fedjax_cfl.round.local import Work, full
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import load, sgd
 
 SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # float32 sums in another order, through up to 65 steps
@@ -29,11 +30,11 @@ def noise():
 
 def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1):
     local = cfl.Local(lr, epochs, 10, width, cfl.mesh_of(1), first_layer=way, momentum=momentum)
-    solve = training.over_clients(sgd(task, local, objective, iterations), local)
+    solve = over_clients(sgd(task, local, objective, iterations), local)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
-    work = training.Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
-    cohort = cfl.types.Cohort(ids=clients, rank=clients)
+    work = Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
+    cohort = cfl.Cohort(ids=clients, rank=clients)
     return jax.jit(lambda: solve(cohort, noise, (KEY, models), work))()
 
 
@@ -66,9 +67,7 @@ def test_momentum_is_that_of_optax(noise):
     local = cfl.Local(0.1, 6, 1000, 1, cfl.mesh_of(1), first_layer="direct", momentum=0.8)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
-    upload = jax.jit(training.over_clients(sgd(task, local), local))(
-        cfl.types.Cohort(one, 0 * one), noise, (KEY, start), training.full(0 * one)
-    )
+    upload = jax.jit(over_clients(sgd(task, local), local))(cfl.Cohort(one, 0 * one), noise, (KEY, start), full(0 * one))
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
     rows = noise.train.order[begin : begin + size]
     params, optimizer = jax.tree.map(lambda leaf: leaf[0], start), optax.sgd(0.1, momentum=0.8)
@@ -99,11 +98,11 @@ def test_a_pull_that_differs_between_clients(noise):
 
     def solve(way, objective):
         local = cfl.Local(0.1, 3, 10, 1, cfl.mesh_of(1), first_layer=way)
-        train = training.over_clients(sgd(task, local, objective), local)
+        train = over_clients(sgd(task, local, objective), local)
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
-        work = training.Work(0 * clients, jnp.ones(len(SIZES)), extra=clients / 4)
-        return jax.jit(lambda: train(cfl.types.Cohort(clients, clients), noise, (KEY, models), work))()
+        work = Work(0 * clients, jnp.ones(len(SIZES)), extra=clients / 4)
+        return jax.jit(lambda: train(cfl.Cohort(clients, clients), noise, (KEY, models), work))()
 
     pulled = proximal(lambda extra: extra, erm(task))
     direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))
@@ -114,16 +113,16 @@ def test_a_pull_that_differs_between_clients(noise):
 
 def test_counts_operations():
     """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n F H in sample space: 70 % as many at n = 583."""
-    assert [dual.cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
-    assert not dual.cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
-    assert not dual.cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
+    assert [dual_sgd.cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
+    assert not dual_sgd.cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
+    assert not dual_sgd.cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
 
 
 def test_compiles_few_sizes():
     task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
 
     def sizes(wanted, capacity):
-        return dual.sizes(task, erm(task), wanted, training.buckets(capacity), 10, lambda size: size)
+        return dual_sgd.sizes(task, erm(task), wanted, buckets(capacity), 10, lambda size: size)
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
     assert sizes("auto", 20) == [32]
@@ -145,7 +144,7 @@ def test_larger_clients_are_more_work():
 def test_models_without_a_dense_first_layer_train_directly(way):
     task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
     assert task.first is None
-    assert dual.sizes(task, erm(task), way, [16, 32], 10, lambda size: size) == []
+    assert dual_sgd.sizes(task, erm(task), way, [16, 32], 10, lambda size: size) == []
 
 
 def test_says_what_cannot_be():

@@ -10,13 +10,16 @@ import pytest
 from conftest import matrix
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import evaluate, select, traffic
-from fedjax_cfl import local as training
-from fedjax_cfl.engine import SELECT, TRAIN, federated, stream
-from fedjax_cfl.programs import beginning, one_round
-from fedjax_cfl.received import on_received
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.received import on_received
+from fedjax_cfl.round import select, traffic
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import SELECT, TRAIN, federated, stream
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.simulation.compilation import beginning, one_round
 from fedjax_cfl.types import Cohort, Served, Upload
 
 KEY = jax.random.key(11)
@@ -107,7 +110,7 @@ def test_single_models_are_never_discarded(toy, linear, local):
 
 def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
     """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
-    algorithm = zoo.ifca(linear, local, select.listed(np.array([[1]])), m=2)
+    algorithm = ifca(linear, local, select.listed(np.array([[1]])), m=2)
     _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
     np.testing.assert_allclose(info.dissimilarity, 0, atol=1e-6)
@@ -115,12 +118,12 @@ def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
 
 def test_info_by_numpy(toy, linear, local):
     """IFCA with two models: discrepancy, losses, dissimilarity and counts, client by client."""
-    algorithm = zoo.ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
+    algorithm = ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
     before = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    train = jax.jit(training.over_clients(sgd(linear, local), local))
-    upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), training.full(after.assignment))
+    train = jax.jit(over_clients(sgd(linear, local), local))
+    upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), full(after.assignment))
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
     for client in range(14):
@@ -143,7 +146,7 @@ def test_info_by_numpy(toy, linear, local):
 def test_clients_are_tested_on_what_they_received(toy, linear, local):
     """By hand, round by round, of a method in which clients migrate; who is in which group is that of the method itself."""
     choose = select.rr_then_random(5)
-    plain = zoo.flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
+    plain = flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
     algorithm, drift = on_received(plain, choose), cfl.drift.swap_all(p=0.5)
     state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), beginning(drift, KEY, toy)))()
     step = jax.jit(partial(one_round, algorithm, drift))

@@ -1,17 +1,18 @@
 """conf/experiment: every published table composes, is whole and has the papers' numbers."""
 
+import hydra
 import pytest
 
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import paper_cells
+from fedjax_cfl.cli.overrides import CONF, check
+from fedjax_cfl.papers import cells
 
-EXPERIMENTS = sorted(path.stem for path in (cli.CONF / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
-    node, seen, asked = paper_cells.load(cli.CONF, name), set(), [[]]
+    node, seen, asked = cells.load(CONF, name), set(), [[]]
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
     columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
@@ -19,22 +20,22 @@ def test_experiments_compose(name):
         if not seen.issuperset(overrides):
             asked.append(overrides)
             seen.update(overrides)
-    with cli.hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         for overrides in asked:
-            assert cli.check([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
+            assert check([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_are_whole(name):
     """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
-    node = paper_cells.load(cli.CONF, name)
+    node = cells.load(CONF, name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
             assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
         known = [*node.get("columns", {}), *node.get("measures", {})]
         assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)
         assert all(isinstance(value, int | float) for value in entry.get("published", {}).values())
-    head = (cli.CONF / "experiment" / f"{name}.yaml").read_text()
+    head = (CONF / "experiment" / f"{name}.yaml").read_text()
     assert f"fedjax-cfl paper {name}" in head and "# Time: " in head and "# Expect " in head
 
 
@@ -57,4 +58,4 @@ def test_experiments_are_whole(name):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert paper_cells.load(cli.CONF, name)["rows"][row]["published"].get(column) == value
+    assert cells.load(CONF, name)["rows"][row]["published"].get(column) == value

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import engine, faults, select
-from fedjax_cfl.aggregate import weighted_mean
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fedopt import fedadam
+from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
-from fedjax_cfl.faults import Faults
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round import engine, faults, select
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -22,7 +26,7 @@ REAL = 13  # toy client 2 has no training samples
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
-def go(task, local, data, method=zoo.fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
+def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
     """Returns (first state, last state, infos) of some rounds."""
     algorithm = method(task, local, select.listed(table), **options)
 
@@ -99,7 +103,7 @@ def test_exactly_so_many_clients_are_hostile(share):
 @pytest.mark.parametrize("wrong", [{"dropout": 1.1}, {"nan": -0.1}, {"byzantine": float("nan")}, {"attack": "flip"}, {"nonfinite": "x"}])
 def test_nonsense_is_refused(wrong, linear, local):
     with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}="):
-        zoo.fedavg(linear, with_faults(local, **wrong), select.listed(EVERYBODY))
+        fedavg(linear, with_faults(local, **wrong), select.listed(EVERYBODY))
 
 
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
@@ -129,16 +133,16 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
 
     (state, info), (other, _) = (
         one(method(linear, trouble, select.listed(EVERYBODY)))
-        for method, trouble in ((zoo.fedavg, with_faults(local, dropout=chance)), (by_hand, local))
+        for method, trouble in ((fedavg, with_faults(local, dropout=chance)), (by_hand, local))
     )
     assert 0 < info.lost.dropped < REAL and state.traffic.units_up == CLIENTS - info.lost.dropped
     chex.assert_trees_all_equal(state.groups, other.groups)
 
 
 @pytest.mark.parametrize("lost", [{"dropout": 1.0}, {"nan": 1.0}])
-@pytest.mark.parametrize("method", [zoo.fedadam, zoo.ifca])
+@pytest.mark.parametrize("method", [fedadam, ifca])
 def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy):
-    options = {"m": 2} if method is zoo.ifca else {}
+    options = {"m": 2} if method is ifca else {}
     first, last, infos = go(linear, with_faults(local, **lost), toy, method, **options)
     chex.assert_trees_all_equal((last.groups, last.server), (first.groups, first.server))
     np.testing.assert_array_equal(infos.lost.dropped if "dropout" in lost else infos.lost.nonfinite, REAL)
@@ -171,7 +175,7 @@ def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
 def test_raise_names_round_client_and_layer(width, linear, local, toy):
     """The first client by selection, whatever the slots."""
     table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
-    algorithm = zoo.fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.listed(table))
+    algorithm = fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.listed(table))
     seen = []
     with pytest.raises(NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"):
         cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh, on_row=lambda row, snapshot: seen.append(row["round"]))
@@ -208,7 +212,7 @@ def test_label_flip_trains_on_the_opposite_label(linear, local, toy):
     _, state, infos = go(linear, troubles, toy)
     chex.assert_trees_all_equal(state.groups, go(linear, local, opposite)[1].groups)
     np.testing.assert_array_equal(infos.lost.hostile, REAL)
-    algorithm = zoo.fedavg(linear, troubles, select.listed(EVERYBODY))
+    algorithm = fedavg(linear, troubles, select.listed(EVERYBODY))
     result = cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
     np.testing.assert_array_equal(result.data.y, toy.y)
     assert result.rows[-1]["accuracy"] < 0.2, "scored by the true labels"
@@ -231,12 +235,12 @@ def test_a_straggler_does_less_and_is_kept(linear, local, toy):
 
 
 METHODS = {
-    "edc": (zoo.flexcfl, {"measure": "edc"}),
-    "madc": (zoo.flexcfl, {"measure": "madc"}),
-    "edc_randomized": (zoo.flexcfl, {"measure": "edc_randomized"}),
-    "ifca": (zoo.ifca, {}),
-    "fedadam": (zoo.fedadam, {}),
-    "qfedavg": (zoo.qfedavg, {"q": 1.0}),
+    "edc": (flexcfl, {"measure": "edc"}),
+    "madc": (flexcfl, {"measure": "madc"}),
+    "edc_randomized": (flexcfl, {"measure": "edc_randomized"}),
+    "ifca": (ifca, {}),
+    "fedadam": (fedadam, {}),
+    "qfedavg": (qfedavg, {"q": 1.0}),
 }
 
 
@@ -244,9 +248,9 @@ METHODS = {
 def test_degenerate_rounds_stay_finite(name, linear, local, toy):
     """More groups than directions; then no gradient at all, no step, everybody alike, and a group that loses all its clients."""
     method, options = METHODS[name]
-    if method in (zoo.flexcfl, zoo.ifca):
+    if method in (flexcfl, ifca):
         options = options | {"m": 6}
-    if method is zoo.flexcfl:
+    if method is flexcfl:
         options = options | {"alpha": 2, "pretrain": "iters:3", "eta_g": 0.1}
 
     def run(lr, data, later):

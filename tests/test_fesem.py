@@ -12,12 +12,15 @@ from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
 import fedjax_cfl as cfl
-from fedjax_cfl import aggregate, drift, select
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl.algorithms.fesem import Solutions, embedded, keep_models, nearest_center, scaled_pull, stored_mean
-from fedjax_cfl.engine import SELECT, START, TRAIN, stream
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.fesem import Solutions, embedded, fesem, keep_models, nearest_center, scaled_pull, stored_mean
+from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.shuffle import permutations
+from fedjax_cfl.round import select
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.engine import SELECT, START, TRAIN, stream
+from fedjax_cfl.round.shuffle import permutations
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -97,7 +100,7 @@ def twin(state, data, local, rounds, mu, form, estep):
 @pytest.mark.parametrize(("form", "estep", "mu"), [("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)])
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
-    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=2, mu=mu, form=form, estep=estep), toy, 4)
+    begun, *_, last = play(fesem(linear, local, COHORT, m=2, mu=mu, form=form, estep=estep), toy, 4)
     centers, models, assignment = twin(begun, toy, local, 4, mu, form, estep)
     assert last.assignment.tolist() == assignment and set(assignment) == {0, 1}
     np.testing.assert_allclose(matrix(last.groups), centers, rtol=2e-5, atol=2e-5)
@@ -106,7 +109,7 @@ def test_twin(toy, linear, local, form, estep, mu):
 
 
 def test_start_is_one_local_update_and_k_means(toy, linear, local):
-    state = jax.jit(zoo.fesem(linear, local, COHORT, m=2).init)(KEY, toy)
+    state = jax.jit(fesem(linear, local, COHORT, m=2).init)(KEY, toy)
     keys = jax.random.split(stream(KEY, START), 3)
     common = matrix(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
     expected = [trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common for client in range(14)]
@@ -122,14 +125,14 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
 
 
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
-    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=1, average="cohort", mu=0.0), toy, 3)
-    plain = zoo.fedavg(linear, local, COHORT, aggregate=aggregate.uniform_mean)
+    begun, *_, last = play(fesem(linear, local, COHORT, m=1, average="cohort", mu=0.0), toy, 3)
+    plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
     chex.assert_trees_all_close(last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6)
 
 
 def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
-    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=1, average="samples", mu=0.3), toy, 3)
-    prox = play(zoo.fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(memory=()))[-1]
+    begun, *_, last = play(fesem(linear, local, COHORT, m=1, average="samples", mu=0.3), toy, 3)
+    prox = play(fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(memory=()))[-1]
     chex.assert_trees_all_close(last.groups, prox.groups, rtol=1e-5, atol=1e-6)
 
 
@@ -137,14 +140,14 @@ def test_migration_changes_nothing(toy, linear, local):
     """Data have no part in distances: FeSEM-MIG is FeSEM bit for bit, though shifts are detected."""
 
     def run(migrate):
-        algorithm = zoo.fesem(linear, local, COHORT, m=2, migrate=migrate)
+        algorithm = fesem(linear, local, COHORT, m=2, migrate=migrate)
         return cfl.run(algorithm, linear, toy, KEY, rounds=6, drift=drift.swap_all(0.5), discard="none", mesh=local.mesh)
 
     still, moving = run(False), run(True)
     for row, same in zip(still.rows, moving.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
-    first = jax.jit(zoo.fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
+    first = jax.jit(fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
     assert np.any(first.memory.watch.reference != moving.state.memory.watch.reference)
     chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(watch=())), still.state)
 
@@ -152,7 +155,7 @@ def test_migration_changes_nothing(toy, linear, local):
 def test_migration_of_the_selected_follows_centers(linear, local):
     """With estep=selected a client whose data shifted moves, if it does, to the center nearest to its stored model, for nothing."""
     data = planted()
-    algorithm = zoo.fesem(linear, local, COHORT, m=3, estep="selected", migrate=True)
+    algorithm = fesem(linear, local, COHORT, m=3, estep="selected", migrate=True)
     state = play(algorithm, data, 1)[-1]
     outside = 17  # not in the first two cohorts
     wrong = state.assignment.at[outside].set((state.assignment[outside] + 1) % 3)
@@ -169,7 +172,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
 @pytest.mark.parametrize("estep", ["all", "selected"])
 def test_planted_groups_are_found(linear, local, estep):
     data = planted()
-    for state in play(zoo.fesem(linear, local, COHORT, m=3, estep=estep), data, 4):
+    for state in play(fesem(linear, local, COHORT, m=3, estep=estep), data, 4):
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
 
 
@@ -178,7 +181,7 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
 
     The steps are small: next to models of so few parameters one round is otherwise farther than another random center.
     """
-    begun, *_, last = play(zoo.fesem(linear, local._replace(lr=0.01), COHORT, m=3, **REF), planted(), 5)
+    begun, *_, last = play(fesem(linear, local._replace(lr=0.01), COHORT, m=3, **REF), planted(), 5)
     assert (begun.assignment == -1).all()
     group = int(last.assignment[0])
     assert last.assignment.tolist() == [group] * 18
@@ -188,7 +191,7 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
 
 def test_empty_group_keeps_its_center(linear, local):
     """The same with eq. 10 over all stored models."""
-    begun, *_, last = play(zoo.fesem(linear, local, COHORT, m=3, start="random_models"), planted(), 5)
+    begun, *_, last = play(fesem(linear, local, COHORT, m=3, start="random_models"), planted(), 5)
     empty = [k for k in range(3) if k not in last.assignment.tolist()]
     assert empty
     np.testing.assert_array_equal(matrix(last.groups)[empty], matrix(begun.groups)[empty])
@@ -196,7 +199,7 @@ def test_empty_group_keeps_its_center(linear, local):
 
 def test_lost_clients_leave_their_models(toy, linear, local):
     lost = local._replace(faults=cfl.Faults(dropout=1.0))
-    begun, *_, last = play(zoo.fesem(linear, lost, COHORT, m=2), toy, 2)
+    begun, *_, last = play(fesem(linear, lost, COHORT, m=2), toy, 2)
     chex.assert_trees_all_equal(begun.memory, last.memory)
 
 
@@ -271,7 +274,7 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     """20 seedings against one, five keys, four groups."""
     found = {}
     for restarts in (1, 20):
-        init = jax.jit(zoo.fesem(linear, local, COHORT, m=4, restarts=restarts).init)
+        init = jax.jit(fesem(linear, local, COHORT, m=4, restarts=restarts).init)
         found[restarts] = [inertia(init(jax.random.key(seed), toy)) for seed in range(5)]
     assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), found
     assert sum(found[20]) < 0.99 * sum(found[1])
@@ -281,17 +284,17 @@ def test_restarts_find_tighter_groups(toy, linear, local):
 def test_models_sent(start, extra):
     """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from local models costs one more visit to everybody."""
     task, local = cfl.as_task(cfl.models.MCLR(2), (1,), 2), cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1))
-    algorithm = zoo.fesem(task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True)
+    algorithm = fesem(task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True)
     assert units(algorithm, 100, 300) == 12_000 + extra
 
 
 @pytest.mark.parametrize("name", ["form", "start", "estep", "average", "distance", "detector"])
 def test_unknown_choices_are_refused(linear, local, name):
     with pytest.raises(InputError, match=f"algorithm.{name}=nonsense"):
-        zoo.fesem(linear, local, COHORT, m=2, **{name: "nonsense"})
+        fesem(linear, local, COHORT, m=2, **{name: "nonsense"})
 
 
 def test_last_layer_needs_a_head(linear, local):
     headless = linear._replace(init=lambda key: {"body": linear.init(key)["head"]})
     with pytest.raises(InputError, match="no dense layer named head"):
-        zoo.fesem(headless, local, COHORT, m=2, distance="last_layer")
+        fesem(headless, local, COHORT, m=2, distance="last_layer")

@@ -11,12 +11,21 @@ from matplotlib.image import imread
 from PIL import Image
 
 import fedjax_cfl as cfl
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import celeba, checkpoint, download, figures, layers, model_map, paper_cells, paper_report, partition, report, sources
 from fedjax_cfl.algorithms.fesem import Solutions
+from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.data import partition
+from fedjax_cfl.data.datasets import celeba, download
+from fedjax_cfl.data.datasets.download import VARIABLE
+from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models import layers
+from fedjax_cfl.papers import cells as paper_cells
+from fedjax_cfl.papers import fesem_fig3, figures, report
+from fedjax_cfl.papers.cells import columns_of, load
+from fedjax_cfl.runs.checkpoint import save
+from fedjax_cfl.runs.results import METRICS, measures
 
-real = pytest.mark.skipif(not os.environ.get(download.VARIABLE), reason=f"real data: {download.VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
 SHARED = {
     "title": "T",
     "scale": 100,
@@ -37,7 +46,7 @@ def finished(folder, *, rounds=2, **numbers):
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 4}")
     rows = [{"round": r, **LAST, **numbers} for r in range(1, rounds + 1)]
-    (folder / report.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(json.dumps({"overrides": []}))
     return folder
 
@@ -54,27 +63,27 @@ def test_rows_that_share_runs_have_one_cell_together(tmp_path):
 
 def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     folder = finished(tmp_path / "A" / "SEM" / "seed0")
-    records = paper_report.collect(SHARED, {("A", "SEM"): [folder]})
+    records = report.collect(SHARED, {("A", "SEM"): [folder]})
     found = {(record["row"], record["column"]): record for record in records}
     values = {row: found[row, "SEM"]["mean"] for row in ("A", "A-F1", "A-index", "A-MB")}
     assert values == pytest.approx({"A": 50.0, "A-F1": 25.0, "A-index": 0.125, "A-MB": 4.5})
     assert found["A-F1", "SEM"]["published"] == 70.6 and found["A-F1", "Avg"]["runs"] == 0
-    assert paper_report.cell_text(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
-    assert paper_report.cell_text(SHARED, found["A-index", "SEM"]) == "0.125"
-    assert paper_report.said(SHARED, "A", folder) == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
-    assert paper_report.said(SHARED, "B", folder) == "50.0"
-    paper_report.write(SHARED, records, tmp_path, "command")
+    assert report.cell_text(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
+    assert report.cell_text(SHARED, found["A-index", "SEM"]) == "0.125"
+    assert report.said(SHARED, "A", folder) == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
+    assert report.said(SHARED, "B", folder) == "50.0"
+    report.write(SHARED, records, tmp_path, "command")
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text
     assert text.count("2 of 4 rounds") == 1  # said of the runs, not of each measure
-    paper_report.plot(SHARED, records, tmp_path / "plot.png")
+    report.plot(SHARED, records, tmp_path / "plot.png")
     assert imread(tmp_path / "plot.png").std() > 0.01
 
 
 def test_figures_draw_shared_runs_once(tmp_path):
     found = {("A", "SEM"): [finished(tmp_path / "seed0")]}
     assert list(figures.read(SHARED, found)) == ["A"]
-    assert paper_report.ran(SHARED, paper_report.collect(SHARED, found)) == ["A", "A-F1", "A-index", "A-MB"]
+    assert report.ran(SHARED, report.collect(SHARED, found)) == ["A", "A-F1", "A-index", "A-MB"]
 
 
 @pytest.mark.parametrize(
@@ -90,15 +99,15 @@ def test_figures_draw_shared_runs_once(tmp_path):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert paper_cells.load(cli.CONF, name)["rows"][row]["published"][column] == value
+    assert load(CONF, name)["rows"][row]["published"][column] == value
 
 
 @pytest.mark.parametrize("name", ["fesem_table1", "fesem_table3", "planted_clusters"])
 def test_shown_measures_exist(name):
-    node = paper_cells.load(cli.CONF, name)
-    known = {*report.measures([]), "megabytes", "seconds"}
+    node = load(CONF, name)
+    known = {*measures([]), "megabytes", "seconds"}
     for row in node["rows"]:
-        assert paper_report.measure_of(node, row, paper_cells.columns_of(node, row)[0]) in known
+        assert report.measure_of(node, row, columns_of(node, row)[0]) in known
 
 
 # CIFAR-10
@@ -112,38 +121,38 @@ def records(count, seed):
 
 
 def test_cifar10_binary_version(tmp_path, monkeypatch):
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     parts = [records(3 + i, seed=i) for i in range(6)]
-    (tmp_path / sources.CIFAR[0]).parent.mkdir(parents=True)
-    for path, (_, _, content) in zip(sources.CIFAR, parts, strict=True):
+    (tmp_path / CIFAR[0]).parent.mkdir(parents=True)
+    for path, (_, _, content) in zip(CIFAR, parts, strict=True):
         (tmp_path / path).write_bytes(content)
-    pool = sources.cifar10()
+    pool = cifar10()
     np.testing.assert_array_equal(pool.x, np.concatenate([x for x, _, _ in parts]))
     np.testing.assert_array_equal(pool.y, np.concatenate([y for _, y, _ in parts]))
     assert pool.test.tolist() == [False] * (len(pool.y) - 8) + [True] * 8
-    (tmp_path / sources.CIFAR[5]).write_bytes(parts[5][2][:-1])
+    (tmp_path / CIFAR[5]).write_bytes(parts[5][2][:-1])
     with pytest.raises(InputError, match=r"test_batch.bin: size of the data is 24583 bytes, expected 1 to 10000 records of 3073"):
-        sources.cifar10()
+        cifar10()
 
 
 def test_part_of_cifar10(tmp_path, monkeypatch):
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
     with pytest.raises(InputError, match=r"cifar10_clients00-21.npz; put it into .* a folder named in FEDJAX_CFL_DATA"):
-        sources.cifar10()
+        cifar10()
     (tmp_path / "cifar10").mkdir()
     x, y, _ = records(5, seed=0)
-    np.savez(tmp_path / sources.CIFAR_PART, images=x, labels=y)
-    pool = sources.cifar10()
+    np.savez(tmp_path / CIFAR_PART, images=x, labels=y)
+    pool = cifar10()
     assert pool.x.shape == (5, 32, 32, 3) and pool.test is None and pool.num_classes == 10
-    np.savez(tmp_path / sources.CIFAR_PART, images=x[:, :28, :28, 0], labels=y)
+    np.savez(tmp_path / CIFAR_PART, images=x[:, :28, :28, 0], labels=y)
     with pytest.raises(InputError, match=r"expected \[N, 32, 32, 3\] uint8"):
-        sources.cifar10()
+        cifar10()
 
 
 @real
 def test_real_cifar10():
-    pool = sources.cifar10()
+    pool = cifar10()
     assert pool.x.shape[1:] == (32, 32, 3) and pool.x.dtype == np.uint8 and len(np.unique(pool.y)) == 10
     if pool.test is None:  # the part
         assert np.bincount(pool.y).tolist() == [729, 845, 1097, 2041, 595, 972, 1925, 1742, 832, 1464]
@@ -157,7 +166,7 @@ def test_real_cifar10():
 @pytest.fixture
 def faces(tmp_path, monkeypatch):
     """Four celebrities of 178x218 images, whose brightness says who smiles; one of them has a single image."""
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
     images = tmp_path / "celeba" / "data" / "raw" / "img_align_celeba"
     images.mkdir(parents=True)
@@ -255,7 +264,7 @@ def test_bad_celeba_files(faces):
 def test_projection_is_pca():
     rng = np.random.default_rng(0)
     models, centers = rng.normal(size=(20, 30)) * np.linspace(3, 0.1, 30), rng.normal(size=(3, 30))
-    points, placed, explained = model_map.project([(models[:, :11], centers[:, :11]), (models[:, 11:], centers[:, 11:])])
+    points, placed, explained = fesem_fig3.project([(models[:, :11], centers[:, :11]), (models[:, 11:], centers[:, 11:])])
     apart = models - models.mean(axis=0)
     _, values, directions = np.linalg.svd(apart, full_matrices=False)
     np.testing.assert_allclose(np.abs(points), np.abs(apart @ directions[:2].T), atol=1e-8)
@@ -268,13 +277,13 @@ def test_map_is_drawn_from_the_last_checkpoint(tmp_path, toy, linear, local):
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
     assert isinstance(state.memory, Solutions)
     folder = finished(tmp_path / "run")
-    checkpoint.save(folder / "checkpoints", 3, (state, {"owner": toy.owner}), {}, {})
-    shown = model_map.read(folder)
+    save(folder / "checkpoints", 3, (state, {"owner": toy.owner}), {}, {})
+    shown = fesem_fig3.read(folder)
     known = np.asarray(state.memory.known)
     assert len(shown.points) == known.sum() < len(known) and shown.sizes.sum() == known.sum()
     assert 0 < shown.explained[1] <= shown.explained[0] <= 1
     np.testing.assert_array_equal(shown.group, np.asarray(state.assignment)[known])
-    model_map.draw(SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
+    fesem_fig3.draw(SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
     assert imread(tmp_path / "figure.png").std() > 0.01
     with pytest.raises(InputError, match="no checkpoint with stored local models"):
-        model_map.read(tmp_path)
+        fesem_fig3.read(tmp_path)

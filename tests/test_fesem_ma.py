@@ -8,30 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CLASSES, FEATURES, matrix
+from fedjax_cfl.matched_average import matched_average
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import models, select
-from fedjax_cfl.algorithms.fesem import stored_mean
-from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, matched, of_cohort
+from fedjax_cfl.algorithms.fesem import fesem, stored_mean
+from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, fesem_ma, matched, of_cohort
+from fedjax_cfl.algorithms.matching import aligned, assignment, layers_of, permuted
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.matched_average import matched_average
-from fedjax_cfl.matching import aligned, assignment, layers_of, permuted
+from fedjax_cfl.models.zoo import MCLR, MLP, BiGRU, CelebaCNN, FemnistCNN, LeafCNN, LeNet, MnistCNN, StackedLSTM
+from fedjax_cfl.round import select
 from fedjax_cfl.types import Cohort, State, Upload
 
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
 NETWORKS = {
-    "mclr": (models.MCLR(3), (6,)),
-    "mlp": (models.MLP(3, hidden=(8, 5)), (6,)),
-    "mnist_cnn": (models.MnistCNN(3), (8, 8)),
-    "femnist_cnn": (models.FemnistCNN(3), (26, 26, 1)),
-    "leaf_cnn": (models.LeafCNN(3, hidden=9), (8, 8, 1)),
-    "celeba_cnn": (models.CelebaCNN(3), (12, 12, 3)),
-    "lenet": (models.LeNet(3), (16, 16, 1)),
+    "mclr": (MCLR(3), (6,)),
+    "mlp": (MLP(3, hidden=(8, 5)), (6,)),
+    "mnist_cnn": (MnistCNN(3), (8, 8)),
+    "femnist_cnn": (FemnistCNN(3), (26, 26, 1)),
+    "leaf_cnn": (LeafCNN(3, hidden=9), (8, 8, 1)),
+    "celeba_cnn": (CelebaCNN(3), (12, 12, 3)),
+    "lenet": (LeNet(3), (16, 16, 1)),
 }
 WIDTHS = {
     "mclr": [],
@@ -113,10 +113,10 @@ def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     chex.assert_trees_all_equal(back(reorder(near), params), near)
 
 
-@pytest.mark.parametrize(("module", "shape", "layer"), [(models.BiGRU(2), (5, 3), "GRU_0"), (models.StackedLSTM(), (5, 3), "LSTM_1")])
+@pytest.mark.parametrize(("module", "shape", "layer"), [(BiGRU(2), (5, 3), "GRU_0"), (StackedLSTM(), (5, 3), "LSTM_1")])
 def test_recurrent_models_are_refused(local, module, shape, layer):
     with pytest.raises(InputError, match=f"model layer {layer}: ") as caught:
-        zoo.fesem_ma(cfl.as_task(module, shape, 2), local, COHORT, m=2)
+        fesem_ma(cfl.as_task(module, shape, 2), local, COHORT, m=2)
     assert "\n" not in str(caught.value)
 
 
@@ -143,8 +143,8 @@ def test_a_client_that_renames_its_units_does_not_matter():
 @pytest.mark.parametrize("average", ["stored", "cohort"])
 def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, average):
     """Clients that train from the center keep their units in its order: FeSEM, bit for bit but for how XLA fuses."""
-    begun, *_, last = play(zoo.fesem_ma(mlp, local, COHORT, m=2, head="plain", average=average), toy, 4)
-    plain = play(zoo.fesem(mlp, local, COHORT, m=2, average=average), toy, 4)
+    begun, *_, last = play(fesem_ma(mlp, local, COHORT, m=2, head="plain", average=average), toy, 4)
+    plain = play(fesem(mlp, local, COHORT, m=2, average=average), toy, 4)
     chex.assert_trees_all_close(last.groups, plain[-1].groups, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(last.memory.models, plain[-1].memory.models, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_equal(last.assignment, plain[-1].assignment)
@@ -154,7 +154,7 @@ def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, average):
 
 def test_planted_groups_are_found(mlp, local):
     data = planted()
-    states = play(zoo.fesem_ma(mlp, local._replace(epochs=5), COHORT, m=3), data, 3)
+    states = play(fesem_ma(mlp, local._replace(epochs=5), COHORT, m=3), data, 3)
     for state in states:
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
     first, second = (states[i].traffic for i in (0, 1))
@@ -165,11 +165,11 @@ def test_planted_groups_are_found(mlp, local):
 def test_stored_models_of_a_group_are_merged_after_a_run(mlp, local):
     """The one-shot use of `matched_average`: the merged model, whatever its width, serves the group as its center does."""
     data = planted(concepts=1, clients=6)
-    state = play(zoo.fesem_ma(mlp, local._replace(epochs=5), select.everybody(), m=1), data, 3)[-1]
+    state = play(fesem_ma(mlp, local._replace(epochs=5), select.everybody(), m=1), data, 3)[-1]
     stored = [jax.tree.map(lambda leaf, k=k: np.asarray(leaf[k]), state.memory.models) for k in range(6)]
     merged, _ = matched_average(stored, layers_of(mlp), state.memory.counts)
     width = merged["hidden_0"]["bias"].size
-    wide = cfl.as_task(models.MLP(CLASSES, hidden=(width,)), (FEATURES,), CLASSES)
+    wide = cfl.as_task(MLP(CLASSES, hidden=(width,)), (FEATURES,), CLASSES)
     scores = [np.mean(np.argmax(task.predict(params, data.x), axis=1) == data.y) for task, params in ((wide, merged), (mlp, stored[0]))]
     assert width >= 3 and scores[0] > scores[1] - 0.05 > 0.7, (width, scores)
 
@@ -195,6 +195,6 @@ def test_class_means_by_hand():
 
 def test_what_does_not_fit_is_refused(linear, local):
     with pytest.raises(InputError, match=r"algorithm.head=nonsense: "):
-        zoo.fesem_ma(linear, local, COHORT, m=2, head="nonsense")
+        fesem_ma(linear, local, COHORT, m=2, head="nonsense")
     with pytest.raises(InputError, match=r"algorithm.spare=0.2: 0 is allowed for a model with normalisations"):
-        zoo.fesem_ma(network("celeba_cnn")[0], local, COHORT, m=2, spare=0.2)
+        fesem_ma(network("celeba_cnn")[0], local, COHORT, m=2, spare=0.2)

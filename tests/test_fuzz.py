@@ -14,8 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import command_line, readers, sources
+from fedjax_cfl.cli import overrides
+from fedjax_cfl.cli.main import VERBS
+from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.data.datasets import files, readers
+from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.errors import InputError
 
 EXAMPLES = int(os.environ.get("FEDJAX_CFL_EXAMPLES", "300"))
@@ -35,9 +38,9 @@ USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
 SHARD = json.dumps({"users": ["a", "b"], "num_samples": [2, 2], "user_data": {"a": USER, "b": USER}}).encode()
 READ = {
     "idx": (readers.read_idx, bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4]) + bytes(range(24))),
-    "npz": (sources.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
-    "packed npz": (sources.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
-    "leaf": (sources.leaf, SHARD),
+    "npz": (files.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
+    "packed npz": (files.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
+    "leaf": (leaf, SHARD),
 }
 
 
@@ -123,7 +126,7 @@ def test_leaf_of_any_json(tmp_path):
     @settings(some, max_examples=EXAMPLES)
     @given(shards | values, st.booleans())
     def search(shard, packed):
-        reads_or_refuses(tmp_path / "f", sources.leaf, json.dumps(shard).encode(), packed)
+        reads_or_refuses(tmp_path / "f", leaf, json.dumps(shard).encode(), packed)
 
     search()
 
@@ -144,7 +147,7 @@ def test_npz_of_any_header(tmp_path):
         with zipfile.ZipFile(out, "w") as archive:
             archive.writestr("x.npy", array + len(content).to_bytes(2, "little") + content + data)
             archive.writestr("y.npy", array + len(content).to_bytes(2, "little") + content + data)
-        reads_or_refuses(tmp_path / "f", sources.npz, out.getvalue(), False)
+        reads_or_refuses(tmp_path / "f", files.npz, out.getvalue(), False)
 
     search()
 
@@ -154,9 +157,9 @@ def names():
     """Returns the names of all settings and groups, and some that do not exist."""
     import hydra
 
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(cli.CONF)):
-        known = list(command_line._default(()))
-    return [*known, *command_line._groups(), *(name.partition(".")[0] for name in known), "nope", "algorithm.nope", "hydra.run.dir", ""]
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        known = list(overrides._default(()))
+    return [*known, *overrides._groups(), *(name.partition(".")[0] for name in known), "nope", "algorithm.nope", "hydra.run.dir", ""]
 
 
 NOISE = [
@@ -202,7 +205,7 @@ def test_overrides(names, tmp_path, monkeypatch):
     @given(st.lists(line, min_size=1, max_size=2), st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]))
     def search(lines, flags):
         try:
-            command_line.precheck([*flags, *lines], cli.VERBS)
+            overrides.precheck([*flags, *lines], VERBS)
         except InputError as error:
             assert str(error) and not list(tmp_path.iterdir())
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # an accepted sweep has made its folder

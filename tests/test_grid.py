@@ -10,9 +10,11 @@ import pytest
 from conftest import VARYING, call
 
 import fedjax_cfl as cfl
-from fedjax_cfl import checkpoint, grid, report
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.vectorize import stacked
+from fedjax_cfl.runs import grid
+from fedjax_cfl.runs.checkpoint import arrays, saved
+from fedjax_cfl.runs.results import read_metrics
+from fedjax_cfl.simulation.vectorize import stacked
 
 SMALL = "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2 checkpoint.every=2"
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algorithm.m=2"
@@ -38,7 +40,7 @@ FAST = ("seeds and step sizes, incremental, faults", "cuts in two")
 
 
 def rows(folder):
-    return [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(folder)]
+    return [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(folder)]
 
 
 def same(one, other):
@@ -64,7 +66,7 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
         alone = tmp_path / "alone" / folder.name
         same(rows(folder), rows(alone))
         assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
-        ours, theirs = (checkpoint.arrays(checkpoint.saved(path / "checkpoints")[-1]) for path in (folder, alone))
+        ours, theirs = (arrays(saved(path / "checkpoints")[-1]) for path in (folder, alone))
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
             assert array.shape == theirs[name].shape, name

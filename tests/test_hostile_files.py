@@ -12,7 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_cfl import download, readers, sources
+from fedjax_cfl.data.datasets import download, files, images, readers
+from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE
+from fedjax_cfl.data.datasets.files import npz
+from fedjax_cfl.data.datasets.images import FASHION, fashion_mnist, femnist, mnist
 from fedjax_cfl.errors import InputError
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
@@ -268,7 +271,7 @@ def apart(tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path / "cwd"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cwd"))
     monkeypatch.setattr(readers, "MOST_BYTES", 2**25)  # the bombs are small for the tests to be quick
 
 
@@ -277,23 +280,23 @@ def test_idx(name, tmp_path):
     content, says = IDX[name]
     path = written(tmp_path / "cwd" / "mnist" / "train-images-idx3-ubyte.gz", content)
     refused(says, path, readers.read_idx, path)
-    for other in list(download.REGISTRY["mnist"].files)[1:]:
+    for other in list(REGISTRY["mnist"].files)[1:]:
         written(path.with_name(other), idx(Y.astype(np.uint8)))
-    refused(says, path, sources.mnist, True, True)
+    refused(says, path, mnist, True, True)
 
 
 @pytest.mark.parametrize("name", NPZ)
 def test_npz(name, tmp_path):
     content, says = NPZ[name]
     path = written(tmp_path / "a.npz", content)
-    refused(says, path, sources.npz, path)
+    refused(says, path, npz, path)
 
 
 @pytest.mark.parametrize("name", LEAF)
 def test_leaf(name, tmp_path):
     content, says = LEAF[name]
     path = written(tmp_path / "a.json", content)
-    refused(says, path, sources.leaf, path)
+    refused(says, path, files.leaf, path)
 
 
 GOOD = {"y is float": packed(y=Y / 1.0), "y is bool": packed(y=Y > 1), "y is uint64": packed(y=np.uint64(Y)), "packed": packed(8)}
@@ -302,12 +305,12 @@ GOOD = {"y is float": packed(y=Y / 1.0), "y is bool": packed(y=Y > 1), "y is uin
 @pytest.mark.parametrize("name", [*GOOD, "Fortran order"])
 def test_unusual_but_good(name, tmp_path):
     columns = packed(x=npy(np.ascontiguousarray(X.T), fortran_order=True, shape=(4, 3)))
-    pool = sources.npz(written(tmp_path / "a.npz", GOOD.get(name, columns)))
+    pool = npz(written(tmp_path / "a.npz", GOOD.get(name, columns)))
     np.testing.assert_array_equal(pool.x, X)
     assert pool.y.dtype == np.int32 and len(pool.y) == 4
 
 
-@pytest.mark.parametrize("read", [readers.read_idx, readers.read_leaf, sources.npz, sources.leaf])
+@pytest.mark.parametrize("read", [readers.read_idx, readers.read_leaf, npz, files.leaf])
 def test_no_regular_file(read, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
@@ -322,7 +325,7 @@ def test_no_regular_file(read, tmp_path):
 def test_a_huge_sparse_file(tmp_path):
     path = written(tmp_path / "a.json", b"[")
     os.truncate(path, 2**40)
-    refused("takes", path, sources.leaf, path)
+    refused("takes", path, files.leaf, path)
     path = written(tmp_path / "a", idx(IMAGES, [2**32 - 1, 100]))
     os.truncate(path, 2**40)
     refused("size of the data", path, readers.read_idx, path)
@@ -347,17 +350,17 @@ FEMNIST = {
 def test_femnist(name, tmp_path):
     changes, says = FEMNIST[name]
     good = {"images": IMAGE, "labels": Y, "user": Y, "split": Y * 0}
-    path = written(tmp_path / "cwd" / sources.FEMNIST, packed(**(good | changes)))
+    path = written(tmp_path / "cwd" / images.FEMNIST, packed(**(good | changes)))
     for classes in ("all", "digits"):
-        refused(says, path, sources.femnist, classes)
+        refused(says, path, femnist, classes)
 
 
 def test_femnist_of_small_images(tmp_path):
     path = written(tmp_path / "cwd" / "femnist" / "data" / "a.json", leaf())
-    refused("expected images of 784 pixels", path.parent, sources.femnist)
+    refused("expected images of 784 pixels", path.parent, femnist)
 
 
 def test_fashion_mnist_of_other_images(tmp_path):
-    for name in sources.FASHION:
+    for name in FASHION:
         path = written(tmp_path / "cwd" / name, packed(images=IMAGE.astype(str), labels=Y))
-    refused("expected [N, 28, 28] uint8", path.with_name(Path(sources.FASHION[0]).name), sources.fashion_mnist, True, True)
+    refused("expected [N, 28, 28] uint8", path.with_name(Path(FASHION[0]).name), fashion_mnist, True, True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import VARYING
 
-from fedjax_cfl import report
+from fedjax_cfl.runs.results import read_metrics
 
 SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_round=6", "checkpoint.every=2", "faults.dropout=0.2"]
 SMALL += ["drift=swap_all", "drift.p=0.4"]
@@ -44,7 +44,7 @@ def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 
 def rows(folder):
-    return [{name: value for name, value in row.items() if name not in VARYING} for row in report.read_metrics(folder)]
+    return [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(folder)]
 
 
 def agree(folder, other):

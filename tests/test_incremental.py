@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_drift import KEY, assert_views, federated, once, random_data
 
-from fedjax_cfl import drift
+from fedjax_cfl.data import drift
 
 
 @pytest.mark.parametrize(("compounding", "expected"), [(False, [25, 50, 75, 100]), (True, [25, 13, 10, 10])])

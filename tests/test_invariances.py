@@ -8,22 +8,28 @@ import pytest
 from scipy.stats import chi2
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import local as training
-from fedjax_cfl import select
-from fedjax_cfl.sgd import one_gradient, sgd
-from fedjax_cfl.shuffle import permutations
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fedopt import fedavgm
+from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.round import select
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import one_gradient, sgd
+from fedjax_cfl.round.shuffle import permutations
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(5)
 ROUNDS, CLIENTS = 3, 14
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 METHODS = {
-    "fedavg": lambda task, local, select: zoo.fedavg(task, local, select),
-    "fedprox with stragglers": lambda task, local, select: zoo.fedprox(task, local, select, mu=0.1, drop_percent=0.5),
-    "qfedavg": lambda task, local, select: zoo.qfedavg(task, local, select, q=1.0),
-    "ifca": lambda task, local, select: zoo.ifca(task, local, select, m=2),
-    "flexcfl": lambda task, local, select: zoo.flexcfl(task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False),
+    "fedavg": lambda task, local, select: fedavg(task, local, select),
+    "fedprox with stragglers": lambda task, local, select: fedprox(task, local, select, mu=0.1, drop_percent=0.5),
+    "qfedavg": lambda task, local, select: qfedavg(task, local, select, q=1.0),
+    "ifca": lambda task, local, select: ifca(task, local, select, m=2),
+    "flexcfl": lambda task, local, select: flexcfl(task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False),
 }
 TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])  # client 2 has no data, client 6 one sample
 
@@ -116,11 +122,11 @@ def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
 def everyone(toy, mlp, local):
     """Trains the clients in given slots: f(ids [14]) -> Upload [14]."""
     models = jax.vmap(mlp.init)(jax.random.split(KEY, 2))
-    train = training.over_clients(sgd(mlp, local), local)
+    train = over_clients(sgd(mlp, local), local)
 
     def go(ids, gid):
         cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
-        return train(cohort, toy, (KEY, models), training.full(gid))
+        return train(cohort, toy, (KEY, models), full(gid))
 
     return jax.jit(go)
 
@@ -136,9 +142,9 @@ def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
     """A sample that is not finite may not reach the masked places of another client's batches."""
     broken = toy.replace(x=jnp.where((toy.owner == 11)[:, None], jnp.nan, toy.x))
     models = jax.tree.map(lambda leaf: leaf[None], jax.jit(mlp.init)(KEY))
-    train = training.over_clients(solver(mlp, local), local)
+    train = over_clients(solver(mlp, local), local)
     ids = jnp.arange(CLIENTS)
-    go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), training.full(0 * ids)))
+    go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full(0 * ids)))
     usual, spoilt = go(toy), go(broken)
     assert not np.isfinite(spoilt.loss[11])
     for one, other in zip(jax.tree.leaves(usual), jax.tree.leaves(spoilt), strict=True):
@@ -165,7 +171,7 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
 
 
 def test_a_round_without_data_keeps_the_model(toy, mlp, local):
-    algorithm = zoo.fedavgm(mlp, local, select.listed(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
+    algorithm = fedavgm(mlp, local, select.listed(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
     one_round = jax.jit(algorithm.round)
     before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     after, info = one_round(KEY, before, toy)

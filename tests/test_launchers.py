@@ -7,8 +7,8 @@ import sys
 import hydra
 import pytest
 
-from fedjax_cfl.command_line import CONF
-from fedjax_cfl.report import read_summary
+from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.runs.results import read_summary
 
 SMALL = ["dataset.clients=12", "algorithm=fedavg", "model=mclr", "rounds=1", "local.epochs=1", "devices=1"]
 NEEDS = {"cores": "hydra_plugins.hydra_joblib_launcher", "processes": "hydra_plugins.hydra_submitit_launcher"}

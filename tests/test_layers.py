@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from conftest import jit_as_users_do
 
-from fedjax_cfl import layers, models
+from fedjax_cfl.models import layers
+from fedjax_cfl.models.task import as_task
+from fedjax_cfl.models.zoo import BiGRU
 
 KEY = jax.random.key(0)
 
@@ -161,7 +163,7 @@ def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
 
 def test_bidirectional_model_reads_both_ways():
     x = normal(2, 4, 3)
-    task = models.as_task(models.BiGRU(2), (4, 3), 2)
+    task = as_task(BiGRU(2), (4, 3), 2)
     params = jax.jit(task.init)(KEY)
     logits = jax.jit(task.predict)(params, x)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)

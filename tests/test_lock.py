@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from fedjax_cfl import lock
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import lock
 
 
 def fails(number):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import memory, sharding
+from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.simulation import memory
 
 
 @pytest.fixture(scope="module")

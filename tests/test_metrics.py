@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score, f1_score
 
-from fedjax_cfl import metrics
+from fedjax_cfl.simulation import metrics
 
 CLIENTS, CLASSES = 25, 5
 PER_CLIENT = jax.jit(metrics.per_client, static_argnums=(5, 6))

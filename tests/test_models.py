@@ -10,8 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
 
-from fedjax_cfl import models
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.task import as_task, count, model_bytes
+from fedjax_cfl.models.zoo import MCLR, BiGRU, FemnistCNN, LeNet, MnistCNN, StackedLSTM
 
 CONF = pathlib.Path(__file__).parents[1] / "conf" / "model"
 IMAGE, WORDS, FACE = (28, 28), (25, 300), (84, 84, 3)
@@ -58,9 +59,9 @@ def started(task):
 
 @pytest.mark.parametrize(("name", "shape", "classes", "size"), SIZES)
 def test_the_number_of_parameters_is_the_published_one(name, shape, classes, size):
-    params = jax.eval_shape(models.as_task(build(name, classes), shape, classes).init, KEY)
-    assert models.count(params) == size
-    assert models.model_bytes(params) == 4 * size
+    params = jax.eval_shape(as_task(build(name, classes), shape, classes).init, KEY)
+    assert count(params) == size
+    assert model_bytes(params) == 4 * size
 
 
 def test_every_conf_file_is_tested():
@@ -71,7 +72,7 @@ def test_every_conf_file_is_tested():
 
 @pytest.mark.parametrize(("name", "shape", "classes"), SMALL)
 def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name, shape, classes):
-    task = models.as_task(build(name, classes), shape, classes)
+    task = as_task(build(name, classes), shape, classes)
     params = started(task)
     x = normal(6, *shape)
     y = np.arange(6) % classes
@@ -99,7 +100,7 @@ def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name
 
 
 def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
-    params = started(models.as_task(models.MnistCNN(10), IMAGE, 10))
+    params = started(as_task(MnistCNN(10), IMAGE, 10))
     fans = {"Conv_0": (9 * 1, 9 * 32), "Conv_1": (9 * 32, 9 * 64), "head": (3136, 10)}
     assert set(params) == set(fans)
     for layer, (fan_in, fan_out) in fans.items():
@@ -111,7 +112,7 @@ def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
 
 
 def test_two_logits_give_the_sigmoid_cross_entropy():
-    task = models.as_task(models.StackedLSTM(), (3, 4), 2)
+    task = as_task(StackedLSTM(), (3, 4), 2)
     params = started(task)
     x = 5 * normal(4, 3, 4)
     y = np.array([0, 1, 1, 0])
@@ -122,7 +123,7 @@ def test_two_logits_give_the_sigmoid_cross_entropy():
 
 def test_l2_is_a_thousandth_of_the_squared_kernels():
     x, y = normal(5, 7), np.arange(5) % 3
-    decayed, plain = models.as_task(models.MCLR(3), (7,), 3), models.as_task(models.MCLR(3), (7,), 3, l2=0)
+    decayed, plain = as_task(MCLR(3), (7,), 3), as_task(MCLR(3), (7,), 3, l2=0)
     params = jax.tree.map(lambda p: p + 0.5, started(plain))
     logits = x @ np.asarray(params["head"]["kernel"]) + 0.5
     cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(5), y]
@@ -133,7 +134,7 @@ def test_l2_is_a_thousandth_of_the_squared_kernels():
     close(with_l2["head"]["kernel"] - without["head"]["kernel"], 0.002 * params["head"]["kernel"], 1e-4)
     np.testing.assert_array_equal(with_l2["head"]["bias"], without["head"]["bias"])
     with pytest.raises(InputError, match="l2 -1: a number >= 0"):
-        models.as_task(models.MCLR(3), (7,), 3, l2=-1)
+        as_task(MCLR(3), (7,), 3, l2=-1)
 
 
 def test_only_the_listed_layers_are_decayed():
@@ -146,7 +147,7 @@ def test_only_the_listed_layers_are_decayed():
 def test_uint8_pixels_are_read_as_fractions():
     x = np.random.default_rng(0).integers(0, 256, (4, 28, 28), np.uint8)
     y = np.arange(4)
-    task = models.as_task(models.LeNet(10), IMAGE, 10)
+    task = as_task(LeNet(10), IMAGE, 10)
     params = started(task)
     fractions = x.astype(np.float32) / 255
     close(jax.jit(task.predict)(params, x), jax.jit(task.predict)(params, fractions))
@@ -182,7 +183,7 @@ class Misspelt(Plain):
 
 def test_a_users_module_works_with_and_without_train():
     x, y = normal(3, 5), np.array([0, 3, 1])
-    plain, trained = models.as_task(Plain(), (5,), 4), models.as_task(Trained(), (5,), 4)
+    plain, trained = as_task(Plain(), (5,), 4), as_task(Trained(), (5,), 4)
     params = started(plain)
     np.testing.assert_array_equal(plain.loss(params, x, y, KEY), plain.loss(params, x, y))
     assert not np.allclose(trained.loss(params, x, y, KEY), trained.loss(params, x, y))
@@ -192,12 +193,12 @@ def test_a_users_module_works_with_and_without_train():
 @pytest.mark.parametrize(
     ("module", "shape", "classes", "words"),
     [
-        (models.LeNet(10), (784,), 10, r"LeNet .*\(784,\).*\[H, W\]"),
-        (models.LeNet(10), (8, 8), 10, "LeNet .*larger images"),
-        (models.FemnistCNN(10), (2, 28, 28, 1), 10, "FemnistCNN .*images"),
-        (models.BiGRU(2), (300,), 2, r"BiGRU .*\[T, features\]"),
-        (models.StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
-        (models.MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
+        (LeNet(10), (784,), 10, r"LeNet .*\(784,\).*\[H, W\]"),
+        (LeNet(10), (8, 8), 10, "LeNet .*larger images"),
+        (FemnistCNN(10), (2, 28, 28, 1), 10, "FemnistCNN .*images"),
+        (BiGRU(2), (300,), 2, r"BiGRU .*\[T, features\]"),
+        (StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
+        (MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
         (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
         (Running(), (5,), 4, "Running .*batch_stats"),
         (Misspelt(), (5,), 4, r"Misspelt: decayed .*did you mean 'Dense_0'"),
@@ -206,5 +207,5 @@ def test_a_users_module_works_with_and_without_train():
 )
 def test_a_model_that_does_not_fit_is_one_line(module, shape, classes, words):
     with pytest.raises(InputError, match=words) as caught:
-        models.as_task(module, shape, classes)
+        as_task(module, shape, classes)
     assert "\n" not in str(caught.value)

@@ -11,17 +11,21 @@ import sys
 import numpy as np
 import pytest
 
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import download, partition, sources, text
+from fedjax_cfl.cli.main import main
+from fedjax_cfl.data import partition
+from fedjax_cfl.data.datasets import images, sent140
+from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE, locate
+from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets.images import femnist, mnist
 
 FEMNIST = [1632, 1555, 2421, 2278, 2504, 1757, 1598, 1608, 1503, 1489]  # samples of a .. j, train and test
 
 
 def originals(*paths):
     """Returns where the original files are, or skips the test."""
-    if not os.environ.get(download.VARIABLE):
-        pytest.skip(f"real data: {download.VARIABLE} is not set")
-    found = download.locate(*paths)
+    if not os.environ.get(VARIABLE):
+        pytest.skip(f"real data: {VARIABLE} is not set")
+    found = locate(*paths)
     if found is None:
         pytest.skip(f"the original files are not at hand: {', '.join(paths)}")
     return found
@@ -47,7 +51,7 @@ def nist(tmp_path):
 
 
 def test_fedprox_files_keep_users_and_split(nist):
-    pool = sources.leaf(nist)
+    pool = leaf(nist)
     assert pool.x.shape[1:] == (784,) and pool.num_classes == 10
     held = partition.by_user(pool, test_fraction=0.5)  # not used: the files are split
     np.testing.assert_array_equal(held.test, pool.test[held.sample])
@@ -67,19 +71,19 @@ def test_fedprox_files_run(nist, tmp_path, monkeypatch):
     small = "algorithm.m=3 algorithm.alpha=4 algorithm.pretrain=iters:2 rounds=2 local.epochs=1 devices=1"
     line = f"dataset=leaf dataset.source.path={nist} model=mclr algorithm=flexcfl {small} run_dir={tmp_path / 'run'}"
     monkeypatch.setattr(sys, "argv", ["fedjax-cfl", *line.split()])
-    assert not cli.main()
+    assert not main()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["dataset"] == "leaf" and summary["rounds"] == 2 and summary["partition"] == "by_user"
 
 
 def test_femnist_writers_are_split_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / "femnist").mkdir()
     labels, user = np.arange(40) % 20, np.repeat([0, 3], 20)
     arrays = {"images": np.zeros((40, 28, 28), np.uint8), "labels": labels, "user": user, "split": np.arange(40) % 10 == 0}
-    np.savez(tmp_path / sources.FEMNIST, **arrays)
-    assert sources.femnist().test.sum() == 4
-    pool = sources.femnist(keep_split=False)
+    np.savez(tmp_path / images.FEMNIST, **arrays)
+    assert femnist().test.sum() == 4
+    pool = femnist(keep_split=False)
     assert pool.test is None and pool.num_classes == 62
     held = partition.by_user(pool, test_fraction=0.2)
     assert np.bincount(held.owner[~held.test]).tolist() == [16, 16]
@@ -87,7 +91,7 @@ def test_femnist_writers_are_split_anew(tmp_path, monkeypatch):
 
 def test_original_femnist_totals():
     folder = originals("femnist_nist", "femnist_nist/train", "femnist_nist/test")[0]
-    pool = sources.leaf(folder)
+    pool = leaf(folder)
     assert ((~pool.test).sum(), pool.test.sum(), pool.client.max() + 1) == (16_421, 1_924, 200)
     assert np.bincount(pool.y).tolist() == FEMNIST and sum(FEMNIST) == 18_345
     counts = np.zeros((200, 10), int)
@@ -97,16 +101,16 @@ def test_original_femnist_totals():
 
 def test_original_sent140_totals():
     split = ("sent140/data/train", "sent140/data/test")
-    originals(*(split if os.environ.get(download.VARIABLE) and download.locate(*split) else ("sent140/train", "sent140/test")))
-    _, y, client, test = text.read_tweets()
+    originals(*(split if os.environ.get(VARIABLE) and locate(*split) else ("sent140/train", "sent140/test")))
+    _, y, client, test = sent140.read_tweets()
     if client.max() + 1 != 772:
         pytest.skip(f"the files under sent140/ hold another sample, of {client.max() + 1} users, expected the papers' 772")
     assert [np.bincount(y[rows]).tolist() for rows in (~test, test)] == [[12_241, 20_058], [3_213, 5_271]]
 
 
 def test_mnist_recipe_on_the_original_images():
-    originals(*(f"mnist/{name}" for name in download.REGISTRY["mnist"].files))
-    pool = sources.mnist(standardize=False, offline=True)
+    originals(*(f"mnist/{name}" for name in REGISTRY["mnist"].files))
+    pool = mnist(standardize=False, offline=True)
     held = partition.power_law(pool, clients=1000)
     counts = np.zeros((1000, 10), int)
     np.add.at(counts, (held.owner, pool.y[held.sample]), 1)
@@ -118,8 +122,8 @@ def test_mnist_recipe_on_the_original_images():
 
 
 def test_femnist_stand_in_leaks_only_as_released():
-    originals(sources.FEMNIST)
-    pool = sources.femnist("digits", offline=True)
+    originals(images.FEMNIST)
+    pool = femnist("digits", offline=True)
     disjoint, released = (partition.femnist_power_law(pool, variant=variant) for variant in ("disjoint", "released"))
     # LEAF's samples hold about 2,200 of each digit, where the recipe had 4,000: a class wraps now and then even if dealt disjointly.
     for held, lowest, highest in ((disjoint, 0, 0.05), (released, 0.9, 1)):

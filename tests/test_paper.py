@@ -19,9 +19,13 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import edc_madc, figures, paper, paper_cells, report
+from fedjax_cfl.cli.build import checked
+from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.papers import cells as paper_cells
+from fedjax_cfl.papers import fedgroup_fig5, figures, runner
+from fedjax_cfl.papers.cells import Cell, finished, load
+from fedjax_cfl.runs.results import measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
 CELL = """
@@ -76,10 +80,10 @@ def verb(tmp_path, monkeypatch):
     (tmp_path / "cell.py").write_text(CELL)
     (tmp_path / "ran").touch()
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
-    monkeypatch.setattr(paper, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
 
     def run(*argv, out="out"):
-        return paper.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None)
+        return runner.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None)
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
     run.out = tmp_path / "out" / "fake"
@@ -97,8 +101,8 @@ def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     figure = TABLE.replace("paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n")
     verb.conf.with_name("drawn.yaml").write_text(figure)
-    assert paper.main(["fake", "--rows", "first-a"], tmp_path, None, None) == 0
-    assert paper.main(["drawn"], tmp_path, None, None) == 0
+    assert runner.main(["fake", "--rows", "first-a"], tmp_path, None, None) == 0
+    assert runner.main(["drawn"], tmp_path, None, None) == 0
     started = verb.started()
     assert len(started) == 4 and all("experiment=fake " in line for line in started)
     assert imread("paper/drawn/figure.png").std() > 0
@@ -154,11 +158,11 @@ def test_several_at_a_time_give_the_same_table(verb, tmp_path):
 
 
 def test_a_terminal_sees_which_cells_run_and_how_far_they_are(tmp_path):
-    cell = paper_cells.Cell("first-a", "Avg", 0, tmp_path, [])
+    cell = Cell("first-a", "Avg", 0, tmp_path, [])
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     for metrics, at in [("", 0), ('{"round": 5, "accuracy": 0.5}\n{"round": 10, "acc', 10)]:
         (tmp_path / "metrics.jsonl").write_text(metrics)
-        with paper.progress(3, console) as show:
+        with runner.progress(3, console) as show:
             show(1, [cell])
         assert "1/3" in console.file.getvalue() and f"first-a, Avg, seed 0: round {at}" in console.file.getvalue()
 
@@ -185,10 +189,8 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
     assert "- first-a (Avg, Flex-eta0.1): 3 of 6 rounds." in (verb.out / "table.md").read_text()
     assert verb("--rows", "second-b") == 0
     assert table(verb.out)["first-a", "Avg"]["rounds"] == "3" and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
-    cell = next(
-        paper_cells.cells("fake", paper_cells.load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"])
-    )
-    assert not paper_cells.finished(cell)
+    cell = next(paper_cells.cells("fake", load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
+    assert not finished(cell)
 
 
 def test_cells_of_other_settings_are_refused(verb):
@@ -231,7 +233,7 @@ def test_bad_input_is_one_line(verb, argv, words):
 def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, words):
     columns = ["--columns", "FedProx" if "mu" in override else "*"]
     with pytest.raises(InputError) as caught:
-        paper.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], cli.CONF, cli.checked, None)
+        runner.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], CONF, checked, None)
     assert str(caught.value).startswith(words) and not list(tmp_path.iterdir())
 
 
@@ -247,7 +249,7 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
         from pathlib import Path
         from fedjax_cfl import paper
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
-        paper.COMMAND = {paper.COMMAND!r}
+        paper.COMMAND = {runner.COMMAND!r}
         try:
             paper.main(["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None, None)
         except KeyboardInterrupt:
@@ -301,12 +303,12 @@ def test_measures_by_hand():
         {"round": r, "accuracy": a, "discrepancy": d, "units_down": 10 * r, "units_up": 4 * r, "migrated_clients": r}
         for r, a, d in zip(range(1, 7), accuracy, [1.0, 2.0, 3.0, None, 2.0, 2.0], strict=True)
     ]
-    found = report.measures(rows)
+    found = measures(rows)
     assert found["best_accuracy"] == 0.9 and found["last_accuracy"] == 0.84 and found["rounds_to_85"] == 3
     assert found["median_accuracy"] == pytest.approx(0.84) and found["last10_accuracy"] == pytest.approx(3.8 / 5)
     assert found["discrepancy_mean"] == pytest.approx(2.0) and found["discrepancy_variance"] == pytest.approx(0.4)
     assert found["units"] == 84 and found["migrations"] == 21
-    assert report.measures(rows[:2])["rounds_to_85"] is None and report.measures(rows[:1])["median_accuracy"] is None
+    assert measures(rows[:2])["rounds_to_85"] is None and measures(rows[:1])["median_accuracy"] is None
 
 
 def test_directions_of_all_founders_are_edc():
@@ -314,15 +316,15 @@ def test_directions_of_all_founders_are_edc():
     gram = updates @ updates.T
     _, _, directions = np.linalg.svd(updates[:8])
     cosines = updates @ directions[:3].T / np.linalg.norm(updates, axis=1)[:, None]
-    assert np.allclose(np.abs(edc_madc.features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
+    assert np.allclose(np.abs(fedgroup_fig5.features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
 
 
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
     small = ["rounds=2", "clients_per_round=3", "local.epochs=1", "devices=1"]
     asked = ["planted_clusters", "--rows", "digits-rotate", "--columns", "FedAvg", "IFCA", "--jobs", "2", "--out", str(tmp_path)]
-    assert paper.main([*asked, *small], cli.CONF, cli.checked, None) == 0
-    node = paper_cells.load(cli.CONF, asked[0])
+    assert runner.main([*asked, *small], CONF, checked, None) == 0
+    node = load(CONF, asked[0])
     row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
     line = [f"experiment={asked[0]}", *row, *column, *small, f"run_dir={tmp_path / 'alone'}"]
     assert call(monkeypatch, " ".join(line)) == 0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl import concept, partition
+from fedjax_cfl.data import concept, partition
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 

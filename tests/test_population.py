@@ -8,10 +8,13 @@ import pytest
 from conftest import VARYING, call
 
 import fedjax_cfl as cfl
-from fedjax_cfl import checkpoint, folder, population, report
+from fedjax_cfl.data import prefetch
+from fedjax_cfl.data.datasets import files
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.programs import standing
-from fedjax_cfl.run import Snapshot
+from fedjax_cfl.runs.checkpoint import restore_latest, save
+from fedjax_cfl.runs.results import read_metrics
+from fedjax_cfl.simulation.compilation import standing
+from fedjax_cfl.simulation.run import Snapshot
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 
@@ -40,8 +43,8 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", ["qfedavg", "ifca", "fedgroup"])
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(name, both, linear, local, monkeypatch):
-    monkeypatch.setattr(population, "TESTED", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
-    monkeypatch.setattr(population, "ROUNDS", 1)  # several blocks between evaluations
+    monkeypatch.setattr(prefetch, "TESTED", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
+    monkeypatch.setattr(prefetch, "ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
     device, host = (cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK) for data in both)
     assert len(device.rows) == 3
@@ -58,11 +61,11 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
 
     def keep(row, snapshot):
         if row["round"] == 2:
-            checkpoint.save(tmp_path, 2, (snapshot.state, snapshot.shifting), snapshot.facts, {})
+            save(tmp_path, 2, (snapshot.state, snapshot.shifting), snapshot.facts, {})
 
     whole = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK)
     like = standing(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
-    found = checkpoint.restore_latest(tmp_path, like, {})
+    found = restore_latest(tmp_path, like, {})
     rest = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, start=Snapshot(*found.tree, found.facts), **QUICK)
     assert [row["round"] for row in rest.rows] == [4, 5]
     same(rest.rows, whole.rows[1:])
@@ -70,11 +73,11 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
 
 def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
     """Its rounds and evaluations may have been others until then; a block has room for what is left of it."""
-    monkeypatch.setattr(population, "ROUNDS", 3)
+    monkeypatch.setattr(prefetch, "ROUNDS", 3)
     algorithm = methods(linear, local)["fedavg"]()
 
     def blocks(done: int, rounds: int):
-        feed = population.Blocks(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
+        feed = prefetch.Blocks(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
         return [count for count, block in feed.training(done) if block.train.size.sum() <= feed.most["train"][0]]
 
     assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
@@ -85,7 +88,7 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
 
 def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monkeypatch):
     """Also past an evaluation, of which there is one after every round here."""
-    feed = population.Blocks(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
+    feed = prefetch.Blocks(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
     fetched, began = feed._fetched, [threading.Event() for _ in range(3)]
 
     def watched(*asked):
@@ -104,7 +107,7 @@ def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsy
     line = "algorithm=fedavg dataset.clients=20 model=mclr rounds=3 local.epochs=1 clients_per_round=6"
     for resident in ("host", "device"):
         assert call(monkeypatch, f"{line} resident={resident} run_dir={tmp_path / resident}") == 0
-    host, device = (report.read_metrics(tmp_path / resident) for resident in ("host", "device"))
+    host, device = (read_metrics(tmp_path / resident) for resident in ("host", "device"))
     same(*([{name: row[name] for name in row.keys() - VARYING} for row in rows] for rows in (host, device)))
     assert call(monkeypatch, f"{line} resident=device rounds=4 run_dir={tmp_path / 'host'}") == 2
     assert "resident: host there, device here" in capsys.readouterr().err
@@ -135,7 +138,7 @@ def test_a_folder_of_arrays_is_read_without_being_loaded(tmp_path):
     arrays = {"x": x, "y": np.arange(30) % 3, "client": np.arange(30) // 3, "split": np.arange(30) % 3 == 2}
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
-    pool = folder.npy(str(tmp_path))
+    pool = files.npy(str(tmp_path))
     assert isinstance(pool.x.base, np.memmap) and pool.num_classes == 3
     np.testing.assert_array_equal(pool.x, x)
     np.testing.assert_array_equal(pool.test, arrays["split"])
@@ -160,7 +163,7 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
     for each, values in arrays.items():
         np.save(tmp_path / f"{each}.npy", values, allow_pickle=True)
     with pytest.raises(InputError, match=said):
-        folder.npy(str(tmp_path))
+        files.npy(str(tmp_path))
 
 
 @pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from fedjax_cfl.data.datasets.readers import read_idx, read_leaf, read_npz
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.readers import read_idx, read_leaf, read_npz
 
 
 def idx(array, kind=8):

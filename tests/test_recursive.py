@@ -14,11 +14,17 @@ from scipy.spatial.distance import cdist, squareform
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
-from fedjax_cfl import aggregate, cluster, evaluate, mesh_of, select, traffic
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl.algorithms.cfl import Tree, bipartition
+from fedjax_cfl.algorithms.cfl import Tree, bipartition, cfl
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fl_hc import fl_hc
+from fedjax_cfl.clustering.distances import METRICS
+from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.faults import Faults
+from fedjax_cfl.round import select, traffic
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.sharding import mesh_of
+from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import Cohort, State, Upload
 
 KEY = jax.random.key(5)
@@ -44,7 +50,7 @@ def cutting(linear, local):
     """Runs CFL with everybody and room for four groups, under any thresholds: cutting(data, rounds, **limits) -> states; one program."""
 
     def algorithm(limits):
-        return zoo.cfl(linear, local, select.everybody(), m=4, **limits)
+        return cfl(linear, local, select.everybody(), m=4, **limits)
 
     one_round = jax.jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
 
@@ -69,7 +75,7 @@ def cutting(linear, local):
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):
     states, infos = cutting(concepts, 3, **limits)
-    plain = zoo.fedavg(linear, local, select.everybody(), aggregate=aggregate.uniform_mean)
+    plain = fedavg(linear, local, select.everybody(), aggregate=uniform_mean)
     alone = jax.tree.map(lambda leaf: leaf[:1], states[0].groups)
     begun = play(plain, concepts, 0)[0].replace(groups=alone)
     expected = play(plain, concepts, 3, begun)
@@ -90,7 +96,7 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     assert float(infos[-1].loss) < 0.5 * float(infos[0].loss)
     for before, after in pairwise(states):
         assert sent(before, after) == (CLIENTS, CLIENTS)
-    algorithm = zoo.cfl(linear, local, select.everybody(), m=4)
+    algorithm = cfl(linear, local, select.everybody(), m=4)
     row = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, concepts, True)[0])(final)
     assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
     assert np.isfinite([float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]).all()
@@ -111,7 +117,7 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
 
 
 def test_no_more_cuts_than_there_is_room(concepts, linear, local):
-    algorithm = zoo.cfl(linear, local, select.everybody(), m=2, **ONCE)
+    algorithm = cfl(linear, local, select.everybody(), m=2, **ONCE)
     states = play(algorithm, concepts, 8)
     assert states[-1].active.tolist() == [True, True]
     groups = np.asarray(states[-1].assignment)
@@ -121,7 +127,7 @@ def test_no_more_cuts_than_there_is_room(concepts, linear, local):
 
 def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, local):
     """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by itself costs one model down and one up."""
-    algorithm = zoo.cfl(linear, local, select.uniform(9), m=3, **ONCE)
+    algorithm = cfl(linear, local, select.uniform(9), m=3, **ONCE)
     states = play(algorithm, concepts, 14)
     final = states[-1]
     assert (final.assignment >= 0).all() and final.active.all()
@@ -133,7 +139,7 @@ def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, loca
 
 
 def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, local):
-    algorithm = zoo.cfl(linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3})
+    algorithm = cfl(linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3})
     states = play(algorithm, concepts, 10)
     final = states[-1]
     assert adjusted_rand_score(TRUTH, final.assignment) == 1
@@ -146,7 +152,7 @@ def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     """Client 2 has no data; half of the others drop out every round."""
     unsure = local._replace(faults=Faults(dropout=0.5))
     free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
-    states = play(zoo.cfl(linear, unsure, select.everybody(), m=4, **free), toy, 5)
+    states = play(cfl(linear, unsure, select.everybody(), m=4, **free), toy, 5)
     chex.assert_tree_all_finite(states[-1])
     assert states[-1].active.all() and states[-1].assignment[2] == 0
     assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
@@ -211,7 +217,7 @@ def test_a_cut_is_the_best_of_all(seed):
 @pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("weighting", "nonsense")])
 def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
     with pytest.raises(InputError, match=f"algorithm.{name}={value}"):
-        zoo.cfl(linear, local, select.everybody(), m=2, **{name: value})
+        cfl(linear, local, select.everybody(), m=2, **{name: value})
 
 
 # FL+HC
@@ -220,7 +226,7 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
 @pytest.fixture(scope="module")
 def clustered_once(concepts, linear, local):
     """Six rounds with everybody, the third of which is the clustering round."""
-    return play(zoo.fl_hc(linear, local, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
+    return play(fl_hc(linear, local, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
 
 
 def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
@@ -231,10 +237,10 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     common = jax.tree.map(lambda leaf: leaf[:1], clustered_once[2].groups)
     chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
 
-    everybody = zoo.fedavg(linear, local, select.everybody())
+    everybody = fedavg(linear, local, select.everybody())
     alone = play(everybody, concepts, 0)[0].replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
-    after = jax.jit(lambda members, state: zoo.fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
+    after = jax.jit(lambda members, state: fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
     for g in range(3):
         members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
         state = alone.replace(round=clustered.round, groups=common)
@@ -244,7 +250,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
 
 
 def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
-    algorithm = zoo.fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
+    algorithm = fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
     states = play(algorithm, concepts, 4)
     assert [sent(before, after) for before, after in pairwise(states)] == [(6, 6), (6, 6), (CLIENTS, CLIENTS), (6, 6)]
     served = [algorithm.serve(state).index for state in states]
@@ -262,7 +268,7 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
     clustered = clustered_once[3]
     missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
     pair = select.listed(np.array([[3, 4, 5]]))
-    (before, after) = play(zoo.fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric), concepts, 1, missed)
+    (before, after) = play(fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric), concepts, 1, missed)
     assert after.assignment.tolist() == clustered.assignment.tolist()
     assert sent(before, after) == (5, 5)
 
@@ -271,7 +277,7 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
     unsure = local._replace(faults=Faults(dropout=0.3))
-    states = play(zoo.fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"), toy, 3)
+    states = play(fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"), toy, 3)
     assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
     chex.assert_tree_all_finite(states[-1])
 
@@ -281,13 +287,13 @@ def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
 )
 def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
     with pytest.raises(InputError, match=f"algorithm.{name}="):
-        zoo.fl_hc(linear, local, select.everybody(), m=2, **options)
+        fl_hc(linear, local, select.everybody(), m=2, **options)
 
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
     spread = local._replace(width=2, mesh=mesh_of(4))
-    once = play(zoo.fl_hc(linear, spread, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
-    cut = play(zoo.cfl(linear, spread, select.everybody(), m=4, **ONCE), concepts, 8)[-1]
+    once = play(fl_hc(linear, spread, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
+    cut = play(cfl(linear, spread, select.everybody(), m=4, **ONCE), concepts, 8)[-1]
     for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
         assert many.active.sum() == 3
         chex.assert_trees_all_close(many, one, rtol=1e-4, atol=1e-5)
@@ -305,17 +311,15 @@ def rows_and_tree(seed, points=23):
 @pytest.mark.parametrize(("metric", "scipy_name"), [("L1", "cityblock"), ("L2", "euclidean"), ("cosine", "cosine")])
 def test_metrics_equal_scipy(metric, scipy_name):
     rows, tree = rows_and_tree(0)
-    np.testing.assert_allclose(
-        cluster.METRICS[metric](tree), cdist(rows, rows, scipy_name), rtol=1e-4, atol=2e-3 if metric == "L2" else 1e-5
-    )
+    np.testing.assert_allclose(METRICS[metric](tree), cdist(rows, rows, scipy_name), rtol=1e-4, atol=2e-3 if metric == "L2" else 1e-5)
 
 
 @pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
 def test_linkages_and_thresholds_equal_scipy(linkage):
     merge = jax.jit(
         lambda distance, valid, threshold: (
-            cluster.agglomerate(distance, 4, linkage, valid),
-            cluster.agglomerate(distance, 23, linkage, valid, threshold),
+            agglomerate(distance, 4, linkage, valid),
+            agglomerate(distance, 23, linkage, valid, threshold),
         )
     )
     for seed in range(4):

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from fedjax_cfl import __main__ as main
-from fedjax_cfl import aggregate, select
-from fedjax_cfl import algorithms as zoo
 from fedjax_cfl.algorithms import fedopt
+from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
+from fedjax_cfl.algorithms.fedopt import fedadam, fedavgm
+from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.round import select
+from fedjax_cfl.round.aggregate import uniform_mean
 
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
@@ -51,72 +57,72 @@ def length(tree):
 @pytest.fixture(scope="module")
 def averaged(toy, linear, local):
     """Three rounds of FedAvg."""
-    return play(zoo.fedavg(linear, local, COHORT), toy)
+    return play(fedavg(linear, local, COHORT), toy)
 
 
 @pytest.fixture(scope="module")
 def plainly_averaged(toy, linear, local):
     """Three rounds of FedAvg with plain means."""
-    return play(zoo.fedavg(linear, local, COHORT, aggregate=aggregate.uniform_mean), toy)
+    return play(fedavg(linear, local, COHORT, aggregate=uniform_mean), toy)
 
 
 @pytest.mark.parametrize("mu", [0.0, jnp.zeros(())], ids=["number", "array"])
 def test_fedprox_without_pull_is_fedavg(toy, linear, local, averaged, mu):
-    assert_same(play(zoo.fedprox(linear, local, COHORT, mu=mu), toy), averaged)
+    assert_same(play(fedprox(linear, local, COHORT, mu=mu), toy), averaged)
 
 
 def test_fedprox_without_stragglers_trains_everybody_fully(toy, linear, local, averaged):
-    rounds_to_nobody = zoo.fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.01)
+    rounds_to_nobody = fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.01)
     assert_same(play(rounds_to_nobody, toy), averaged)
 
 
 def test_stragglers_do_less(toy, linear, local, averaged):
-    half = play(zoo.fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.5), toy)
+    half = play(fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.5), toy)
     assert all(slow.steps < full.steps for slow, full in zip(half[1], averaged[1], strict=True))
     assert_differ(half, averaged)
 
 
 def test_a_strong_pull_keeps_clients_near(toy, linear, local):
-    begun, _ = play(zoo.fedavg(linear, local, COHORT), toy, 0)
-    pulled = jax.jit(lambda mu: zoo.fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
+    begun, _ = play(fedavg(linear, local, COHORT), toy, 0)
+    pulled = jax.jit(lambda mu: fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
     moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 
 
 def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_averaged):
-    assert_same(play(zoo.ifca(linear, local, COHORT, m=1, weighting="samples"), toy), averaged)
-    assert_same(play(zoo.ifca(linear, local, COHORT, m=1), toy), plainly_averaged)
+    assert_same(play(ifca(linear, local, COHORT, m=1, weighting="samples"), toy), averaged)
+    assert_same(play(ifca(linear, local, COHORT, m=1), toy), plainly_averaged)
     assert_differ(averaged, plainly_averaged)
 
 
 def test_qfedavg_without_fairness_is_the_plain_mean(toy, linear, local, plainly_averaged):
-    assert_same(play(zoo.qfedavg(linear, local, COHORT, q=0.0), toy), plainly_averaged)
+    assert_same(play(qfedavg(linear, local, COHORT, q=0.0), toy), plainly_averaged)
 
 
 def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
-    assert_differ(play(zoo.qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
+    assert_differ(play(qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
 
 
 @pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     whole_set = local._replace(epochs=1, batch_size=batch_size)
-    assert_same(play(zoo.fedavg(linear, whole_set, COHORT), toy), play(zoo.fedsgd(linear, local, COHORT), toy))
+    assert_same(play(fedavg(linear, whole_set, COHORT), toy), play(fedsgd(linear, local, COHORT), toy))
 
 
 def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
     """Toy client 2 has no data: present it divides nothing."""
-    state, infos = play(zoo.ifca(linear, local, COHORT, m=1, average="gradient"), toy)
+    state, infos = play(ifca(linear, local, COHORT, m=1, average="gradient"), toy)
     plain = local._replace(epochs=1, batch_size=64)
-    assert_same((state, infos), play(zoo.fedavg(linear, plain, COHORT, aggregate=aggregate.uniform_mean), toy))
+    assert_same((state, infos), play(fedavg(linear, plain, COHORT, aggregate=uniform_mean), toy))
 
 
 def test_fedavgm_without_momentum_is_fedavg(toy, linear, local, averaged):
-    assert_same(play(zoo.fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
+    assert_same(play(fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
 
 
 def test_fedavgm_sums_up_old_steps(toy, linear, local):
     """With momentum 0.5 the second step is the mean update plus half the first step."""
-    plain, heavy = zoo.fedavg(linear, local, COHORT), zoo.fedavgm(linear, local, COHORT, momentum=0.5)
+    plain, heavy = fedavg(linear, local, COHORT), fedavgm(linear, local, COHORT, momentum=0.5)
     states = [play(heavy, toy, rounds)[0] for rounds in (0, 1, 2)]
     alone, _ = play(plain, toy, 1, play(plain, toy, 0)[0].replace(round=states[1].round, groups=states[1].groups))
     first, second = (jax.tree.map(jnp.subtract, b.groups, a.groups) for a, b in pairwise(states))
@@ -125,9 +131,9 @@ def test_fedavgm_sums_up_old_steps(toy, linear, local):
 
 
 def test_fedadam_without_memory_takes_sign_steps(toy, linear, local):
-    begun, _ = play(zoo.fedavg(linear, local, COHORT), toy, 0)
-    plain, _ = play(zoo.fedavg(linear, local, COHORT), toy, 1, begun)
-    adam = zoo.fedadam(linear, local, COHORT, server_lr=0.125, b1=0.0, b2=0.0, tau=1e-12)
+    begun, _ = play(fedavg(linear, local, COHORT), toy, 0)
+    plain, _ = play(fedavg(linear, local, COHORT), toy, 1, begun)
+    adam = fedadam(linear, local, COHORT, server_lr=0.125, b1=0.0, b2=0.0, tau=1e-12)
     signed, _ = play(adam, toy, 1)
     step = jax.tree.map(jnp.subtract, plain.groups, begun.groups)
     assert all(float(jnp.abs(leaf).min()) > 1e-6 for leaf in jax.tree.leaves(step))
@@ -166,29 +172,29 @@ def server_of(name, **options):
 @pytest.fixture(scope="module")
 def grouped(toy, linear, local):
     """Three rounds of FedGroup."""
-    return play(zoo.fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+    return play(fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
 
 
 def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
-    moving = play(zoo.flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+    moving = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
     assert_same(grouped, moving)
     chex.assert_trees_all_equal((grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic))
     assert {0, 1} <= set(moving[0].assignment.tolist())
-    still = play(zoo.flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(drifts=False))  # what `run` compiles without a drift
+    still = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(drifts=False))  # what `run` compiles without a drift
     chex.assert_trees_all_close(still, moving, **SAME)
 
 
 def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local):
-    alone, plain = zoo.flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False), zoo.fedavg(linear, local, COHORT)
+    alone, plain = flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False), fedavg(linear, local, COHORT)
     begun, _ = play(alone, toy, 0)
     assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
 
 
 def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(toy, linear, local, grouped):
-    begun, _ = play(zoo.fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
+    begun, _ = play(fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
 
     def mixed(eta):
-        return play(zoo.fedgroup(linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun)
+        return play(fedgroup(linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun)
 
     unmoved = mixed(jnp.float32(0))  # an array, which is mixed like any other strength
     assert_same(grouped, unmoved)
@@ -202,7 +208,7 @@ def test_hypocluster_is_ifca_weighted_by_samples():
     def composed(*overrides):
         return OmegaConf.to_container(hydra.compose("config", ["dataset=digits", *overrides]), resolve=True)["algorithm"]
 
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(main.CONF)):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         one, other = composed("algorithm=hypocluster"), composed("algorithm=ifca", "algorithm.weighting=samples")
         assert one.pop("name") != other.pop("name")
         assert one == other != composed("algorithm=ifca")

@@ -12,10 +12,11 @@ import pytest
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import select
-from fedjax_cfl.engine import ASSIGN, SELECT, START, TRAIN, stream
-from fedjax_cfl.shuffle import permutations
+from fedjax_cfl import algorithms
+from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.round import select
+from fedjax_cfl.round.engine import ASSIGN, SELECT, START, TRAIN, stream
+from fedjax_cfl.round.shuffle import permutations
 
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001
@@ -159,14 +160,14 @@ def test_gradient_is_that_of_the_task(toy, linear):
 @pytest.mark.parametrize("width", [1, 4])
 def test_fedavg(toy, linear, local, width):
     pick = select.uniform(COHORT)
-    first, last = played(zoo.fedavg(linear, local._replace(width=width), pick), toy)
+    first, last = played(algorithms.fedavg(linear, local._replace(width=width), pick), toy)
     assert_models_close(last.groups, [fedavg(models_of(first.groups)[0], toy, pick, local)])
     assert np.abs(models_of(last.groups)[0].flat() - models_of(first.groups)[0].flat()).max() > 0.1
 
 
 def test_ifca(toy, linear, local):
     pick = select.rr_then_random(COHORT)
-    first, last = played(zoo.ifca(linear, local, pick, m=2), toy)
+    first, last = played(algorithms.ifca(linear, local, pick, m=2), toy)
     groups, choice = ifca(models_of(first.groups), toy, pick, local)
     assert_models_close(last.groups, groups)
     assert len(choice) == 13 and set(choice.values()) == {0, 1}
@@ -177,7 +178,7 @@ def test_ifca(toy, linear, local):
 def test_flexcfl_start(toy, linear, local, iterations):
     """Groups, directions and models of the founders; 11 steps of batch 5 are more than one pass for most."""
     m, alpha = 2, 5
-    algorithm = zoo.flexcfl(linear, local, select.rr_then_random(COHORT), m=m, alpha=alpha, pretrain=f"iters:{iterations}")
+    algorithm = flexcfl(linear, local, select.rr_then_random(COHORT), m=m, alpha=alpha, pretrain=f"iters:{iterations}")
     state = jax.jit(algorithm.init)(KEY, toy)
     keys = jax.random.split(stream(KEY, START), 4)
     model = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
@@ -195,7 +196,7 @@ def test_flexcfl_start(toy, linear, local, iterations):
 
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and takes the largest cosine."""
-    algorithm = zoo.flexcfl(linear, local, select.listed(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
+    algorithm = flexcfl(linear, local, select.listed(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
     state = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, state, toy)
     newcomers = [client for client in range(14) if state.assignment[client] < 0 and toy.train.size[client] > 0]

@@ -12,8 +12,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from fedjax_cfl import compare, doctor, plot, report
+from fedjax_cfl.cli import doctor
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import compare, plot
+from fedjax_cfl.runs.display import final_table, progress
+from fedjax_cfl.runs.results import append_row, open_metrics, read_metrics, replacing, rounds_to, summarise, write_clients, write_json
 
 
 def row(number, accuracy, m=1, **more):
@@ -40,20 +43,20 @@ def row(number, accuracy, m=1, **more):
 
 def save(run_dir, rows, finished=True, **fields):
     run_dir.mkdir(parents=True, exist_ok=True)
-    with report.open_metrics(run_dir) as handle:
+    with open_metrics(run_dir) as handle:
         for item in rows:
-            report.append_row(handle, item)
+            append_row(handle, item)
     if finished:
-        report.write_json(run_dir / "summary.json", {**fields, **report.summarise(report.read_metrics(run_dir))})
+        write_json(run_dir / "summary.json", {**fields, **summarise(read_metrics(run_dir))})
     return run_dir
 
 
 def test_rows_round_trip_and_nan_becomes_null(tmp_path):
-    with report.open_metrics(tmp_path) as handle:
-        report.append_row(handle, {"round": np.int32(1), "accuracy": np.float32(0.5), "group_sizes": np.array([3, 4])})
-        report.append_row(handle, {"round": 2, "accuracy": math.nan, "loss": np.float32(np.inf), "per_group": np.array([1.0, np.nan])})
-        assert len(report.read_metrics(tmp_path)) == 2, "rows must be readable while the run goes on"
-    assert report.read_metrics(tmp_path) == [
+    with open_metrics(tmp_path) as handle:
+        append_row(handle, {"round": np.int32(1), "accuracy": np.float32(0.5), "group_sizes": np.array([3, 4])})
+        append_row(handle, {"round": 2, "accuracy": math.nan, "loss": np.float32(np.inf), "per_group": np.array([1.0, np.nan])})
+        assert len(read_metrics(tmp_path)) == 2, "rows must be readable while the run goes on"
+    assert read_metrics(tmp_path) == [
         {"round": 1, "accuracy": 0.5, "group_sizes": [3, 4]},
         {"round": 2, "accuracy": None, "loss": None, "per_group": [1.0, None]},
     ]
@@ -64,34 +67,34 @@ def test_torn_last_line_is_ignored_and_removed_on_reopening(tmp_path):
     save(tmp_path, [row(1, 0.1), row(2, 0.2)], finished=False)
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"round": 3, "accu')
-    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2]
+    assert [item["round"] for item in read_metrics(tmp_path)] == [1, 2]
     save(tmp_path, [row(3, 0.3)], finished=False)
-    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2, 3]
+    assert [item["round"] for item in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_whole_last_line_without_newline_survives_reopening(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}')
     save(tmp_path, [row(2, 0.2)], finished=False)
-    assert [item["round"] for item in report.read_metrics(tmp_path)] == [1, 2]
+    assert [item["round"] for item in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_bad_line_in_the_middle_names_file_and_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}\nnonsense\n{"round": 2}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2"):
-        report.read_metrics(tmp_path)
+        read_metrics(tmp_path)
     with pytest.raises(InputError, match=r"no metrics\.jsonl"):
-        report.read_metrics(tmp_path / "absent")
+        read_metrics(tmp_path / "absent")
 
 
 def test_resumed_rounds_supersede_earlier_rows(tmp_path):
     save(tmp_path, [row(1, 0.1), row(2, 0.2), row(3, 0.3), row(2, 0.25)], finished=False)
-    assert [(item["round"], item["accuracy"]) for item in report.read_metrics(tmp_path)] == [(1, 0.1), (2, 0.25)]
+    assert [(item["round"], item["accuracy"]) for item in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.25)]
 
 
 def test_summary_by_hand():
     accuracy = [None, math.nan, 0.2, 0.6, 0.4, 0.6, 0.5]
     spread = [None, 1, 2, 3, 4, 5, 6]
-    summary = report.summarise([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
+    summary = summarise([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
     assert (summary["best_accuracy"], summary["best_round"]) == (0.6, 20)
     assert (summary["final_accuracy"], summary["rounds"], summary["units_up"]) == (0.5, 35, 350)
     assert summary["last10_accuracy"] == pytest.approx(2.3 / 5)
@@ -100,25 +103,25 @@ def test_summary_by_hand():
 
 def test_last10_uses_ten_rows_and_target_round():
     rows = [row(i, i / 100) for i in range(1, 21)]
-    assert report.summarise(rows)["last10_accuracy"] == pytest.approx(0.155)
-    assert report.rounds_to(rows, 0.07) == 7
-    assert report.rounds_to([row(1, None), *rows[1:]], 0.9) is None
+    assert summarise(rows)["last10_accuracy"] == pytest.approx(0.155)
+    assert rounds_to(rows, 0.07) == 7
+    assert rounds_to([row(1, None), *rows[1:]], 0.9) is None
 
 
 @pytest.mark.parametrize("rows", [[], [row(1, None), row(2, None)]])
 def test_summary_without_accuracy(rows):
-    summary = report.summarise(rows)
+    summary = summarise(rows)
     assert summary["best_accuracy"] is summary["best_round"] is summary["final_accuracy"] is summary["last10_accuracy"] is None
-    assert report.rounds_to(rows, 0.1) is None
+    assert rounds_to(rows, 0.1) is None
 
 
 def test_writers_are_atomic(tmp_path):
-    report.write_json(tmp_path / "summary.json", {"a": np.arange(2), "b": math.nan, "c": tmp_path})
+    write_json(tmp_path / "summary.json", {"a": np.arange(2), "b": math.nan, "c": tmp_path})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"a": [0, 1], "b": None, "c": str(tmp_path)}
-    report.write_clients(tmp_path, {"client": np.arange(3), "accuracy": np.array([0.1, 0.2, 0.3]), "labels": np.eye(3, dtype=np.int32)})
+    write_clients(tmp_path, {"client": np.arange(3), "accuracy": np.array([0.1, 0.2, 0.3]), "labels": np.eye(3, dtype=np.int32)})
     table = pyarrow.parquet.read_table(tmp_path / "clients.parquet").to_pydict()
     assert table == {"client": [0, 1, 2], "accuracy": [0.1, 0.2, 0.3], "labels": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
-    with pytest.raises(RuntimeError), report.replacing(tmp_path / "summary.json") as temporary:
+    with pytest.raises(RuntimeError), replacing(tmp_path / "summary.json") as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert json.loads((tmp_path / "summary.json").read_text())["a"] == [0, 1], "a failed write must leave the old file"
@@ -147,14 +150,14 @@ def test_curves_is_a_real_picture(tmp_path, rows):
 
 def test_final_table_shows_numbers_and_leaves_out_nulls():
     console = Console(record=True, width=100, file=io.StringIO())
-    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **report.summarise([row(5, 0.125)]), "compile_s": np.float32(2)}
-    console.print(report.final_table(summary))
+    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **summarise([row(5, 0.125)]), "compile_s": np.float32(2)}
+    console.print(final_table(summary))
     text = console.export_text()
     assert "ifca, mnist (seed 3)" in text and "12.50% (round 5)" in text and "10.00 kB" in text and " ari " not in text
 
 
 def test_progress_is_silent_without_a_terminal(capfd):
-    with report.progress(10) as show:
+    with progress(10) as show:
         show(row(5, None))
         show(row(10, 0.5))
     assert "".join(capfd.readouterr()) == ""
@@ -163,7 +166,7 @@ def test_progress_is_silent_without_a_terminal(capfd):
 def test_progress_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "120")
-    with report.progress(10) as show:
+    with progress(10) as show:
         show(row(5, None))
         show(row(10, 0.5, m=2))
     captured = capsys.readouterr()

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 import fedjax_cfl
-from fedjax_cfl import session
+from fedjax_cfl.data.datasets import download
+from fedjax_cfl.simulation.compilation import use_compile_cache
 
 HOME = Path(fedjax_cfl.__file__).parent
 SOURCES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
@@ -124,17 +125,17 @@ def told(monkeypatch):
 
 
 def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "cache", lambda: tmp_path / "cache")
-    session.use_compile_cache()
+    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    use_compile_cache()
     folder = Path(told["jax_compilation_cache_dir"])
     assert folder.is_relative_to(tmp_path / "cache" / "compiled") and stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
-    session.use_compile_cache()
+    use_compile_cache()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "a folder that was open is closed"
 
 
 def test_without_a_home_there_is_no_cache(told, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(session, "cache", lambda: tmp_path / "cache")
-    session.use_compile_cache()
+    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    use_compile_cache()
     assert told == {}

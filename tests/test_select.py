@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import local as training
-from fedjax_cfl import select, sharding
 from fedjax_cfl.algorithms.fedprox import stragglers
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round import select
+from fedjax_cfl.round.cohort import deal, dealt, over_clients
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(11)
@@ -82,9 +83,9 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
     three = local._replace(epochs=3)
-    train = jax.jit(training.over_clients(sgd(linear, three), three))
+    train = jax.jit(over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
-    work = training.full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
+    work = full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))
     upload = train(Cohort(ids=ids, rank=ids), toy, (KEY, model), work)
     np.testing.assert_array_equal(upload.steps, 2 * np.ceil(np.array(toy.train.size) / 5))
@@ -97,9 +98,9 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
 def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
     """Five clients on two devices; somebody in an empty slot is visited only to fill a chunk."""
     local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
-    cohort = training.dealt(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
+    cohort = dealt(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
     assert cohort.ids.size == slots
-    seen = jax.jit(training.over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
+    seen = jax.jit(over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
     real = cohort.ids < 14
     np.testing.assert_array_equal(seen[real], cohort.ids[real] + 1)
     per_device = real.reshape(2, -1).sum(1)
@@ -107,7 +108,7 @@ def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
     assert jnp.sum(seen != 0) == visited
 
 
-DEAL = jax.jit(sharding.deal, static_argnums=(2, 3, 4))
+DEAL = jax.jit(deal, static_argnums=(2, 3, 4))
 
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 1), (1, 4), (2, 1), (4, 3), (8, 2)])

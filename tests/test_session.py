@@ -19,8 +19,11 @@ import pyarrow.parquet
 import pytest
 from conftest import VARYING
 
-from fedjax_cfl import __main__ as cli
-from fedjax_cfl import checkpoint, plot, report, session
+from fedjax_cfl.cli.main import main
+from fedjax_cfl.runs import checkpoint, plot, results, signals
+from fedjax_cfl.runs.checkpoint import save, saved
+from fedjax_cfl.runs.results import METRICS, read_summary
+from fedjax_cfl.runs.resume import CHECKPOINTS
 
 FAULTS = "faults.nan=0.1 faults.dropout=0.1 faults.straggler=0.2 faults.byzantine=0.2 faults.attack=noise"
 SMALL = "dataset.clients=30 model=mclr rounds=9 local.epochs=1 checkpoint.every=3 devices=1"
@@ -54,7 +57,7 @@ def fedjax_cfl(tmp_path_factory):
             out, error = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
                 try:
-                    status = cli.main()
+                    status = main()
                 except SystemExit as end:
                     status = end.code
             return Answer(status, out.getvalue(), error.getvalue())
@@ -81,7 +84,7 @@ def refused(answer: Answer, status: int = 2) -> str:
 @contextlib.contextmanager
 def stopped_at(round: int):
     """The run hears SIGTERM while it writes the row of this round."""
-    asked, real = [], report.append_row
+    asked, real = [], results.append_row
 
     def append_row(handle, row):
         real(handle, row)
@@ -89,15 +92,15 @@ def stopped_at(round: int):
             asked.append(signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "stopping", lambda: contextlib.nullcontext(asked))
-        patch.setattr(report, "append_row", append_row)
+        patch.setattr(signals, "stopping", lambda: contextlib.nullcontext(asked))
+        patch.setattr(results, "append_row", append_row)
         yield
 
 
 @contextlib.contextmanager
 def full_at(round: int):
     """The disk is full when the row of this round is half written."""
-    real = report.append_row
+    real = results.append_row
 
     def append_row(handle, row):
         if row["round"] == round:
@@ -106,12 +109,12 @@ def full_at(round: int):
         real(handle, row)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "append_row", append_row)
+        patch.setattr(results, "append_row", append_row)
         yield
 
 
 def rows(run_dir: Path) -> list[dict]:
-    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in open(run_dir / report.METRICS)]
+    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in open(run_dir / METRICS)]
 
 
 def clients(run_dir: Path) -> dict:
@@ -119,15 +122,15 @@ def clients(run_dir: Path) -> dict:
 
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
-    return checkpoint.arrays(checkpoint.saved(run_dir / session.CHECKPOINTS)[-1])
+    return checkpoint.arrays(saved(run_dir / CHECKPOINTS)[-1])
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [int(path.name.rpartition("-")[2]) for path in checkpoint.saved(run_dir / session.CHECKPOINTS)]
+    return [int(path.name.rpartition("-")[2]) for path in saved(run_dir / CHECKPOINTS)]
 
 
 def summary(run_dir: Path) -> dict:
-    return {name: value for name, value in report.read_summary(run_dir).items() if name not in VARYING}
+    return {name: value for name, value in read_summary(run_dir).items() if name not in VARYING}
 
 
 def assert_same(one: Path, other: Path, rounds: int = 9) -> None:
@@ -204,14 +207,14 @@ def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole
 
 
 def test_a_torn_last_line_is_written_again(fedjax_cfl, run_dir, whole):
-    with open(run_dir / report.METRICS, "ab") as handle:
+    with open(run_dir / METRICS, "ab") as handle:
         handle.write(b'{"round": 8, "accuracy": 0.')
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
 
 
 def test_rows_beyond_the_checkpoint_are_written_again(fedjax_cfl, run_dir, whole):
-    with open(run_dir / report.METRICS, "a") as handle:
+    with open(run_dir / METRICS, "a") as handle:
         handle.write('{"round": 8, "accuracy": 0.5}\n{"round": 9, "accuracy": 0.5}\n')
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
@@ -220,7 +223,7 @@ def test_rows_beyond_the_checkpoint_are_written_again(fedjax_cfl, run_dir, whole
 def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_path):
     short = f"{PLAIN} rounds=7"
     done(fedjax_cfl(short, run_dir))
-    assert report.read_summary(run_dir)["rounds"] == 7
+    assert read_summary(run_dir)["rounds"] == 7
     assert "finished after 7 rounds; choose another or more rounds" in refused(fedjax_cfl(short, run_dir))
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
@@ -271,7 +274,7 @@ def test_somebody_elses_folder_of_checkpoints_is_left_alone(resume, reason, fedj
 
 
 def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, monkeypatch):
-    real, run_dir = checkpoint.save, tmp_path / "run"
+    real, run_dir = save, tmp_path / "run"
     for refuse in (real.__globals__["shutil"], checkpoint):  # too little room, then a save that fails outright
         with monkeypatch.context() as patch:
             if refuse is checkpoint:
@@ -302,7 +305,7 @@ def started(line: str, run_dir: Path):
     command = [sys.executable, "-m", "fedjax_cfl", *cli_words(line, run_dir)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        while not checkpoint.saved(run_dir / session.CHECKPOINTS):
+        while not saved(run_dir / CHECKPOINTS):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
         yield process
@@ -357,7 +360,7 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_falls_back_with_a_warning(fedjax_cfl, run_dir, whole):
-    damage(checkpoint.saved(run_dir / session.CHECKPOINTS)[-1])
+    damage(saved(run_dir / CHECKPOINTS)[-1])
     answer = done(fedjax_cfl(PLAIN, run_dir))
     assert answer.error.startswith("fedjax-cfl: warning: checkpoint ") and answer.error.count("\n") == 1
     assert "step-7 cannot be read and is skipped" in answer.error and answer.out.startswith("resuming after round 6\n")
@@ -365,10 +368,10 @@ def test_a_damaged_checkpoint_falls_back_with_a_warning(fedjax_cfl, run_dir, who
 
 
 def test_damaged_checkpoints_alone_are_refused(fedjax_cfl, run_dir):
-    paths = checkpoint.saved(run_dir / session.CHECKPOINTS)
+    paths = saved(run_dir / CHECKPOINTS)
     for path in paths:
         damage(path)
-    before = (run_dir / report.METRICS).read_bytes()
+    before = (run_dir / METRICS).read_bytes()
     status, _, error = fedjax_cfl(PLAIN, run_dir)
     assert status == 2 and "none of" in error.splitlines()[-1] and len(error.splitlines()) == len(paths) + 1
-    assert all("is skipped" in line for line in error.splitlines()[:-1]) and (run_dir / report.METRICS).read_bytes() == before
+    assert all("is skipped" in line for line in error.splitlines()[:-1]) and (run_dir / METRICS).read_bytes() == before

@@ -13,11 +13,17 @@ from test_reductions import COHORT, KEY, SAME, assert_differ, assert_same, play
 from test_reference import batches_of, gradient, mean, models_of, passes, probabilities, samples, trained
 
 import fedjax_cfl as cfl
-from fedjax_cfl import aggregate, evaluate, faults, select
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl.algorithms.tkm import trimmed_kmeans
-from fedjax_cfl.engine import HOSTILE, PREPARE, SELECT, START, TRAIN, stream
+from fedjax_cfl.algorithms.alone import nonfed
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.feddane import feddane
+from fedjax_cfl.algorithms.feddist import feddist, feddws
+from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import faults, select
+from fedjax_cfl.round.aggregate import dropped, trimmed_group_mean, uniform_mean, weighted_mean
+from fedjax_cfl.round.engine import HOSTILE, PREPARE, SELECT, START, TRAIN, stream
+from fedjax_cfl.simulation import evaluate
 
 K = 14  # clients of the toy problem
 
@@ -44,12 +50,12 @@ def units(state):
 @pytest.fixture(scope="module")
 def plain(toy, linear, local):
     """FedAvg with plain means and with means weighted by samples, three rounds each."""
-    return [play(zoo.fedavg(linear, local, COHORT, aggregate=how), toy) for how in (aggregate.uniform_mean, aggregate.weighted_mean)]
+    return [play(fedavg(linear, local, COHORT, aggregate=how), toy) for how in (uniform_mean, weighted_mean)]
 
 
 def test_a_whole_step_is_fedavg(toy, linear, local, plain):
-    assert_same(play(zoo.feddist(linear, local, COHORT, epsilon=1.0), toy), plain[0])
-    assert_same(play(zoo.feddws(linear, local, COHORT, epsilon=1.0), toy), plain[1])
+    assert_same(play(feddist(linear, local, COHORT, epsilon=1.0), toy), plain[0])
+    assert_same(play(feddws(linear, local, COHORT, epsilon=1.0), toy), plain[1])
     assert_differ(*plain)
 
 
@@ -57,11 +63,11 @@ def test_epsilon_scales_the_step(toy, linear, local):
     """Six clients are selected; client 2 has no samples, so that it depends on the draw whether six or five answer."""
     answered = len(cohort_of(stream(KEY, SELECT, 0), toy))
     for method, how, epsilon, part in (
-        (zoo.feddist, aggregate.uniform_mean, 0.25, 0.25),
-        (zoo.feddist, aggregate.uniform_mean, None, 1 / answered),
-        (zoo.feddws, aggregate.weighted_mean, None, 1 / answered),
+        (feddist, uniform_mean, 0.25, 0.25),
+        (feddist, uniform_mean, None, 1 / answered),
+        (feddws, weighted_mean, None, 1 / answered),
     ):
-        whole = step(zoo.fedavg(linear, local, COHORT, aggregate=how), toy)
+        whole = step(fedavg(linear, local, COHORT, aggregate=how), toy)
         expected = jax.tree.map(lambda leaf, part=part: part * leaf, whole)
         chex.assert_trees_all_close(step(method(linear, local, COHORT, epsilon=epsilon), toy), expected, **SAME)
 
@@ -72,8 +78,8 @@ def test_epsilon_scales_the_step(toy, linear, local):
 @pytest.mark.parametrize("mu", [0.0, 0.3])
 def test_a_lone_client_corrects_nothing(toy, linear, local, mu):
     one = select.rr_then_random(1)
-    corrected = play(zoo.feddane(linear, local, one, mu=mu, same_set=True), toy)
-    assert_same(corrected, play(zoo.fedprox(linear, local, one, mu=mu), toy))
+    corrected = play(feddane(linear, local, one, mu=mu, same_set=True), toy)
+    assert_same(corrected, play(fedprox(linear, local, one, mu=mu), toy))
 
 
 def test_equal_clients_correct_nothing(toy_pool, linear, local):
@@ -81,7 +87,7 @@ def test_equal_clients_correct_nothing(toy_pool, linear, local):
     number, clients = np.arange(20), 8
     held = cfl.Holdings(np.tile(number, clients), np.repeat(np.arange(clients, dtype=np.int32), 20), np.tile(number % 4 == 0, clients))
     data = cfl.federate(toy_pool._replace(client=None, test=None), held)
-    same, other = play(zoo.feddane(linear, local, COHORT, mu=0.3), data), play(zoo.fedprox(linear, local, COHORT, mu=0.3), data)
+    same, other = play(feddane(linear, local, COHORT, mu=0.3), data), play(fedprox(linear, local, COHORT, mu=0.3), data)
     chex.assert_trees_all_close(same[0].groups, other[0].groups, rtol=1e-5, atol=1e-6)
     assert_same(same, other, rtol=1e-3, atol=1e-6)  # the discrepancy of nearly equal updates is a small difference of large squares
 
@@ -106,33 +112,33 @@ def dane_round(model, data, first, second, local, mu):
 
 @pytest.mark.parametrize(("same_set", "mu"), [(True, 0.0), (False, 0.5)])
 def test_feddane_twin(toy, linear, local, same_set, mu):
-    algorithm = zoo.feddane(linear, local, COHORT, mu=mu, same_set=same_set)
+    algorithm = feddane(linear, local, COHORT, mu=mu, same_set=same_set)
     begun, after = (play(algorithm, toy, rounds)[0] for rounds in (0, 1))
     second = cohort_of(stream(KEY, SELECT, 0), toy)
     first = second if same_set else cohort_of(jax.random.split(stream(KEY, PREPARE, 0))[0], toy)
     assert same_set or set(first) != set(second)
     expected = dane_round(models_of(begun.groups)[0], toy, first, second, local, mu)
     np.testing.assert_allclose(models_of(after.groups)[0].flat(), expected.flat(), rtol=2e-5, atol=2e-5)
-    assert_differ((after,), play(zoo.fedprox(linear, local, COHORT, mu=mu), toy, 1))
+    assert_differ((after,), play(fedprox(linear, local, COHORT, mu=mu), toy, 1))
 
 
 @pytest.mark.parametrize(("same_set", "down", "up"), [(True, 2, 2), (False, 3, 2)])
 def test_feddane_bill(toy, linear, local, same_set, down, up):
     """4 K if the same clients serve both phases, else 5 K."""
-    state, _ = play(zoo.feddane(linear, local, COHORT, same_set=same_set), toy, 2)
+    state, _ = play(feddane(linear, local, COHORT, same_set=same_set), toy, 2)
     assert units(state) == (2 * 6 * down, 2 * 6 * up)
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(toy, linear, local):
     broken = toy.replace(x=jnp.where((toy.owner == 0)[:, None], jnp.nan, toy.x))
-    state, infos = play(zoo.feddane(linear, local, select.everybody()), broken, 2)
+    state, infos = play(feddane(linear, local, select.everybody()), broken, 2)
     chex.assert_tree_all_finite(state.groups)
     assert all(info.lost.nonfinite > 0 for info in infos)
 
 
 def test_feddane_has_no_sample_space_form(linear, local):
     with pytest.raises(InputError, match="first_layer"):
-        zoo.feddane(linear, local._replace(first_layer="dual"), COHORT)
+        feddane(linear, local._replace(first_layer="dual"), COHORT)
 
 
 # NonFed
@@ -141,7 +147,7 @@ def test_feddane_has_no_sample_space_form(linear, local):
 @pytest.fixture(scope="module")
 def alone(toy, linear, local):
     """Three rounds of NonFed."""
-    return play(zoo.nonfed(linear, local, COHORT), toy)
+    return play(nonfed(linear, local, COHORT), toy)
 
 
 def test_nonfed_is_plain_sgd(toy, linear, local, alone):
@@ -156,18 +162,18 @@ def test_nonfed_is_plain_sgd(toy, linear, local, alone):
 
 
 def test_clients_alone_never_influence_each_other(toy, linear, local, alone):
-    other = play(zoo.nonfed(linear, local, COHORT), toy.replace(y=jnp.where(toy.owner == 5, 3 - toy.y, toy.y)))
+    other = play(nonfed(linear, local, COHORT), toy.replace(y=jnp.where(toy.owner == 5, 3 - toy.y, toy.y)))
     same = np.all(matrix(alone[0].groups) == matrix(other[0].groups), axis=1)
     assert np.flatnonzero(~same).tolist() == [5]
 
 
 def test_nonfed_sends_nothing(toy, linear, local, alone):
     assert units(alone[0]) == (0, 0)
-    assert units(play(zoo.nonfed(linear, local, COHORT, ship_start=True), toy, 1)[0]) == (K, 0)
+    assert units(play(nonfed(linear, local, COHORT, ship_start=True), toy, 1)[0]) == (K, 0)
 
 
 def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
-    algorithm = zoo.nonfed(linear, local, COHORT)
+    algorithm = nonfed(linear, local, COHORT)
     assert not algorithm.clustered
     row, table = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, toy, True))(alone[0])
     x, y, owner = (np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner))
@@ -179,11 +185,11 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
 
 
 def test_nonfed_of_the_cohort(toy, linear, local):
-    begun, after = (play(zoo.nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1))
+    begun, after = (play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1))
     moved = np.any(matrix(begun.groups) != matrix(after.groups), axis=1)
     assert np.flatnonzero(moved).tolist() == sorted(cohort_of(stream(KEY, SELECT, 0), toy))
     with pytest.raises(InputError, match=r"algorithm\.trains"):
-        zoo.nonfed(linear, local, COHORT, trains="nobody")
+        nonfed(linear, local, COHORT, trains="nobody")
 
 
 # TKM
@@ -194,7 +200,7 @@ def test_trimmed_mean_is_scipys(beta):
     rng = np.random.default_rng(0)
     gid, present = rng.integers(3, size=40), rng.random(40) < 0.8
     tree = {"a": rng.normal(size=(40, 3, 2)).astype(np.float32), "b": rng.integers(3, size=(40, 5)).astype(np.float32)}  # b: ties
-    found, count = jax.jit(lambda tree: aggregate.trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta))(tree)
+    found, count = jax.jit(lambda tree: trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta))(tree)
     for g in range(3):
         mine = present & (gid == g)
         assert count[g] == mine.sum() > 5
@@ -207,12 +213,12 @@ def test_trimmed_mean_is_scipys(beta):
 def test_half_trimmed_is_the_median(clients):
     values = np.random.default_rng(clients).normal(size=(clients, 7)).astype(np.float32)
     everybody = jnp.ones(clients, bool), jnp.zeros(clients, jnp.int32)
-    np.testing.assert_allclose(aggregate.trimmed_group_mean(*everybody, values, 1, 0.5)[0][0], np.median(values, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(trimmed_group_mean(*everybody, values, 1, 0.5)[0][0], np.median(values, axis=0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("share", "count", "drop"), [(0.05, 20, 1), (0.05, 19, 0), (0.2, 5, 1), (0.29, 100, 29), (0.5, 4, 1), (0.2, 0, 0)])
 def test_dropped_by_hand(share, count, drop):
-    assert aggregate.dropped(jnp.int32(count), share) == drop
+    assert dropped(jnp.int32(count), share) == drop
 
 
 @pytest.mark.parametrize("theta", [0.2, 0.5])
@@ -231,9 +237,9 @@ def test_one_far_point_gets_no_cluster_of_its_own(theta):
 
 
 def test_tkm_of_one_group_without_trimming_is_fedavg_with_plain_means(toy, linear, local):
-    robust = zoo.tkm(linear, local, COHORT, m=1, beta=0.0)
+    robust = tkm(linear, local, COHORT, m=1, beta=0.0)
     begun, _ = play(robust, toy, 0)
-    plain = zoo.fedavg(linear, local, COHORT, aggregate=aggregate.uniform_mean)
+    plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
     chex.assert_trees_all_close(play(robust, toy, 3, begun)[0].groups, play(plain, toy, 3, begun)[0].groups, **SAME)
 
 
@@ -244,13 +250,13 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
     attacker = np.flatnonzero(faults.hostile(troubled.faults, stream(KEY, HOSTILE), 18))
     assert len(attacker) == 1
     honest, truth = np.delete(np.arange(18), attacker), np.arange(18) % 3
-    algorithm = zoo.tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6)
+    algorithm = tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6)
     begun, after = (play(algorithm, data, rounds)[0] for rounds in (0, 2))
     assert adjusted_rand_score(truth[honest], np.asarray(begun.assignment)[honest]) == 1.0
     assert after.assignment.tolist() == begun.assignment.tolist() and units(begun) == (0, 18) and units(after) == (36, 18 + 36)
     assert score(algorithm, linear, local, after, data)[honest].mean() > 0.97
-    quiet = play(zoo.tkm(linear, local, select.everybody(), m=3, theta=0.2, erm_epochs=6), data, 2)[0]
-    naive = play(zoo.tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6, beta=0.0), data, 2)[0]
+    quiet = play(tkm(linear, local, select.everybody(), m=3, theta=0.2, erm_epochs=6), data, 2)[0]
+    naive = play(tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6, beta=0.0), data, 2)[0]
     away = [np.abs(matrix(run.groups)[:, None] - matrix(quiet.groups)).sum(-1).min(axis=0).max() for run in (after, naive)]
     assert away[0] < 0.5 * away[1]  # how far the worst group is from where it is without an attack
 

@@ -6,11 +6,16 @@ import os
 import numpy as np
 import pytest
 
-from fedjax_cfl import download, sources
+from fedjax_cfl.data.datasets import download
+from fedjax_cfl.data.datasets.download import VARIABLE, locate
+from fedjax_cfl.data.datasets.files import leaf, npz
+from fedjax_cfl.data.datasets.images import digits, fashion_mnist, femnist, mnist
+from fedjax_cfl.data.datasets.pool import check_pool
+from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-real = pytest.mark.skipif(not os.environ.get(download.VARIABLE), reason=f"real data: {download.VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 
 
@@ -22,13 +27,13 @@ def changed(array, place, value):
 
 
 def test_digits():
-    pool = sources.digits()
+    pool = digits()
     assert pool.x.shape == (1797, 8, 8) and pool.x.dtype == np.float32 and pool.y.dtype == np.int32
     assert pool.x.min() == 0 and pool.x.max() == 1 and pool.num_classes == 10
 
 
 def test_synthetic_matches_total_and_repeats():
-    pool, again = sources.synthetic(seed=3), sources.synthetic(seed=3)
+    pool, again = synthetic(seed=3), synthetic(seed=3)
     assert abs(len(pool.y) - 75_349) <= 753 and pool.x.shape[1] == 60
     np.testing.assert_array_equal(pool.x, again.x)
     sizes = np.bincount(pool.client)
@@ -36,23 +41,23 @@ def test_synthetic_matches_total_and_repeats():
 
 
 def test_synthetic_distribution():
-    pool = sources.synthetic(0.5, 0.5, clients=30, match_total=None, seed=1)
+    pool = synthetic(0.5, 0.5, clients=30, match_total=None, seed=1)
     variances = np.array([pool.x[pool.client == k].var(axis=0) for k in range(30)]).mean(axis=0)
     np.testing.assert_allclose(variances, np.arange(1, 61) ** -1.2, rtol=0.15)
-    iid = sources.synthetic(clients=30, match_total=None, seed=1, iid=True)
+    iid = synthetic(clients=30, match_total=None, seed=1, iid=True)
     assert np.abs(iid.x.mean(axis=0)).max() < 0.05
-    one_line("match_total=100", sources.synthetic, clients=10, match_total=100)
-    one_line("clients=0", sources.synthetic, clients=0)
+    one_line("match_total=100", synthetic, clients=10, match_total=100)
+    one_line("clients=0", synthetic, clients=0)
 
 
 def test_npz(tmp_path):
     np.savez(tmp_path / "a.npz", x=X, y=Y.astype(float), client=np.array([0, 0, 1, 1]), split=np.array([0, 1, 0, 1]))
-    pool = sources.npz(tmp_path / "a.npz")
+    pool = npz(tmp_path / "a.npz")
     assert pool.num_classes == 3 and pool.y.dtype == np.int32 and pool.client.tolist() == [0, 0, 1, 1]
     assert pool.test.tolist() == [False, True, False, True]
-    one_line("num_classes=2", sources.npz, tmp_path / "a.npz", num_classes=2)
+    one_line("num_classes=2", npz, tmp_path / "a.npz", num_classes=2)
     np.savez(tmp_path / "b.npz", x=X, y=Y, split=np.array([0, 1, 2, 1]))
-    one_line("split", sources.npz, tmp_path / "b.npz")
+    one_line("split", npz, tmp_path / "b.npz")
 
 
 def test_leaf_joins_train_and_test(tmp_path):
@@ -61,10 +66,10 @@ def test_leaf_joins_train_and_test(tmp_path):
         data = {user: {"x": [[1, 2]] * n, "y": [n] * n} for user, n in users.items()}
         shard = {"users": list(users), "num_samples": list(users.values()), "user_data": data}
         (tmp_path / part / "0.json").write_text(json.dumps(shard))
-    pool = sources.leaf(tmp_path)
+    pool = leaf(tmp_path)
     assert pool.client.tolist() == [0, 1, 1, 1, 2] and pool.test.tolist() == [False] * 3 + [True] * 2
-    assert sources.leaf(tmp_path / "train").test is None
-    one_line("absent", sources.leaf, tmp_path / "absent")
+    assert leaf(tmp_path / "train").test is None
+    one_line("absent", leaf, tmp_path / "absent")
 
 
 @pytest.mark.parametrize(
@@ -92,20 +97,20 @@ def test_leaf_joins_train_and_test(tmp_path):
     ],
 )
 def test_bad_pools(pool, says):
-    one_line(f"toy: {says}", sources.check_pool, pool, "toy")
+    one_line(f"toy: {says}", check_pool, pool, "toy")
 
 
 def test_missing_files(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.delenv(download.VARIABLE, raising=False)
-    one_line("mnist/t10k-labels-idx1-ubyte.gz", sources.mnist, offline=True)
-    one_line("fashion_mnist/train-images-idx3-ubyte.gz", sources.fashion_mnist, offline=True)
-    one_line("femnist_leaf_sf005_uint8.npz", sources.femnist)
-    one_line("classes=letters", sources.femnist, "letters")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    one_line("mnist/t10k-labels-idx1-ubyte.gz", mnist, offline=True)
+    one_line("fashion_mnist/train-images-idx3-ubyte.gz", fashion_mnist, offline=True)
+    one_line("femnist_leaf_sf005_uint8.npz", femnist)
+    one_line("classes=letters", femnist, "letters")
 
 
 def test_official_split_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     rng = np.random.default_rng(0)
     images = {"train": rng.integers(0, 256, (60, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
     (tmp_path / "fashion_mnist").mkdir()
@@ -113,22 +118,22 @@ def test_official_split_is_kept(tmp_path, monkeypatch):
         for file, a in {"images-idx3": array, "labels-idx1": np.arange(len(array), dtype=np.uint8) % 10}.items():
             head = bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes()
             (tmp_path / "fashion_mnist" / f"{part}-{file}-ubyte").write_bytes(head + a.tobytes())
-    pool = sources.fashion_mnist(offline=True)
+    pool = fashion_mnist(offline=True)
     assert pool.test.tolist() == [False] * 60 + [True] * 10
     mean, std = images["train"].mean(axis=0), images["train"].std(axis=0)
     np.testing.assert_allclose(pool.x[60:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5)
-    drawn = sources.fashion_mnist(split="random", offline=True)
+    drawn = fashion_mnist(split="random", offline=True)
     assert sorted(drawn.y[drawn.test]) == list(range(10))  # a seventh of seven each
     (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1]))
-    one_line("10 images but 2 labels", sources.fashion_mnist, offline=True)
+    one_line("10 images but 2 labels", fashion_mnist, offline=True)
 
 
 @real
 def test_real_mnist():
-    pool = sources.mnist(standardize=False, offline=True)
+    pool = mnist(standardize=False, offline=True)
     assert pool.x.shape == (70_000, 28, 28) and pool.x.dtype == np.uint8 and pool.test.sum() == 10_000
     assert np.bincount(pool.y).tolist() == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
-    x = sources.mnist(offline=True).x
+    x = mnist(offline=True).x
     assert x.dtype == np.float32
     np.testing.assert_allclose(x[:, 14, 14].std(), 1, rtol=1e-3)
     np.testing.assert_allclose(x.mean(axis=0, dtype=np.float64), 0, atol=1e-5)
@@ -136,27 +141,27 @@ def test_real_mnist():
 
 @real
 def test_real_fashion_mnist():
-    pool = sources.fashion_mnist(standardize=False, offline=True)
+    pool = fashion_mnist(standardize=False, offline=True)
     assert np.bincount(pool.y).tolist() == [7000] * 10
     assert abs(float(pool.x.mean()) / 255 - 0.286) < 0.0005
-    drawn = sources.fashion_mnist(standardize=False, offline=True, split="random").test
+    drawn = fashion_mnist(standardize=False, offline=True, split="random").test
     assert np.bincount(pool.y[drawn]).tolist() == [1000] * 10
-    one_line("dataset.source.split=train: one of official, random", sources.fashion_mnist, True, True, "train")
+    one_line("dataset.source.split=train: one of official, random", fashion_mnist, True, True, "train")
 
 
 @real
 def test_real_femnist():
-    pool, only = sources.femnist(offline=True), sources.femnist("digits", offline=True)
+    pool, only = femnist(offline=True), femnist("digits", offline=True)
     assert pool.x.shape[1:] == (28, 28) and pool.num_classes == 62 and pool.client.max() == 206 and pool.test.sum() == 3245
     assert len(only.y) == 21_999 and only.num_classes == 10 and len(np.unique(only.client)) == only.client.max() + 1
 
 
 @real
 def test_real_leaf_json_agrees_with_npz():
-    folder = download.locate("femnist/leaf_json")
+    folder = locate("femnist/leaf_json")
     if folder is None:
         pytest.skip("no femnist/leaf_json under the data root")
-    shards, whole = sources.leaf(folder[0], num_classes=62), sources.femnist(offline=True)
+    shards, whole = leaf(folder[0], num_classes=62), femnist(offline=True)
     known = {image.tobytes() for image in whole.x}
     assert shards.client.max() == 9
     assert all(np.uint8(np.round(image * 255)).tobytes() in known for image in shards.x[::40])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_cfl.staircase import repeat, widths
+from fedjax_cfl.round.ragged_loop import repeat, widths
 
 LANES = 37
 RNG = np.random.default_rng(0)

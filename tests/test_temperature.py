@@ -11,12 +11,13 @@ from conftest import matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
-from fedjax_cfl import aggregate, select, temperature
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import local as training
-from fedjax_cfl.algorithms.flexcfl import Directions, founded_anew, founding, pretraining
-from fedjax_cfl.engine import MIGRATE, stream
+from fedjax_cfl.algorithms import temperature
+from fedjax_cfl.algorithms.flexcfl import Directions, flexcfl, founded_anew, founding, pretraining
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import select
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import MIGRATE, stream
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(7)
@@ -104,16 +105,16 @@ def test_weights_by_hand():
 def test_full_temperature_is_the_weighted_mean():
     state, cohort, gid, upload = world([10] * 6)
     chex.assert_trees_all_equal(
-        temperature.tempered_mean(10.0)(upload, gid, cohort, (), state), aggregate.weighted_mean(upload, gid, cohort, (), state)
+        temperature.tempered_mean(10.0)(upload, gid, cohort, (), state), weighted_mean(upload, gid, cohort, (), state)
     )
 
 
 def test_off_is_off(toy, linear, local):
     """Without temperatures nothing of them is carried; with them the first round is the same, for all are at their highest."""
-    plain = zoo.flexcfl(linear, local, COHORT, **GROUPS)
+    plain = flexcfl(linear, local, COHORT, **GROUPS)
     begun, _ = play(plain, toy, 0)
     assert begun.memory.temperature == ()
-    without, with_it = (play(zoo.flexcfl(linear, local, COHORT, temperature=name, **GROUPS), toy, 4) for name in ("none", "linear"))
+    without, with_it = (play(flexcfl(linear, local, COHORT, temperature=name, **GROUPS), toy, 4) for name in ("none", "linear"))
     chex.assert_trees_all_close(without[1][0], with_it[1][0], rtol=1e-6)
     assert any(
         float(jnp.abs(gap).max()) > 1e-3 for gap in jax.tree.leaves(jax.tree.map(jnp.subtract, without[0].groups, with_it[0].groups))
@@ -125,7 +126,7 @@ def test_a_cold_start_resets_the_temperature(linear, local):
     """Clients 0 and 1 are met and cool; client 1's labels all change, so that it starts cold again."""
     data = planted(2)
     still = select.listed(jnp.arange(6, 12)[None])
-    algorithm = zoo.flexcfl(linear, local, still, temperature="step", **GROUPS)
+    algorithm = flexcfl(linear, local, still, temperature="step", **GROUPS)
     begun, _ = play(algorithm, data, 0)
     cooled = begun.replace(
         assignment=begun.assignment.at[:2].set(0), memory=begun.memory.replace(temperature=begun.memory.temperature.at[:2].set(3.0))
@@ -141,7 +142,7 @@ def test_a_cold_start_resets_the_temperature(linear, local):
 def misplaced(linear, local):
     """FlexCFL on two planted groups after three rounds, then a third of the clients in the wrong group, and one never met."""
     data = planted(2)
-    state, _ = play(zoo.flexcfl(linear, local, COHORT, **GROUPS), data, 3)
+    state, _ = play(flexcfl(linear, local, COHORT, **GROUPS), data, 3)
     assert adjusted_rand_score(np.arange(18) % 2, state.assignment) == 1
     wrong = jnp.where(jnp.arange(18) % 3 == 0, 1 - state.assignment, state.assignment).at[17].set(-1)
     return data, state.replace(assignment=wrong)
@@ -149,7 +150,7 @@ def misplaced(linear, local):
 
 def test_groups_are_founded_anew(linear, local, misplaced):
     data, before = misplaced
-    trial = training.over_clients(pretraining(linear, local, "iters:11"), local)
+    trial = over_clients(pretraining(linear, local, "iters:11"), local)
     move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 6, [3], 10.0)
     after, moved, sent = jax.jit(move)(stream(KEY, MIGRATE, 3), before, data)
     old, new = np.asarray(before.assignment)[:17], np.asarray(after.assignment)[:17]
@@ -167,7 +168,7 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
     """Five clients met: they all are founders, nobody else gets a group before it is selected."""
     data, before = misplaced
     before = before.replace(assignment=jnp.where(jnp.arange(18) < 5, before.assignment, -1))
-    trial = training.over_clients(pretraining(linear, local, "iters:11"), local)
+    trial = over_clients(pretraining(linear, local, "iters:11"), local)
     move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 8, [3], 10.0)
     after, _, sent = jax.jit(move)(KEY, before, data)
     assert adjusted_rand_score(np.arange(5) % 2, after.assignment[:5]) == 1 and (after.assignment[5:] == -1).all()
@@ -178,11 +179,11 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
 def test_founding_anew_in_a_run(linear, local, options):
     """The listed rounds, and only they, found groups; nothing is compiled again."""
     data = planted(2)
-    begun, _ = play(zoo.flexcfl(linear, local, COHORT, **GROUPS | options), data, 0)
-    plain, _ = play(zoo.flexcfl(linear, local, COHORT, **GROUPS | options), data, 2, begun)
-    once, _ = play(zoo.flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[2]), data, 2, begun)
+    begun, _ = play(flexcfl(linear, local, COHORT, **GROUPS | options), data, 0)
+    plain, _ = play(flexcfl(linear, local, COHORT, **GROUPS | options), data, 2, begun)
+    once, _ = play(flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[2]), data, 2, begun)
     chex.assert_trees_all_close(plain, once, rtol=1e-5, atol=1e-6)
-    last, infos = play(zoo.flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[0, 2]), data, 4, begun)
+    last, infos = play(flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[0, 2]), data, 4, begun)
     assert last.traffic.units_down > once.traffic.units_down
     assert all(np.isfinite(info.loss) for info in infos)
     chex.assert_trees_all_equal_shapes_and_dtypes(last, begun)
@@ -202,4 +203,4 @@ def test_founding_anew_in_a_run(linear, local, options):
 )
 def test_bad_options_are_refused(linear, local, options):
     with pytest.raises(InputError, match=f"algorithm.{next(iter(options))}="):
-        zoo.flexcfl(linear, local, COHORT, m=2, **options)
+        flexcfl(linear, local, COHORT, m=2, **options)

@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl import download, partition, sources, text
+from fedjax_cfl.data import partition
+from fedjax_cfl.data.datasets import download, text
+from fedjax_cfl.data.datasets.download import VARIABLE, locate
+from fedjax_cfl.data.datasets.text import sent140
 from fedjax_cfl.errors import InputError
 
-real = pytest.mark.skipif(not os.environ.get(download.VARIABLE), reason=f"real data: {download.VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
 ONE = "1 " * 299 + "1"  # the numbers of a vector
 HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
 
@@ -177,7 +180,7 @@ def put(folder, shard):
 def root(tmp_path, monkeypatch):
     """Returns sent140/ of an empty data root."""
     monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.setenv(download.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     return tmp_path / "sent140"
 
 
@@ -186,7 +189,7 @@ def root(tmp_path, monkeypatch):
 )
 def test_sent140_of_one_part(root, name):
     put(root / name, leaf({"ida": 31, "bob": 30, "eve": 40}))
-    pool = sources.sent140()
+    pool = sent140()
     assert pool.x.shape == (71, 25, 300) and pool.x.dtype == np.float32 and pool.num_classes == 2 and pool.test is None
     assert np.bincount(pool.client).tolist() == [40, 31]  # bob has not more than 30; eve comes before ida
     np.testing.assert_array_equal(pool.x[40, 23:], text.hashed(["ida", "0"]))
@@ -206,7 +209,7 @@ def test_sent140_of_one_part(root, name):
 def test_sent140_keeps_a_split(root, train, test):
     put(root / train, leaf({"a": 25, "b": 28, "c": 3}))
     put(root / test, leaf({"b": 2, "a": 6, "d": 31}, first=28))
-    pool = sources.sent140()
+    pool = sent140()
     assert np.bincount(pool.client).tolist() == [31, 31]  # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
     assert pool.test.tolist() == [False] * 25 + [True] * 37
     held = partition.by_user(pool, test_fraction=0.5)
@@ -215,13 +218,13 @@ def test_sent140_keeps_a_split(root, train, test):
 
 def test_sent140_draws_users_of_a_seed(root):
     put(root / "all_data.json", leaf({f"u{i:02}": 4 + i for i in range(30)}))
-    everybody = sources.sent140(min_tweets=3)
-    assert everybody.client.max() == 29 and sources.sent140(50, min_tweets=3).client.max() == 29
-    drawn = sources.sent140(10, min_tweets=3, seed=1)
-    np.testing.assert_array_equal(drawn.x, sources.sent140(10, min_tweets=3, seed=1).x)
+    everybody = sent140(min_tweets=3)
+    assert everybody.client.max() == 29 and sent140(50, min_tweets=3).client.max() == 29
+    drawn = sent140(10, min_tweets=3, seed=1)
+    np.testing.assert_array_equal(drawn.x, sent140(10, min_tweets=3, seed=1).x)
     sizes = np.bincount(drawn.client)
     assert len(sizes) == 10 and (np.diff(sizes) > 0).all()  # in the order of their names
-    assert np.bincount(sources.sent140(10, min_tweets=3, seed=2).client).tolist() != sizes.tolist()
+    assert np.bincount(sent140(10, min_tweets=3, seed=2).client).tolist() != sizes.tolist()
 
 
 def test_sent140_labels_and_rows_of_any_origin(root):
@@ -229,14 +232,14 @@ def test_sent140_labels_and_rows_of_any_origin(root):
     for row in shard["user_data"]["a"]["x"]:
         del row[5:]
     put(root / "all_data.json", shard)
-    assert sources.sent140(min_tweets=0).y.tolist() == [1, 0, 0, 1, 0, 1]
+    assert sent140(min_tweets=0).y.tolist() == [1, 0, 0, 1, 0, 1]
 
 
 def test_the_test_tenth_alone_counts_for_ten(root):
     put(root / f"{text.STAND_IN}.gz", leaf({"a": 3, "b": 4}))
-    assert np.bincount(sources.sent140().client).tolist() == [4]
+    assert np.bincount(sent140().client).tolist() == [4]
     put(root / "all_data.json", leaf({"c": 31}))  # the user's own file comes first
-    assert np.bincount(sources.sent140().client).tolist() == [31]
+    assert np.bincount(sent140().client).tolist() == [31]
 
 
 def changed(entry="x", place=0, value=None):
@@ -272,34 +275,34 @@ SHARDS = {
 def test_bad_tweets(name, root):
     shard, says = SHARDS[name]
     put(root / "all_data.json", shard)
-    error = one_line(says, sources.sent140, min_tweets=0)
+    error = one_line(says, sent140, min_tweets=0)
     assert "sent140" in error
 
 
 def test_bad_folders_and_settings(root):
-    one_line("sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sources.sent140)
+    one_line("sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sent140)
     root.mkdir()
-    one_line("not found", sources.sent140)
+    one_line("not found", sent140)
     (root / "train").mkdir()
-    one_line("holds no *.json", sources.sent140)
+    one_line("holds no *.json", sent140)
     put(root / "train" / "1.json", leaf({"a": 5}))
-    assert len(sources.sent140(min_tweets=4).y) == 5
-    one_line("dataset.source.min_tweets=30: no user has more than 30 tweets; the most", sources.sent140)
+    assert len(sent140(min_tweets=4).y) == 5
+    one_line("dataset.source.min_tweets=30: no user has more than 30 tweets; the most", sent140)
     put(root / "train" / "2.json", leaf({"a": 5}))
-    one_line("user 'a' is also in", sources.sent140)
+    one_line("user 'a' is also in", sent140)
     for setting, value in {"users": 0, "min_tweets": -1, "seed": 2**32}.items():
-        one_line(f"dataset.source.{setting}={value}: expected a whole number", sources.sent140, **{setting: value})
+        one_line(f"dataset.source.{setting}={value}: expected a whole number", sent140, **{setting: value})
     for setting, value in {"users": 1.5, "min_tweets": True, "seed": "x"}.items():
-        one_line(f"dataset.source.{setting}={value}: expected a whole number", sources.sent140, **{setting: value})
+        one_line(f"dataset.source.{setting}={value}: expected a whole number", sent140, **{setting: value})
 
 
 @real
 def test_real_tweets():
-    if download.locate(f"sent140/{text.STAND_IN}.gz") is None or download.locate("sent140/train") or download.locate("sent140/data"):
+    if locate(f"sent140/{text.STAND_IN}.gz") is None or locate("sent140/train") or locate("sent140/data"):
         pytest.skip(f"no sent140/{text.STAND_IN}.gz under the data root, or files that come before it")
     tweets, y, client, test = text.read_tweets(min_tweets=0)
     assert (len(tweets), y.sum(), client.max() + 1, test) == (16_025, 9_717, 2_875, None)
-    pool = sources.sent140(users=772)
+    pool = sent140(users=772)
     sizes = np.bincount(pool.client)
     assert len(sizes) == 772 and 4 <= sizes.min() and sizes.max() <= 55 and len(pool.y) == sizes.sum()
     assert pool.x.any(axis=2)[:, -1].all()  # no tweet without tokens, and the last one stands at the end

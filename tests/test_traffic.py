@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms as zoo
-from fedjax_cfl import select, traffic
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.round import select, traffic
 
 KEY = jax.random.key(11)
 
@@ -35,11 +37,11 @@ QUICKLY = {"alpha": 20, "pretrain": "iters:1", "restarts": 1}
 @pytest.mark.parametrize(
     ("clients", "method", "expected"),
     [
-        (1000, lambda *parts: zoo.fedavg(*parts, select.uniform(20)), 12_000),
-        (1000, lambda *parts: zoo.flexcfl(*parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
-        (1000, lambda *parts: zoo.ifca(*parts, ROUND_ROBIN, m=3), 24_000),
-        (200, lambda *parts: zoo.fedgroup(*parts, ROUND_ROBIN, m=5, **QUICKLY), 13_200),
-        (200, lambda *parts: zoo.fedgroup(*parts, ROUND_ROBIN, m=5, eta_g=0.1, **QUICKLY), 14_700),
+        (1000, lambda *parts: fedavg(*parts, select.uniform(20)), 12_000),
+        (1000, lambda *parts: flexcfl(*parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
+        (1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
+        (200, lambda *parts: fedgroup(*parts, ROUND_ROBIN, m=5, **QUICKLY), 13_200),
+        (200, lambda *parts: fedgroup(*parts, ROUND_ROBIN, m=5, eta_g=0.1, **QUICKLY), 14_700),
     ],
     ids=["fedavg", "flexcfl", "ifca", "fedgroup", "fedgroup mixed"],
 )
@@ -52,7 +54,7 @@ def test_models_sent_are_those_of_figure_6(clients, method, expected):
 def test_ifca_mig_charges_every_swapped_client_met():
     """FlexCFL, Fig. 6a: 24,000 + 3 x 13,920 = 65,760, with 60 swaps in each of 232 rounds after everybody has been met."""
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
-    method = zoo.ifca(task, cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1)), ROUND_ROBIN, m=3, migrate=True, charge="swapped")
+    method = ifca(task, cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1)), ROUND_ROBIN, m=3, migrate=True, charge="swapped")
     assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, population
 
 import fedjax_cfl as cfl
-from fedjax_cfl import sharding
-from fedjax_cfl.layers import Conv, dense, flat, images, max_pool
+from fedjax_cfl.models.layers import Conv, dense, flat, images, max_pool
+from fedjax_cfl.sharding import replicated
 from peers import Trained
 
 
@@ -42,7 +42,7 @@ def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "
     x, y, start = population(work.model)
     owner = np.repeat(np.arange(work.clients), np.diff(start)).astype(np.int32)
     held = cfl.Holdings(np.arange(y.size), owner, np.zeros(y.size, bool))
-    everywhere = sharding.replicated(mesh)
+    everywhere = replicated(mesh)
     data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
     task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
     local = cfl.Local(LR, work.epochs, work.batch, None, mesh, first_layer=first_layer)

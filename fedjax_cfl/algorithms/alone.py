@@ -7,11 +7,11 @@ Every client trains its own model on its own data and sends nothing. A client is
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.engine import Start, federated
 from fedjax_cfl.errors import require
-from fedjax_cfl.select import everybody
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round.engine import Start, federated
+from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State, Upload
 
 

@@ -16,16 +16,20 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl import aggregate, cluster
-from fedjax_cfl import local as training
-from fedjax_cfl.engine import Start, federated
+from fedjax_cfl.clustering.distances import cosine, dissimilarity
+from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import require
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import Start, federated
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.tree import group_mean, members, squares
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 LINKAGES = ("single", "complete", "average")
-WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
+WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 @struct.dataclass
@@ -79,7 +83,7 @@ def cfl(
         select=select,
         solve=solve,
         start=root(task, m, stale_updates),
-        assign=descent(training.over_clients(solve, local)),
+        assign=descent(over_clients(solve, local)),
         regroup=bipartition(due, linkage, gamma_max, stale_updates),
         aggregate=WEIGHTINGS[weighting],
     )
@@ -118,8 +122,8 @@ def descent(train):
             def sides():
                 model, stayed, moved = (jax.tree.map(lambda leaf: leaf[h][None], each) for each in (tree.models, tree.stayed, tree.moved))
                 walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
-                upload = train(walkers, data, (jax.random.fold_in(key, h), model), training.full(jnp.zeros_like(here)))
-                return cluster.cosine(upload.delta, moved)[:, 0] > cluster.cosine(upload.delta, stayed)[:, 0]
+                upload = train(walkers, data, (jax.random.fold_in(key, h), model), full(jnp.zeros_like(here)))
+                return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0]
 
             leaves = asked & lax.cond(jnp.any(asked), sides, lambda: jnp.zeros_like(asked))
             return jnp.where(leaves, h, here).astype(jnp.int32), walked + jnp.sum(asked)
@@ -147,10 +151,10 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
             tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
             ids, group = jnp.arange(data.num_clients), state.assignment.at[ids].set(gid, mode="drop")
             sent, delta = tree.known, latest
-        square = aggregate.squares(delta).sum(0)
-        mean, size = aggregate.group_mean(sent.astype(jnp.float32), group, delta, m)
-        mean_square = aggregate.squares(mean).sum(0)
-        longest = jnp.max(aggregate.members(jnp.where(sent, square, 0.0), group, m), axis=0)
+        square = squares(delta).sum(0)
+        mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
+        mean_square = squares(mean).sum(0)
+        longest = jnp.max(members(jnp.where(sent, square, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
         state = state.replace(memory=tree.replace(passed=passed))
 
@@ -174,13 +178,13 @@ def halves(ids, group, delta, ready, linkage: str):
     """
     order = jnp.argsort(ids)  # neither halves nor ties depend on slots
     group = group[order]
-    apart = cluster.dissimilarity(delta, delta)[order][:, order]
+    apart = dissimilarity(delta, delta)[order][:, order]
 
     def cut(g):
         inside = group == g
 
         def two():
-            label = cluster.agglomerate(apart, 2, linkage, inside)
+            label = agglomerate(apart, 2, linkage, inside)
             across = inside[:, None] & inside & (label[:, None] != label)
             return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
 
@@ -202,7 +206,7 @@ def split(state: State, ids, group, sent, delta, half, chosen):
     created = source != jnp.arange(m)
     goal = target[jnp.maximum(group, 0)]
     now = jnp.where(sent & (half == 1) & (goal < m), goal, group)
-    mean, _ = aggregate.group_mean(sent.astype(jnp.float32), now, delta, m)
+    mean, _ = group_mean(sent.astype(jnp.float32), now, delta, m)
     active = state.active | created
 
     def inherited(leaf):

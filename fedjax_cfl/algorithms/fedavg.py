@@ -4,9 +4,9 @@ AISTATS 2017, https://arxiv.org/abs/1602.05629.
 Clients train the one global model on their own data; the server averages what they learned.
 """
 
-from fedjax_cfl.aggregate import weighted_mean
-from fedjax_cfl.engine import federated, nobody
-from fedjax_cfl.sgd import one_gradient, sgd
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.sgd import one_gradient, sgd
 from fedjax_cfl.types import Algorithm
 
 

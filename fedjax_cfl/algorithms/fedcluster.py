@@ -11,13 +11,13 @@ not from each group, a group that was not cut trains on and is tested again at i
 import jax
 from jax import lax
 
-from fedjax_cfl import aggregate
-from fedjax_cfl import local as training
 from fedjax_cfl.algorithms.cfl import bipartition, descent, root
-from fedjax_cfl.engine import federated
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.select import everybody
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 
@@ -43,9 +43,9 @@ def fedcluster(task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min
             select=select,
             solve=solve,
             start=root(task, m, False),
-            assign=descent(training.over_clients(solve, local)),
+            assign=descent(over_clients(solve, local)),
             regroup=bipartition(due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]),
-            aggregate=aggregate.weighted_mean,
+            aggregate=weighted_mean,
         )
 
     some, whole = drawn(select), drawn(everybody())

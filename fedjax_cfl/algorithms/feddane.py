@@ -9,13 +9,14 @@ Differs from the paper: both phases weigh clients by their samples, where the pa
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl import faults
-from fedjax_cfl.aggregate import group_mean
-from fedjax_cfl.engine import everybody, federated, one_group
-from fedjax_cfl.local import dealt, full, over_clients
-from fedjax_cfl.objective import erm, proximal, tilted
-from fedjax_cfl.sgd import one_gradient, sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round import faults
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import everybody, federated, one_group
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.objective import erm, proximal, tilted
+from fedjax_cfl.round.sgd import one_gradient, sgd
+from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.tree import group_mean
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
 
 

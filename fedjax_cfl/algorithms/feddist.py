@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.engine import federated
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.engine import federated, nobody
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 

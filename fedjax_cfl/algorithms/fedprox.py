@@ -7,9 +7,9 @@ FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.engine import federated, nobody
-from fedjax_cfl.objective import erm, proximal
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 

@@ -15,14 +15,18 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl import aggregate, cluster
-from fedjax_cfl import local as training
-from fedjax_cfl.engine import Start, federated, random_groups
+from fedjax_cfl.clustering.distances import gram
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.clustering.migrate import DETECTORS, on_shift, watch
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.migrate import DETECTORS, on_shift, watch
-from fedjax_cfl.objective import erm, proximal
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round.aggregate import first_client, uniform_mean, weighted_mean
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import Start, federated, random_groups
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.tree import group_mean, group_sum, members
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 DIMENSIONS = 256  # of the points that are clustered at the start: exact for up to as many clients, beyond that their principal directions
@@ -68,9 +72,9 @@ def fesem(
     starts = {"local": pure_clustering(task, local, m, restarts), "random_models": random_models(task, m)}
     averages = {
         "stored": stored_mean,
-        "cohort": aggregate.uniform_mean,
-        "samples": aggregate.weighted_mean,
-        "first_client": aggregate.first_client,
+        "cohort": uniform_mean,
+        "samples": weighted_mean,
+        "first_client": first_client,
     }
     require("algorithm.form", form, ("prox", "eq8"))
     require("algorithm.start", start, starts)
@@ -158,14 +162,14 @@ def stored_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """
     m, memory, fresh = state.active.size, state.memory, upload.weight > 0
     old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
-    kept, new = aggregate.members(old.astype(jnp.float32), state.assignment, m), aggregate.members(fresh.astype(jnp.float32), gid, m)
+    kept, new = members(old.astype(jnp.float32), state.assignment, m), members(fresh.astype(jnp.float32), gid, m)
     mass = kept.sum(0) + new.sum(0)
 
     def step(stored, delta, center):
         def per_group(values):
             return values.reshape(m, *(1,) * (center.ndim - 1))
 
-        total = aggregate.group_sum(kept, stored) - per_group(kept.sum(0)) * center + aggregate.group_sum(new, delta)
+        total = group_sum(kept, stored) - per_group(kept.sum(0)) * center + group_sum(new, delta)
         return total / per_group(jnp.maximum(mass, 1.0))
 
     return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
@@ -210,18 +214,18 @@ def pure_clustering(task, local, num_groups: int, restarts: int):
     everybody. A group without members starts from the common model.
     """
     local = local.resolved()
-    train = training.over_clients(sgd(task, local), local)
+    train = over_clients(sgd(task, local), local)
 
     def start(key, data):
         keys = jax.random.split(key, 3)
         common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        cohort = training.dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
-        upload = train(cohort, data, (keys[1], common), training.full(jnp.zeros_like(cohort.ids)))
+        cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        upload = train(cohort, data, (keys[1], common), full(jnp.zeros_like(cohort.ids)))
         everyone = jax.tree.map(lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), upload.delta)
         delta = jax.tree.map(lambda whole, part: whole.at[cohort.ids].set(part, mode="drop"), everyone, upload.delta)
         known = data.train.size > 0
-        found = cluster.kmeans(keys[2], embedded(delta, known), num_groups, restarts, weight=known)
-        centers, _ = aggregate.group_mean(known.astype(jnp.float32), found.labels, delta, num_groups)
+        found = kmeans(keys[2], embedded(delta, known), num_groups, restarts, weight=known)
+        centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, num_groups)
         return Start(
             groups=jax.tree.map(jnp.add, common, centers),
             assignment=found.labels,
@@ -243,7 +247,7 @@ def embedded(delta, known):
     def centered(leaf):
         return jax.vmap(jnp.where, (0, 0, None))(known, leaf - jnp.tensordot(weight, leaf, axes=1), 0.0)
 
-    values, vectors = jnp.linalg.eigh(cluster.gram(jax.tree.map(centered, delta)))
+    values, vectors = jnp.linalg.eigh(gram(jax.tree.map(centered, delta)))
     return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :DIMENSIONS]
 
 

@@ -21,15 +21,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.tree_util import Partial
 
-from fedjax_cfl import aggregate
 from fedjax_cfl.algorithms.fesem import e_step_of_all, keep_models, nearest_center, own_nearest, pure_clustering, rows_of, stored_mean
-from fedjax_cfl.data import label_counts
-from fedjax_cfl.engine import federated
+from fedjax_cfl.algorithms.matching import TINY, Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
+from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.matching import TINY, Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
-from fedjax_cfl.objective import erm, proximal
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import add, traffic
+from fedjax_cfl.round import tree
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import add, traffic
+from fedjax_cfl.round.tree import group_sum
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 
@@ -149,10 +150,10 @@ def store_placed(layers):
         state, gid = recount(key, state, data, cohort, gid, upload)
         memory, m, rows, trained = state.memory, state.active.size, rows_of(cohort, upload, state.memory), upload.weight > 0
         assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
-        others = aggregate.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
-        number = others.sum(0) + aggregate.members(trained.astype(jnp.float32), gid, m).sum(0)
+        others = tree.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
+        number = others.sum(0) + tree.members(trained.astype(jnp.float32), gid, m).sum(0)
         owns = [jax.vmap(in_use, (None, 0))(layer, memory.models) for layer in layers[:-1]]
-        everyone = aggregate.members(memory.known.astype(jnp.float32), assignment, m)
+        everyone = tree.members(memory.known.astype(jnp.float32), assignment, m)
         spreads = [spread(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers[:-1], owns, strict=True)]
 
         def place(carry, one):
@@ -165,7 +166,7 @@ def store_placed(layers):
             added = jax.tree.map(lambda leaf, new: leaf.at[group].add(jnp.where(counted, new, 0)), (sums, counts), (model, used))
             return added, model
 
-        begin = aggregate.group_sum(others, memory.models), [others.T @ own for own in owns]
+        begin = group_sum(others, memory.models), [others.T @ own for own in owns]
         models = jax.lax.scan(place, begin, (gid, upload.delta, trained))[1]
         stored = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), memory.models, models)
         return state.replace(memory=memory.replace(models=stored, known=memory.known.at[rows].set(True, mode="drop"))), gid
@@ -198,7 +199,7 @@ def over_owners(mean, layers):
 
     def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
         step, mass = mean(upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, extra, state)
-        members = aggregate.members(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
+        members = tree.members(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
         for layer in layers[:-1]:
             owners = members.T @ jax.vmap(in_use, (None, 0))(layer, state.memory.models)
             share = jnp.maximum(owners, 1) / jnp.maximum(mass, 1)[:, None]
@@ -232,8 +233,8 @@ def by_class(head: str):
     def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
         step, mass = stored_mean(upload, gid, cohort, extra, state)
         m, memory, rows = state.active.size, state.memory, rows_of(cohort, upload, state.memory)
-        old = aggregate.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m)
-        new = aggregate.members((upload.weight > 0).astype(jnp.float32), gid, m)
+        old = tree.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m)
+        new = tree.members((upload.weight > 0).astype(jnp.float32), gid, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
         came = new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]  # [S, m, C]

@@ -12,17 +12,21 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl import aggregate, cluster
-from fedjax_cfl import local as training
-from fedjax_cfl.assign import is_cold
-from fedjax_cfl.engine import Start, federated, one_group
+from fedjax_cfl.clustering.assign import is_cold
+from fedjax_cfl.clustering.distances import METRICS
+from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.select import everybody
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import Start, federated, one_group
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.tree import group_mean, members
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, Served, State, Upload
 
-WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
+WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 @struct.dataclass
@@ -53,15 +57,15 @@ def fl_hc(
     clustering round: largest group | nearest mean update, once they take part; `weighting` within a group: samples | uniform.
     Raises InputError for a value that is not listed here.
     """
-    require("algorithm.metric", metric, cluster.METRICS)
-    require("algorithm.linkage", linkage, cluster.LINKAGES)
+    require("algorithm.metric", metric, METRICS)
+    require("algorithm.linkage", linkage, LINKAGES)
     require("algorithm.newcomers", newcomers, ("largest", "nearest"))
     require("algorithm.weighting", weighting, WEIGHTINGS)
     if linkage == "ward" and metric != "L2":
         raise InputError(f"algorithm.metric={metric}: linkage=ward is defined for metric=L2")
     local = local.resolved()
     solve, start = sgd(task, local), common_model(task, m)
-    assign = joining(training.over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else kept
+    assign = joining(over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else kept
     found = founded(m, metric, linkage, threshold, newcomers)
     grouped = federated(task, local, select=select, solve=solve, start=start, assign=assign, aggregate=WEIGHTINGS[weighting])
     clustering = federated(task, local, select=everybody(), solve=solve, start=start, assign=one_group, regroup=found, aggregate=unmoved)
@@ -93,10 +97,10 @@ def founded(m: int, metric: str, linkage: str, threshold, newcomers: str):
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         order = jnp.argsort(cohort.ids)  # neither numbers nor ties depend on slots
-        distance = cluster.METRICS[metric](upload.delta)[order][:, order]
-        label = cluster.agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
+        distance = METRICS[metric](upload.delta)[order][:, order]
+        label = agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
         gid = jnp.zeros_like(label).at[order].set(label)
-        directions, size = aggregate.group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
+        directions, size = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
         if newcomers == "largest":
             gid = jnp.where(gid < 0, jnp.argmax(size), gid).astype(jnp.int32)
         groups, server = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server))
@@ -109,7 +113,7 @@ def founded(m: int, metric: str, linkage: str, threshold, newcomers: str):
 
 def unmoved(upload: Upload, gid, cohort: Cohort, extra, state: State):
     """Leaves every group where it is: the clustering round only finds out who is alike."""
-    return jax.tree.map(jnp.zeros_like, state.groups), aggregate.members(upload.weight, gid, state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, state.groups), members(upload.weight, gid, state.active.size).sum(0)
 
 
 def kept(key, state: State, data: FederatedData, cohort: Cohort):
@@ -129,9 +133,9 @@ def joining(train, metric: str, warm_up: int):
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload = train(newcomers, data, (key, state.memory.start), training.full(jnp.zeros_like(gid)))
+            upload = train(newcomers, data, (key, state.memory.start), full(jnp.zeros_like(gid)))
             both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions)
-            distance = cluster.METRICS[metric](both)[: gid.size, gid.size :]
+            distance = METRICS[metric](both)[: gid.size, gid.size :]
             return jnp.argmin(jnp.where(state.active, distance, jnp.inf), axis=1).astype(jnp.int32)
 
         count = jnp.sum(waiting)

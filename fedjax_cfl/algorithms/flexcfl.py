@@ -17,17 +17,22 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl import cluster
-from fedjax_cfl import local as training
-from fedjax_cfl import temperature as heat
-from fedjax_cfl.aggregate import group_mean, group_sum, inter_group, members
-from fedjax_cfl.assign import cold_start, nearest_direction, random_group
-from fedjax_cfl.engine import Start, federated
+from fedjax_cfl.algorithms import temperature as heat
+from fedjax_cfl.clustering import distances
+from fedjax_cfl.clustering.assign import cold_start, nearest_direction, random_group
+from fedjax_cfl.clustering.features import edc, edc_randomized, madc
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.clustering.migrate import DETECTORS, Watch, on_shift, reassigned, watch
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, reassigned, watch
-from fedjax_cfl.objective import erm, proximal
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import add, traffic
+from fedjax_cfl.round.aggregate import inter_group
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import Start, federated
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import add, traffic
+from fedjax_cfl.round.tree import group_mean, group_sum, members
 from fedjax_cfl.types import Algorithm, FederatedData, Params, State
 
 
@@ -87,7 +92,7 @@ def flexcfl(
     if not temperature_max > 1:
         raise InputError(f"algorithm.temperature_max={temperature_max}: must be a finite number > 1")
     local = local.resolved()
-    trial = training.over_clients(pretraining(task, local, pretrain), local)
+    trial = over_clients(pretraining(task, local, pretrain), local)
     mixing = None if isinstance(eta_g, int | float) and eta_g == 0 else inter_group(eta_g, mix)
     found = founding(trial, local, m, measure, restarts)
     count = m if measure == "none" else alpha * m
@@ -131,13 +136,13 @@ def founding_groups(key, upload, founders, m: int, measure: str, restarts: int):
     if measure == "none":
         return jnp.where(valid, jnp.arange(founders.size), -1)
     if measure == "edc_randomized":
-        features = cluster.edc_randomized(key, upload.delta, m)[founders]
+        features = edc_randomized(key, upload.delta, m)[founders]
     else:
-        gram = cluster.gram(upload.delta)[founders][:, founders]
+        gram = distances.gram(upload.delta)[founders][:, founders]
         if measure == "madc":
-            return cluster.agglomerate(cluster.madc(gram, valid), m, "complete", valid)
-        features = cluster.edc(gram, m)
-    found = cluster.kmeans(key, features, m, restarts=restarts, weight=valid.astype(jnp.float32))
+            return agglomerate(madc(gram, valid), m, "complete", valid)
+        features = edc(gram, m)
+    found = kmeans(key, features, m, restarts=restarts, weight=valid.astype(jnp.float32))
     return jnp.where(valid, found.labels, -1)
 
 
@@ -148,8 +153,8 @@ def founding(trial, local, m: int, measure: str, restarts: int):
     """
 
     def found(keys, ids, initial, data: FederatedData):
-        cohort = training.dealt(ids, data, local)
-        upload = trial(cohort, data, (keys[0], initial), training.full(jnp.zeros_like(cohort.ids)))
+        cohort = dealt(ids, data, local)
+        upload = trial(cohort, data, (keys[0], initial), full(jnp.zeros_like(cohort.ids)))
         founders = jnp.argsort(cohort.rank)[: ids.size]  # slots in the order of selection, whatever the devices
         labels = founding_groups(keys[1], upload, founders, m, measure, restarts)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[founders].set(labels.astype(jnp.int32))

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl import aggregate, traffic
-from fedjax_cfl import local as training
-from fedjax_cfl.assign import best_model, every_round, training_loss
-from fedjax_cfl.engine import SELECT, START, TRAIN, Start, federated, nobody, random_groups, stream
+from fedjax_cfl.clustering.assign import best_model, every_round, training_loss
+from fedjax_cfl.clustering.migrate import DETECTORS, Watch, on_shift, watch
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.migrate import DETECTORS, Watch, on_shift, watch
-from fedjax_cfl.sgd import one_gradient, sgd
+from fedjax_cfl.round import traffic
+from fedjax_cfl.round.aggregate import first_client, over_cohort, uniform_mean, weighted_mean
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import SELECT, START, TRAIN, Start, federated, nobody, random_groups, stream
+from fedjax_cfl.round.local import full
+from fedjax_cfl.round.sgd import one_gradient, sgd
 from fedjax_cfl.types import Algorithm
 
 
@@ -27,7 +29,7 @@ class Choices:
     watch: Watch
 
 
-WEIGHTINGS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean, "first_client": aggregate.first_client}
+WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean, "first_client": first_client}
 
 
 def ifca(
@@ -70,7 +72,7 @@ def ifca(
     local = local.resolved()
     by_gradient = average == "gradient"
     solve = one_gradient(task, local) if by_gradient else sgd(task, local)
-    combine = aggregate.over_cohort if by_gradient else WEIGHTINGS[weighting]
+    combine = over_cohort if by_gradient else WEIGHTINGS[weighting]
     choose = best_model(task, local, with_l2)
     move = on_shift(choose, local, detector, units_each=m, charge=charge) if migrate else None
 
@@ -95,7 +97,7 @@ def watched(begin):
 def first_cohort(local, select, key, data):
     """Returns the clients that the method's first round would select, dealt to devices."""
     ids = select(stream(key, SELECT, 0), 0, data.num_clients)
-    return training.dealt(ids, data, local)
+    return dealt(ids, data, local)
 
 
 def reject_unbalanced(local, select, share: float, tries: int = 100):
@@ -103,7 +105,7 @@ def reject_unbalanced(local, select, share: float, tries: int = 100):
     local = local.resolved()
 
     def with_task(task, num_groups):
-        losses = training.over_clients(training_loss(task), local)
+        losses = over_clients(training_loss(task), local)
         draw = random_groups(task, num_groups)
 
         def start(key, data):
@@ -134,14 +136,14 @@ def spread_models(local, select):
     local = local.resolved()
 
     def with_task(task, num_groups):
-        train = training.over_clients(sgd(task, local), local)
-        losses = training.over_clients(training_loss(task), local)
+        train = over_clients(sgd(task, local), local)
+        losses = over_clients(training_loss(task), local)
 
         def start(key, data):
             cohort = first_cohort(local, select, key, data)
             real = cohort.ids < data.num_clients
             common = random_groups(task, 1)(key, data).groups
-            upload = train(cohort, data, (stream(key, TRAIN), common), training.full(jnp.zeros_like(cohort.ids)))
+            upload = train(cohort, data, (stream(key, TRAIN), common), full(jnp.zeros_like(cohort.ids)))
             models = jax.tree.map(jnp.add, common, upload.delta)
             first = jnp.argmin(jnp.where(real, cohort.rank, cohort.rank.size))
 

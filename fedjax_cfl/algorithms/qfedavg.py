@@ -5,18 +5,18 @@ Clients count by the q-th power of their loss of the received model, so badly se
 
 import jax.numpy as jnp
 
-from fedjax_cfl import local as training
-from fedjax_cfl.aggregate import q_fair
-from fedjax_cfl.assign import training_loss
-from fedjax_cfl.engine import federated, nobody
-from fedjax_cfl.sgd import sgd
+from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.round.aggregate import q_fair
+from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 
 def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
     """q-FedAvg; each client also uploads its loss, one word."""
     local = local.resolved()
-    loss = training.over_clients(training_loss(task), local)
+    loss = over_clients(training_loss(task), local)
 
     def prepare(key, state, data, cohort, gid):
         return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]

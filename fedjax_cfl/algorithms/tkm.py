@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl import faults
-from fedjax_cfl.aggregate import dropped, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.algorithms.fesem import nearest_center
-from fedjax_cfl.engine import HOSTILE, START, federated, random_groups, stream
-from fedjax_cfl.local import Work, dealt, over_clients
-from fedjax_cfl.sgd import sgd
-from fedjax_cfl.traffic import traffic
+from fedjax_cfl.round import faults
+from fedjax_cfl.round.aggregate import dropped, trimmed_group_mean, trimmed_mean
+from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.engine import HOSTILE, START, federated, random_groups, stream
+from fedjax_cfl.round.local import Work
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
 
 

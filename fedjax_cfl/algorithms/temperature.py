@@ -1,0 +1,106 @@
+"""Temperatures of clients: who strays from its group's model counts for less in it (FlexCFL's code, not its paper; off by default, D40).
+
+A client's temperature T lies in 0 .. T_max, begins at T_max and changes whenever it has trained, by its bias b against the mean bias b_g of
+its group's participants; at 0 it stays 0. Its update weighs n_i T / T_max. A client that starts cold again is at T_max again.
+"""
+
+import jax.numpy as jnp
+
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.engine import deviation
+from fedjax_cfl.round.tree import group_mean, group_sum, members
+from fedjax_cfl.types import Cohort, FederatedData, State, Upload
+
+SMALL = 1e-5  # the code's guard of divisions
+
+
+def step(temperature, bias, mean, highest):
+    """One degree down above the mean bias, one up otherwise."""
+    return jnp.where(bias > mean, temperature - 1.0, temperature + 1.0)
+
+
+def linear(temperature, bias, mean, highest):
+    """T + (1 - b / b_g) T_max."""
+    return temperature + (1.0 - bias / (mean + SMALL)) * highest
+
+
+def surge(times, highest):
+    """Returns (T_max^(min(x, 10) - 1) - 1) 2 T_max / (T_max - 1), which is 0 at x = 1 and 2 T_max at x = 2."""
+    return (highest ** (jnp.minimum(times, 10.0) - 1.0) - 1.0) * 2.0 * highest / (highest - 1.0)
+
+
+def lied(temperature, bias, mean, highest):
+    """Linear increase, exponential decrease: by the surge of b / b_g above the mean."""
+    above = bias > mean
+    ratio = jnp.where(above, bias, 1.0) / jnp.where(above & (mean > 0), mean, 1.0)
+    return jnp.where(above, temperature - surge(ratio, highest), linear(temperature, bias, mean, highest))
+
+
+def eied(temperature, bias, mean, highest):
+    """Exponential increase, exponential decrease: by the surge of |b - b_g|, which is negative below 1, as the code has it."""
+    change = surge(jnp.abs(bias - mean), highest)
+    return jnp.where(bias > mean, temperature - change, temperature + change)
+
+
+STRATEGIES = {"step": step, "linear": linear, "lied": lied, "eied": eied}
+BIASES = {
+    "discrepancy": lambda distance, cosine: distance,  # of the trained model from its group's new one
+    "dissimilarity": lambda distance, cosine: (1.0 - cosine) / 2.0,  # of the update to its group's
+}
+
+
+def updated(strategy: str, temperature, bias, mean, highest):
+    """Returns the new temperatures of clients that trained, given their own bias and their group's mean; all of one shape."""
+    new = jnp.clip(STRATEGIES[strategy](temperature, bias, mean, highest), 0.0, highest)
+    return jnp.where(temperature > 0, new, temperature)
+
+
+def tempered_mean(highest: float, floor: bool = False):
+    """Means weighted by n_i T_i / T_max; with `floor` by the code's floor(n_i T_i / (T_max + 1e-5)), which is n_i - 1 for T_i = T_max."""
+
+    def aggregate(upload: Upload, gid, cohort: Cohort, extra, state: State):
+        temperature = state.memory.temperature[jnp.minimum(cohort.ids, state.assignment.size - 1)]
+        if not floor:
+            return weighted_mean(upload.replace(weight=upload.weight * (temperature / highest)), gid, cohort, extra, state)
+        coefficient = members(jnp.floor(upload.weight * temperature / (highest + SMALL)), gid, state.active.size)
+        mass = coefficient.sum(0)
+        return group_sum(coefficient / (mass + SMALL), upload.delta), mass
+
+    return aggregate
+
+
+def remembered(strategy: str, highest: float, bias: str):
+    """Returns remember(state, groups, cohort, gid, upload): the memory with new temperatures of the clients that trained."""
+
+    def remember(state: State, groups, cohort: Cohort, gid, upload: Upload):
+        num_clients, trained = state.assignment.size, upload.weight > 0
+        own = BIASES[bias](*deviation(state, groups, gid, upload))
+        (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
+        old = state.memory.temperature[jnp.minimum(cohort.ids, num_clients - 1)]
+        new = updated(strategy, old, own, mean[gid], highest)
+        rows = jnp.where(trained, cohort.ids, num_clients)
+        return state.memory.replace(temperature=state.memory.temperature.at[rows].set(new, mode="drop"))
+
+    return remember
+
+
+def heated(begin, highest: float):
+    """Adds to a start the temperatures of all clients."""
+
+    def start(key, data: FederatedData):
+        begun = begin(key, data)
+        return begun._replace(memory=begun.memory.replace(temperature=jnp.full(data.num_clients, highest, jnp.float32)))
+
+    return start
+
+
+def reheated(move, highest: float):
+    """Sets to T_max the clients that `migrate.on_shift` lets start cold again: those whose reference it has renewed."""
+
+    def migrate(key, state: State, data: FederatedData):
+        after, moved, walked = move(key, state, data)
+        renewed = jnp.any(after.memory.watch.reference != state.memory.watch.reference, axis=1)
+        temperature = jnp.where(renewed, jnp.float32(highest), after.memory.temperature)
+        return after.replace(memory=after.memory.replace(temperature=temperature)), moved, walked
+
+    return migrate

@@ -1,0 +1,1 @@
+"""The command line. Hydra lives here and nowhere else."""

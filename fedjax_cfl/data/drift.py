@@ -1,0 +1,238 @@
+"""Distribution shift: who holds which samples changes from round to round (FlexCFL, https://arxiv.org/abs/2108.09749, section 5.3).
+
+A shift is an edit of `owner` (and, for other kinds, of `y`), with static shapes; the views are rebuilt by one sort, and only in a round
+in which something moved. Every draw is a function of the key and the round alone, so with pool "all" every algorithm meets the same shifts.
+
+Differs from the paper: with pool "warm" only clients that have a group can be drawn (D12); on_impossible "abort" lets one impossible pair
+end the round's swaps (D13); `compounding` lets released data shrink (D2). All three are what the FlexCFL code does.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.data.federated import label_counts, reown
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.types import FederatedData
+
+# Purposes: every draw comes from fold_in(key, purpose), then the round.
+ORDER, COIN, LABELS, RELEASE = range(4)
+POOLS = ("all", "warm")
+FINEST = 1000  # largest denominator of a released fraction
+
+
+class Drift(NamedTuple):
+    """A kind of distribution shift."""
+
+    init: Callable[..., tuple[FederatedData, Any]]  # (key, data) -> (data, memory)
+    apply: Callable[..., tuple[FederatedData, Any, jax.Array]]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
+    capacity: Callable[[FederatedData], int] = lambda data: data.capacity  # on the host: the most training samples a client may ever hold
+    moves: bool = True  # False: nothing ever changes
+
+
+class Draws(NamedTuple):
+    """All that is random in one round of swaps."""
+
+    order: jax.Array  # [K] int32, a permutation of the clients
+    coin: jax.Array  # [K // 2] float32 in [0, 1): the pair swaps if it is below p
+    gives: jax.Array  # [K // 2, C] float32: of the labels it may give, the first client of a pair gives the one of highest score
+    takes: jax.Array  # [K // 2, C] float32: the same for the second client
+
+
+@struct.dataclass
+class Release:
+    """The memory of `incremental`."""
+
+    owner: jax.Array  # [N] int32, who holds each sample once it is visible
+    rank: jax.Array  # [N] int32, place of a training sample in its client's random order, -1 for the others, which are always visible
+    quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
+
+
+def enlarged(data: FederatedData, drift: Drift) -> FederatedData:
+    """Returns data whose `capacity` bounds what any client can ever hold under a drift; on the host, before anything is traced."""
+    return data.replace(capacity=drift.capacity(data))
+
+
+def none() -> Drift:
+    """Nothing ever changes."""
+
+    def apply(key, round, data, memory, warm):
+        return data, memory, jnp.zeros(data.num_clients, bool)
+
+    return Drift(_no_memory, apply, moves=False)
+
+
+def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
+    """Pairs the pool's clients at random; each pair exchanges all its training and test samples with probability p."""
+    _check_swap(p, pool)
+
+    def apply(key, round, data, memory, warm):
+        clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
+        drawn = draws(key, round, data.num_clients, data.num_classes)
+        first, second, real = pairs(drawn.order, _inside(pool, warm))
+        one, two = _only(real & (drawn.coin < p), first, second, data.num_clients)
+        heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
+        shifted = heir != clients
+        data = data.replace(concept=data.concept[heir])  # the truth about a client's data moves with them
+        return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])), memory, shifted
+
+    return Drift(_no_memory, apply)
+
+
+def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -> Drift:
+    """Pairs the pool's clients at random; with probability p each gives the other all its samples of one label the other lacks.
+
+    A client has a label if it holds training and test samples of it; where one of a pair has none that the other lacks, the pair is
+    skipped, or with on_impossible "abort" so are all later pairs of the round (D13).
+    """
+    _check_swap(p, pool)
+    require("drift.on_impossible", on_impossible, ("skip", "abort"))
+
+    def apply(key, round, data, memory, warm):
+        drawn = draws(key, round, data.num_clients, data.num_classes)
+        first, second, real = pairs(drawn.order, _inside(pool, warm))
+        has = _has(data)
+        gives, takes = has[first] & ~has[second], has[second] & ~has[first]  # D1, D2 [K // 2, C]
+        asked, possible = real & (drawn.coin < p), gives.any(1) & takes.any(1)
+        go = asked & possible
+        if on_impossible == "abort":
+            go &= jnp.cumsum(asked & ~possible) == 0
+        one, two = _only(go, first, second, data.num_clients)
+        given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
+        taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)
+        stay = jnp.broadcast_to(jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape)
+        heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")  # [K, C]
+        shifted = jnp.any(heir != stay, axis=1)
+        data = data.replace(concept=jnp.where(shifted, -1, data.concept))  # from now on of mixed origin
+        return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y])), memory, shifted
+
+    return Drift(_no_memory, apply, _most_by_label)
+
+
+def incremental(
+    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0), schedule: Sequence[int] = (0, 50, 100, 150), compounding: bool = False
+) -> Drift:
+    """From round schedule[j] on, the first ceil(fractions[j] n) samples of each client's n, in a fixed random order, are visible.
+
+    Only training samples are ever hidden, and none before the first round of the schedule. With `compounding` n is the size released
+    last, so that data shrink (D2). Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary rounding makes of it.
+    """
+    ratios = _ratios(fractions, schedule)
+
+    def init(key, data):
+        bits = jax.random.bits(jax.random.fold_in(key, RELEASE), data.owner.shape)
+        numbers = data.train.order
+        held = data.owner[numbers]
+        held = jnp.where(held < 0, data.num_clients, held)
+        held, _, numbers = lax.sort((held, bits[numbers], numbers), num_keys=3)
+        place = jnp.arange(numbers.size, dtype=jnp.int32) - data.train.start[jnp.minimum(held, data.num_clients - 1)]
+        sizes = [data.train.size]
+        for ratio in ratios:
+            sizes.append(-(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator))
+        return data, Release(data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:]))
+
+    def apply(key, round, data, memory, warm):
+        begins = jnp.array(tuple(schedule))
+        due = jnp.any(begins == round)
+        quota = memory.quota[jnp.sum(begins <= round) - 1]
+        shifted = due & (quota != data.train.size)
+
+        def edit(owner):
+            return jnp.where((memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1)
+
+        return _moved(data, jnp.any(shifted), edit), memory, shifted
+
+    return Drift(init, apply)
+
+
+def draws(key, round, num_clients: int, num_classes: int) -> Draws:
+    """Draws everything that a round of swaps may need."""
+    order, coin, labels = (jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (ORDER, COIN, LABELS))
+    scores = jax.random.uniform(labels, (2, num_clients // 2, num_classes))
+    return Draws(jax.random.permutation(order, num_clients), jax.random.uniform(coin, (num_clients // 2,)), *scores)
+
+
+def pairs(order, inside):
+    """Pairs the pool Q of clients `inside` [K] bool in their random order: place a with place |Q| - 1 - a.
+
+    Returns (first, second, real), each [K // 2]; only floor(|Q| / 2) of the pairs are real.
+    """
+    queue = order[jnp.argsort(~inside[order], stable=True)]
+    count, place = jnp.sum(inside), jnp.arange(order.size // 2)
+    return queue[place], queue[count - 1 - place], place < count // 2
+
+
+def _inside(pool: str, warm):
+    return jnp.ones_like(warm) if pool == "all" else warm
+
+
+def _only(go, first, second, num_clients: int):
+    """Returns the clients of the pairs that swap, and K in place of the others, where a scatter drops them."""
+    return jnp.where(go, first, num_clients), jnp.where(go, second, num_clients)
+
+
+def _has(data: FederatedData):
+    """Returns the labels of which each client holds training and test samples, [K, C] bool."""
+    train, test = (label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test))
+    return (train > 0) & (test > 0)
+
+
+def _moved(data: FederatedData, moves, edit) -> FederatedData:
+    """Edits the owners and rebuilds the views, if `moves`."""
+
+    def rebuilt(owner, train, test):
+        new = edit(owner)
+        return new, reown(train, new), reown(test, new)
+
+    owner, train, test = lax.cond(moves, rebuilt, lambda *same: same, data.owner, data.train, data.test)
+    return data.replace(owner=owner, train=train, test=test)
+
+
+def _no_memory(key, data):
+    return data, ()
+
+
+def _most_by_label(data: FederatedData) -> int:
+    """Bounds a client's training samples under `swap_part`.
+
+    A swap replaces one label that a client has by another, so their number never changes. The block of a label travels whole, and takes
+    along the training samples of clients that have no test samples of it: at most the largest block and all such remainders.
+    """
+    counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), np.int64)
+    has = np.asarray(_has(data))
+    remainder = np.where(has, 0, counts)  # [K, C], does not move by itself
+    largest = np.where(has, counts, 0).max(axis=0)
+    block = np.where(largest > 0, largest + remainder.sum(axis=0), 0)  # [C]
+    gain = -np.sort(-np.maximum(block - remainder, 0), axis=1)  # [K, C], largest first
+    most = remainder.sum(axis=1) + np.where(np.arange(gain.shape[1]) < has.sum(axis=1, keepdims=True), gain, 0).sum(axis=1)
+    return max(data.capacity, int(min(most.max(), counts.sum())))
+
+
+def _check_swap(p, pool: str) -> None:
+    if not _is_number(p) or not 0 <= p <= 1:
+        raise InputError(f"drift.p={p}: expected a number from 0 to 1")
+    require("drift.pool", pool, POOLS)
+
+
+def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fraction]:
+    """Returns the fractions as ratios. Raises InputError for a schedule that does not fit."""
+    given = f"drift.fractions={list(fractions)}"
+    if not fractions or len(fractions) != len(schedule):
+        raise InputError(f"{given}: expected {max(len(schedule), 1)}, one for each round of drift.schedule={list(schedule)}")
+    if not all(isinstance(begin, int) for begin in schedule) or schedule[0] < 0 or any(a >= b for a, b in pairwise(schedule)):
+        raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
+    sound = all(_is_number(fraction) and 1 / FINEST <= fraction <= 1 for fraction in fractions)
+    if not sound or any(a >= b for a, b in pairwise(fractions)):
+        raise InputError(f"{given}: expected increasing numbers from {1 / FINEST} to 1")
+    return [Fraction(fraction).limit_denominator(FINEST) for fraction in fractions]
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

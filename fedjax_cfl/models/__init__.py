@@ -1,0 +1,21 @@
+"""Models of the papers, and the `Task` that an algorithm sees of one."""
+
+from fedjax_cfl.models.task import as_task, count, model_bytes
+from fedjax_cfl.models.zoo import MCLR, MLP, BiGRU, BiLSTM, CelebaCNN, FemnistCNN, LeafCNN, LeNet, MnistCNN, StackedGRU, StackedLSTM
+
+__all__ = [
+    "MCLR",
+    "MLP",
+    "BiGRU",
+    "BiLSTM",
+    "CelebaCNN",
+    "FemnistCNN",
+    "LeNet",
+    "LeafCNN",
+    "MnistCNN",
+    "StackedGRU",
+    "StackedLSTM",
+    "as_task",
+    "count",
+    "model_bytes",
+]

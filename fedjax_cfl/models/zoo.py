@@ -1,0 +1,208 @@
+"""The models of the reproduced papers, and `as_task`, which makes a Task of any Flax module.
+
+A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C], and `__call__` takes `train` if it has dropout.
+Two attributes are optional: `decayed` names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that is
+called once, on the flat sample, which nothing else sees: then local training has a faster form (`dual`).
+Parameter counts are those of 28x28x1 images and 10 classes, or of 25 x 300 word vectors and 2 classes, unless another shape is named.
+FlexCFL: Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift", IEEE TPDS 2022,
+https://doi.org/10.1109/TPDS.2021.3134263. FedGroup: Duan et al., "FedGroup: Efficient Federated Learning via Decomposed Similarity-Based
+Clustering", 2020, https://arxiv.org/abs/2010.06870. FeSEM: Xie et al., "Multi-Center Federated Learning", 2020,
+https://arxiv.org/abs/2005.01026. LEAF: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, https://arxiv.org/abs/1812.01097.
+"""
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.models.layers import GRU, LSTM, BatchStatNorm, Conv, dense, flat, images, max_pool
+
+
+class MCLR(nn.Module):
+    """Multinomial logistic regression on the flattened sample (7,850 parameters)."""
+
+    num_classes: int
+    decayed: ClassVar[tuple[str, ...]] = ("head",)
+    first_layer: ClassVar[str] = "head"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [B, C]."""
+        return dense(self.num_classes, "head")(flat(x))
+
+
+class MLP(nn.Module):
+    """Fully connected relu network on the flattened sample (101,770 parameters with 128 hidden units, 407,050 with 512)."""
+
+    num_classes: int
+    hidden: tuple[int, ...] = (128,)
+
+    @property
+    def decayed(self) -> tuple[str, ...]:
+        """All layers carry the L2 penalty."""
+        return (*(f"hidden_{i}" for i in range(len(self.hidden))), "head")
+
+    @property
+    def first_layer(self) -> str:
+        """The layer that sees the sample."""
+        return self.decayed[0]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [B, C]."""
+        x = flat(x)
+        for i, width in enumerate(self.hidden):
+            x = nn.relu(dense(width, f"hidden_{i}")(x))
+        return dense(self.num_classes, "head")(x)
+
+
+class MnistCNN(nn.Module):
+    """FlexCFL's MNIST CNN: two 3x3 convolutions, dropout before the output layer (50,186 parameters)."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for features in (32, 64):
+            x = max_pool(nn.relu(Conv(features, 3)(x)))
+        x = nn.Dropout(0.5, deterministic=not train)(flat(x))
+        return dense(self.num_classes, "head")(x)
+
+
+class FemnistCNN(nn.Module):
+    """FlexCFL's FEMNIST CNN: six convolutions, strided instead of pooled, without batch normalisation (325,578 parameters)."""
+
+    num_classes: int
+    decayed: ClassVar[tuple[str, ...]] = ("hidden", "head")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for features in (32, 64):
+            x = nn.relu(Conv(features, 3, padding="valid")(x))
+            x = nn.relu(Conv(features, 3, padding="valid")(x))
+            x = nn.relu(Conv(features, 5, strides=2)(x))
+            x = nn.Dropout(0.4, deterministic=not train)(x)
+        x = nn.relu(dense(128, "hidden")(flat(x)))
+        x = nn.Dropout(0.4, deterministic=not train)(x)
+        return dense(self.num_classes, "head")(x)
+
+
+class LeafCNN(nn.Module):
+    """LEAF's FEMNIST CNN: two 5x5 convolutions and one hidden layer, whose width the papers change.
+
+    FlexCFL's FashionMNIST CNN has 1,024 hidden units (3,274,634 parameters); with 62 classes FeSEM's code has 248 (845,510) and
+    LEAF itself 2,048 (6,603,710).
+    """
+
+    num_classes: int
+    hidden: int = 2048
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for features in (32, 64):
+            x = max_pool(nn.relu(Conv(features, 5)(x)))
+        x = nn.relu(dense(self.hidden, "hidden")(flat(x)))
+        return dense(self.num_classes, "head")(x)
+
+
+class CelebaCNN(nn.Module):
+    """FeSEM's CelebA CNN: four normalised 3x3 convolutions (31,202 parameters on 84x84x3 with 2 classes).
+
+    The batch statistics normalise even in test, as in LEAF's code, so that a prediction depends on the batch it is made in.
+    """
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for _ in range(4):
+            x = nn.relu(max_pool(BatchStatNorm()(Conv(32, 3)(x)), "same"))
+        return dense(self.num_classes, "head")(flat(x))
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with relu and max-pooling (44,426 parameters; 61,706 on 32x32x1, 62,006 on 32x32x3)."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+        x = images(x)
+        for features in (6, 16):
+            x = max_pool(nn.relu(Conv(features, 5, padding="valid")(x)))
+        x = nn.relu(dense(120, "hidden_0")(flat(x)))
+        x = nn.relu(dense(84, "hidden_1")(x))
+        return dense(self.num_classes, "head")(x)
+
+
+class BiGRU(nn.Module):
+    """FlexCFL's Sent140 GRU: two bi-directional layers, 64 then 32 units each way (175,938 parameters)."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[B, T, in] -> [B, C]."""
+        return _bidirectional(GRU, x, self.num_classes, train)
+
+
+class BiLSTM(nn.Module):
+    """FlexCFL's Sent140 LSTM: two bi-directional layers, 64 then 32 units each way (232,386 parameters)."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        """[B, T, in] -> [B, C]."""
+        return _bidirectional(LSTM, x, self.num_classes, train)
+
+
+def _bidirectional(layer: type[nn.Module], x: jax.Array, num_classes: int, train: bool) -> jax.Array:
+    for features, sequences in ((64, True), (32, False)):
+        x = jnp.concatenate([layer(features, reverse, sequences)(x) for reverse in (False, True)], axis=-1)
+    x = nn.Dropout(0.5, deterministic=not train)(nn.relu(dense(64, "hidden")(x)))
+    return dense(num_classes, "head")(x)
+
+
+class StackedLSTM(nn.Module):
+    """FedGroup's Sent140 LSTM: two layers of 100 units and a linear layer of 30 (243,861 parameters, 2 classes only).
+
+    The papers' sigmoid cross-entropy of one output z is the softmax cross-entropy of the logits [0, z] returned here.
+    """
+
+    num_classes: int = 2
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, in] -> [B, 2]."""
+        x = LSTM(100)(LSTM(100, sequences=True)(x))
+        return _two_logits(dense(1, "head")(dense(30, "hidden")(x)))
+
+
+class StackedGRU(nn.Module):
+    """GrouProx' Sent140 GRU: layers of 64 and 32 units and a linear layer of 64 (81,857 parameters, 2 classes only).
+
+    Differs from that code: its TensorFlow 1 cell resets before the recurrent product, with one bias per gate.
+    """
+
+    num_classes: int = 2
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, in] -> [B, 2]."""
+        x = GRU(32)(GRU(64, sequences=True)(x))
+        return _two_logits(dense(1, "head")(dense(64, "hidden")(x)))
+
+
+def _two_logits(z: jax.Array) -> jax.Array:
+    return jnp.concatenate([jnp.zeros_like(z), z], axis=-1)

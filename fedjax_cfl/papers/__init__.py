@@ -1,0 +1,1 @@
+"""Published tables and figures, reproduced cell by cell."""

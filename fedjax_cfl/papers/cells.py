@@ -1,0 +1,133 @@
+"""The cells of a published table: which runs it has, what they may be asked for besides, and which of them are finished."""
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import OmegaConf
+
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.runs.results import read_summary
+
+PASSING = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
+OWN = {"run_dir", "seeds", "vectorize"}  # with these a run would not be one cell in its folder
+
+
+class Cell(NamedTuple):
+    """One run of a table."""
+
+    row: str
+    column: str  # "" where the table's columns are measures of one run
+    seed: int
+    folder: Path
+    overrides: list[str]
+
+    def __str__(self) -> str:
+        return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
+
+
+def load(conf: Path, name: str) -> dict:
+    """Returns the `paper` node of an experiment. Raises InputError if there is no such table."""
+    tables = {}
+    for path in sorted((conf / "experiment").glob("*.yaml")):
+        node = OmegaConf.load(path).get("paper")
+        if node is not None:
+            tables[path.stem] = OmegaConf.to_container(node)
+    require("paper", name, tables)
+    return tables[name]
+
+
+def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
+    """Returns the names that `asked` lists, all of them if it is None; `*` stands for anything. Raises InputError for unknown names."""
+    known = list(known)
+    for pattern in asked or []:
+        if not fnmatch.filter(known, pattern):
+            require(field, pattern, known)
+    return [name for name in known if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)]
+
+
+def runs_of(table: dict, row: str) -> str:
+    """Returns the row whose runs a row shows: its own, or those of the row it names, of which it shows another measure."""
+    return table["rows"][row].get("runs", row)
+
+
+def columns_of(table: dict, row: str) -> list[str]:
+    """Returns the columns a row has: those it lists, or has published numbers for, or all; measures are columns, too."""
+    entry = table["rows"][runs_of(table, row)]
+    return entry.get("columns") or list(table.get("measures") or entry.get("published") or table["columns"])
+
+
+def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
+    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first.
+
+    Rows that share their runs have one cell together, that of the row which owns them.
+    """
+    owners = list(dict.fromkeys(runs_of(table, row) for row in rows))
+    for seed in seeds:
+        for row in owners:
+            own = table["rows"][row]["overrides"]
+            if "columns" in table:
+                options = {c: table["columns"][c] for c in columns_of(table, row) if columns is None or c in columns}
+            else:
+                options = {"": []}
+            for column, overrides in options.items():
+                folder = out / row / column / f"seed{seed}"
+                yield Cell(row, column, seed, folder, [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra])
+
+
+def check(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], object]) -> None:
+    """Raises InputError, before anything runs, if a cell says itself what one of the overrides `extra` asks for, or cannot have it.
+
+    One cell of every row and of every column is put to `checked(overrides)`, which raises what the run itself would.
+    """
+    if not extra:
+        return
+    seen = set()
+    for cell in todo:
+        if {("row", cell.row), ("column", cell.column)} <= seen:
+            continue
+        seen |= {("row", cell.row), ("column", cell.column)}
+        own = {override.partition("=")[0] for override in cell.overrides[: -len(extra)]}
+        for override in extra:
+            name = override.partition("=")[0].lstrip("+~")
+            if name in own | OWN:
+                raise InputError(f"{override}: a cell has its own {name}; see --rows, --columns, --seeds and --out")
+        try:
+            checked(cell.overrides)
+        except InputError as error:
+            raise InputError(f"{cell}: {error}") from None
+
+
+def kept(overrides: list[str]) -> set[str]:
+    """Returns the overrides that bear on what a cell is, in no order; of several of one name the last counts."""
+    last = {override.partition("=")[0]: override for override in overrides}
+    return {override for override in last.values() if not override.startswith(PASSING)}
+
+
+def rounds_asked(overrides: list[str]) -> str | None:
+    """Returns the last `rounds=`."""
+    return next((override for override in reversed(overrides) if override.startswith("rounds=")), None)
+
+
+def finished(cell: Cell) -> bool:
+    """Returns whether the cell has run as asked. Raises InputError if another cell did, of the same name but with other settings."""
+    summary = read_summary(cell.folder)
+    if summary is None:
+        return False
+    ran = summary.get("overrides") or []
+    if kept(ran) != kept(cell.overrides):
+        differ = sorted(kept(ran) ^ kept(cell.overrides))
+        raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
+    return rounds_asked(ran) == rounds_asked(cell.overrides)
+
+
+def standing(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
+    """Returns the folders of all finished cells of these settings in `out`, by (row, column), seeds in order; rounds may differ."""
+    found: dict[tuple[str, str], list[Path]] = {}
+    seeds = sorted({int(path.name[4:]) for path in out.glob("**/seed*") if path.is_dir() and path.name[4:].isdecimal()})
+    for cell in cells(name, table, out, list(table["rows"]), None, seeds, extra):
+        summary = read_summary(cell.folder)
+        if summary is not None and kept(summary.get("overrides") or []) == kept(cell.overrides):
+            found.setdefault((cell.row, cell.column), []).append(cell.folder)
+    return found

@@ -1,0 +1,221 @@
+"""`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what came out beside what was printed.
+
+A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of overrides, and the published numbers. Every cell is an
+ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished. A row
+may be another measure of the runs of a row above it: `runs: ROW, measure: NAME` in place of overrides. A figure of another table's runs
+names it, `experiment: TABLE`, and takes up what that has run.
+"""
+
+import argparse
+import contextlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedjax_cfl.data.datasets.download import VARIABLE
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report
+from fedjax_cfl.papers.cells import Cell
+
+# what the one-line error of a run says when its data are not here, and nothing else is wrong
+MISSING = (f"a folder named in {VARIABLE}", "expected the official train and test files")
+COMMAND = [sys.executable, "-m", "fedjax_cfl"]
+# the kinds of figures made from cells
+DRAWN = {"curves": figures.curves, "communication": figures.communication, "model_map": fesem_fig3.draw}
+
+
+# running
+
+
+def start(cell: Cell, alone: bool) -> subprocess.Popen:
+    """Starts a cell's process, its output going to seedN.log; beside others it gets one device."""
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    devices = [] if alone or any(override.startswith("devices=") for override in cell.overrides) else ["devices=1"]
+    command = [*COMMAND, *cell.overrides, *devices, f"run_dir={cell.folder}"]
+    with cell.folder.with_name(f"{cell.folder.name}.log").open("w") as log:
+        # a session of its own: Ctrl-C must reach it once, from here, because a second one would end it at once
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def running(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]) -> Iterator[tuple[Cell, int]]:
+    """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller puts into `skipped` are not begun any more.
+
+    `show` is told again and again how many have ended, and which run. Whatever ends the loop, an interrupt too, ends the cells: they save
+    where they stand, and go on from there another time.
+    """
+    queue, active = deque(todo), {}
+    try:
+        while queue or active:
+            while queue and len(active) < jobs:
+                cell = queue.popleft()
+                if cell.row not in skipped:
+                    active[start(cell, alone=jobs == 1)] = cell
+            for process in [process for process in active if process.poll() is not None]:
+                yield active.pop(process), process.returncode
+            show(len(todo) - len(queue) - len(active), list(active.values()))
+            time.sleep(0.1 if active else 0)
+    finally:
+        stop(list(active))
+
+
+@contextlib.contextmanager
+def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]], None]]:
+    """Yields show(ended, active cells), which moves a progress bar; silent where the console is not a terminal."""
+    times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("cells,"), *times, TextColumn("{task.description}"))
+    # the pace is a mean over a day: a cell may take hours
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=86400, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        bar.advance(task, 0)  # the first cell's time counts, too
+
+        def show(ended: int, active: list[Cell]) -> None:
+            if console.is_terminal:
+                bar.update(task, completed=ended, description="\n".join(f"{cell}: round {last_round(cell)}" for cell in active))
+
+        yield show
+
+
+def last_round(cell: Cell) -> int:
+    """Returns the last round that a cell has evaluated so far, 0 if none."""
+    metrics = cell.folder / "metrics.jsonl"
+    return int([b"0", *re.findall(rb'^{"round": (\d+)', metrics.read_bytes() if metrics.exists() else b"", re.MULTILINE)][-1])
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    """Asks processes to stop and waits until they have; an interrupt meanwhile kills them."""
+    for process in processes:
+        process.terminate()
+    try:
+        for process in processes:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in processes:
+            process.kill()
+        raise
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Lets SIGTERM interrupt as Ctrl-C does, so that no cell is left running alone."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def complaint(cell: Cell) -> str:
+    """Returns the one-line error a cell ended with, or where to look."""
+    log = cell.folder.with_name(f"{cell.folder.name}.log")
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("fedjax-cfl: ")]
+    return lines[-1].removeprefix("fedjax-cfl: ") if lines else f"see {log}"
+
+
+def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Cell], str]) -> bool:
+    """Runs the cells that are not finished and says a line about each; `ended` returns what to say. Returns whether one failed."""
+    skipped: set[str] = set()
+    failed, number = False, 0
+    unfinished = [cell for cell in todo if not cells.finished(cell)]
+    if len(unfinished) < len(todo):
+        console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
+    with progress(len(unfinished), console) as show:
+        for cell, status in running(unfinished, jobs, skipped, show):
+            number += 1
+            said = f"[{number}/{len(unfinished)}] {cell}: "
+            if status == 0:
+                console.print(said + ended(cell), markup=False, highlight=False)
+            elif status == 2 and any(text in complaint(cell) for text in MISSING):
+                if cell.row not in skipped:
+                    console.print(f"{cell.row}: skipped, data missing: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+                skipped.add(cell.row)
+            else:
+                failed = True
+                console.print(f"{said}failed: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+    return failed
+
+
+# the verb
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns what the verb takes, besides KEY=VALUE."""
+    made = argparse.ArgumentParser(prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell.")
+    made.add_argument("table", help="an experiment with published numbers, e.g. flexcfl_table3")
+    made.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; * stands for anything, as in 'MNIST-*'")
+    made.add_argument("--columns", nargs="+", metavar="COLUMN", help="only these columns; * stands for anything")
+    made.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at a time (default 1); several get one device each")
+    where = "runs and tables are in DIR/TABLE and go on from there (default paper)"
+    made.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help=where)
+    made.epilog = (
+        "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this computer are skipped and named. "
+        "Exit status: 0 done, also where rows were skipped for their data; 1 a cell failed; 2 bad input; 130 interrupted."
+    )
+    return made
+
+
+def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], build: Callable[[list[str]], tuple]) -> int:
+    """Runs the verb; returns 0, or 1 if a cell failed.
+
+    `checked(overrides)` raises InputError for what a run would refuse, `build(overrides)` returns (config, task, data, local) as a run
+    would have them.
+    """
+    extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    given = parser().parse_args([argument for argument in argv if argument not in extra])
+    for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
+        if number < 1:
+            raise InputError(f"{flag} {number}: a whole number >= 1")
+    table, console = cells.load(conf, given.table), Console()
+    experiment = table.get("experiment", given.table)
+    out, runs = given.out / given.table, given.out / experiment
+    rows = cells.chosen("--rows", given.rows, table["rows"])
+    if given.columns and "columns" not in table:
+        raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
+    columns = given.columns and cells.chosen("--columns", given.columns, table["columns"])
+    todo = list(cells.cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
+    if not todo:
+        raise InputError(
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(cells.columns_of(table, rows[0]))}"
+        )
+    cells.check(todo, extra, checked)
+    if table.get("figure") == "edc_madc":
+        return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
+
+    def write() -> list[dict]:
+        records = report.collect(table, cells.standing(experiment, table, runs, extra))
+        if any(record["runs"] for record in records):
+            out.mkdir(parents=True, exist_ok=True)
+            report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
+        return records
+
+    def ended(cell: Cell) -> str:
+        write()
+        return report.said(table, cell.row, cell.folder)
+
+    try:
+        with terminable():
+            failed = run_cells(todo, given.jobs, console, ended)
+    except KeyboardInterrupt:
+        console.print("the same command goes on from here")
+        raise
+    records = write()
+    if any(record["runs"] for record in records):
+        report.plot(table, records, out / "plot.png")
+        if "figure" in table:
+            DRAWN[table["figure"]](table, cells.standing(experiment, table, runs, extra), out / "figure.png")
+        console.print(*report.show(table, records, console))
+        console.print(f"written to {out}", soft_wrap=True)
+    return 1 if failed else 0

@@ -1,0 +1,50 @@
+"""How clients train: the settings of local work, and what each client is asked to do."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.sharding import mesh_of, on_cpu
+from fedjax_cfl.validation import allow
+
+WIDEST = 4096  # clients side by side, unless more are asked for
+
+
+class Local(NamedTuple):
+    """How clients train: plain SGD over reshuffled epochs; and how they fail."""
+
+    lr: float | jax.Array  # step size
+    epochs: int  # E, passes over the client's samples
+    batch_size: int  # B; the short last batch is kept
+    width: int | None = None  # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of its share
+    mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
+    faults: Faults = Faults()
+    first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the cheaper
+    momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
+
+    def resolved(self) -> "Local":
+        """Returns the same with mesh, width and first layer settled for the machine. Raises InputError for what is not allowed.
+
+        Side by side, sample space would be padded to the largest client, so that there auto is direct.
+        """
+        for name in ("epochs", "batch_size", "first_layer", *(("lr",) if isinstance(self.lr, int | float) else ())):
+            allow(f"local.{name}", getattr(self, name))
+        mesh = self.mesh or mesh_of()
+        width = self.width or (1 if on_cpu(mesh) else WIDEST)
+        return self._replace(mesh=mesh, width=width, first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer)
+
+
+class Work(NamedTuple):
+    """What each client of a cohort is asked to do."""
+
+    group: jax.Array  # [S] int32, the model it starts from
+    effort: jax.Array  # [S] float32, the share of its local steps that it completes
+    extra: Any = ()  # [S, ...], what `prepare` computed for it
+
+
+def full(group) -> Work:
+    """Returns work without anything extra, all of it completed."""
+    return Work(group, jnp.ones(group.shape))

@@ -1,0 +1,283 @@
+"""Checkpoints of a run, written whole or not at all and verified when read. Nothing here is a pickle.
+
+A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the one saved last, whatever its step:
+  arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
+  checkpoint.json  format, step, score, identity, facts, and the name, type and shape of every leaf
+  manifest.json    the SHA-256 of every other file: Orbax alone reads a flipped byte as another number
+It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at most that one folder, for the next save to remove.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, _digest, _flush, _json, _manifest, _reason, _remove, _seal, _write_text
+from fedjax_cfl.validation import leaves
+
+FORMAT = 1
+NAME = re.compile(r"(\d+)-step-\d+")
+UNFINISHED = ".unfinished"  # being written or being deleted
+
+
+class Checkpoint(NamedTuple):
+    """What a restore returns."""
+
+    step: int
+    tree: Any  # the structure, types and shardings of `like`
+    facts: dict[str, Any]
+
+
+# writing
+
+
+def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, keep: int = 3, score: float | None = None) -> Path:
+    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest checkpoint of `folder`; returns its path.
+
+    `facts` is what the run wants back: counters, best so far. `identity` is what a restore must repeat: algorithm, model, sizes.
+    Afterwards the last `keep` checkpoints remain, and the one with the highest `score` (the newest of equals).
+    Raises InputError when it cannot be written; what was there before is untouched. One process of a multi-host run saves.
+    """
+    assert keep >= 1 and step >= 0
+    folder = Path(folder).absolute()
+    named = _named(tree)
+    stored = {str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size}  # Orbax refuses empty arrays
+    header = {
+        "format": FORMAT,
+        "step": int(step),
+        "score": None if score is None or math.isnan(score) else float(score),
+        "identity": identity,
+        "facts": facts,
+        "leaves": {name: _spec(leaf) for name, leaf in named.items()},
+        "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)},
+    }
+    text = _json(header)
+    try:
+        path = _write(folder, header["step"], text, stored)
+    except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
+        raise InputError(f"checkpoint of step {step} in {folder} could not be written: {_reason(error)}") from None
+    finally:
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    _retain(folder, keep)
+    return path
+
+
+def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    before = saved(folder)
+    path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
+    staging = folder / UNFINISHED
+    _remove(staging)
+    _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
+    staging.mkdir()
+    if stored:  # Orbax refuses an empty tree
+        with _orbax() as (ocp, checkpointer):
+            checkpointer.save(staging / ARRAYS, args=ocp.args.PyTreeSave(stored))
+    _write_text(staging / HEADER, text)
+    _seal(staging)
+    os.replace(staging, path)
+    _flush(folder)
+    return path
+
+
+def _check_room(folder: Path, size: int) -> None:
+    # Orbax notices a full disk too, but leaves threads behind that print tracebacks
+    if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _retain(folder: Path, keep: int) -> None:
+    # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
+    # What cannot be deleted now is tried again at the next save: the new checkpoint is safe either way.
+    with contextlib.suppress(OSError):
+        for path in sorted(set(saved(folder)[:-keep]) - {best(folder)}):
+            os.replace(path, folder / UNFINISHED)
+            _remove(folder / UNFINISHED)
+
+
+# reading
+
+
+def saved(folder: str | Path) -> list[Path]:
+    """Returns the checkpoints of a folder, the newest last. Raises InputError for a folder that cannot be listed."""
+    try:
+        return sorted((path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"checkpoints in {folder}: {_reason(error)}") from None
+
+
+def _number(path: Path) -> int:
+    return int(NAME.fullmatch(path.name)[1])
+
+
+def best(folder: str | Path) -> Path | None:
+    """Returns the checkpoint with the highest score, the newest of equals; None if there is no score."""
+    scores = {path: score for path in reversed(saved(folder)) if (score := _score(path)) is not None}
+    return max(scores, key=scores.get, default=None)
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return _header(path)["score"]
+    except Exception:  # whatever damage does to a reader; such a checkpoint is not worth keeping
+        return None
+
+
+def arrays(path: str | Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left out. For reading a finished run's models."""
+    path = Path(path).absolute()
+    specs = _header(path)["leaves"]
+    return _arrays(
+        path, {str(n): name for n, (name, spec) in enumerate(specs.items()) if "0" not in re.findall(r"\d+", spec.partition("[")[2])}
+    )
+
+
+def restore(path: str | Path, like, identity: dict) -> Checkpoint:
+    """Returns one checkpoint, verified. Raises InputError if it is damaged or of a different run.
+
+    `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy, the others on the sharding they name.
+    """
+    found, reason = _attempt(Path(path), like, identity)
+    if found is None:
+        raise InputError(f"checkpoint {path} cannot be read: {reason}")
+    return found
+
+
+def steps(folder: str | Path) -> list[int]:
+    """Returns the steps of the checkpoints of a folder, the newest last."""
+    return [int(path.name.rpartition("-")[2]) for path in saved(folder)]
+
+
+def restore_latest(
+    folder: str | Path, like, identity: dict, warn: Callable[[str], None] = warnings.warn, until: int | None = None
+) -> Checkpoint | None:
+    """Returns the newest checkpoint (of step `until` at most) that can be read, None if there are none; `warn` gets a line per skipped one.
+
+    Raises InputError if there are checkpoints and none can be read, or if the newest readable one is of a different run.
+    """
+    found = [path for path, step in zip(saved(folder), steps(folder), strict=True) if until is None or step <= until]
+    for path in reversed(found):
+        checkpoint, reason = _attempt(path, like, identity)
+        if checkpoint is not None:
+            return checkpoint
+        warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
+    if found:
+        raise InputError(f"checkpoints in {folder}: none of {len(found)} can be read; remove the folder to start again")
+    return None
+
+
+def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
+    """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for a different run."""
+    named, identity = _named(like), json.loads(_json(identity))
+    try:
+        header = _header(path)
+        _check_same(path, header, named, identity)
+        stored = _arrays(path.absolute(), {str(n): name for n, name in enumerate(header["leaves"]) if named[name].size})
+    except InputError:
+        raise
+    except Exception as error:  # whatever damage does to a reader
+        return None, _reason(error)
+    tree = jax.tree.unflatten(jax.tree.structure(like), [_placed(header, stored, name, leaf) for name, leaf in named.items()])
+    return Checkpoint(header["step"], tree, header["facts"]), ""
+
+
+def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
+    """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
+    for name, digest in _manifest(path).items():
+        if _digest(path / name) != digest:
+            raise ValueError(f"{name} has changed since it was written")
+    if not names:
+        return {}
+    with _orbax() as (ocp, checkpointer):
+        as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
+        stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return {name: stored[n] for n, name in names.items()}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    text = (path / HEADER).read_bytes()
+    if hashlib.sha256(text).hexdigest() != _manifest(path)[HEADER]:
+        raise ValueError(f"{HEADER} has changed since it was written")
+    return json.loads(text)
+
+
+def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
+    if header["format"] != FORMAT:
+        raise InputError(f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}")
+    fields = dict(leaves(header["identity"])), dict(leaves(identity))
+    shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}
+    for there, here in (fields, shapes):  # a different field explains different shapes
+        names = [name for name in {**there, **here} if there.get(name, "absent") != here.get(name, "absent")]
+        if names:
+            said = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in names[:6]]
+            rest = f"; and {len(names) - 6} more" if len(names) > 6 else ""
+            raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
+
+
+def _placed(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
+    """Returns a stored array with the type and sharding of `leaf`."""
+    raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
+    assert value.shape == raw.shape and value.dtype == raw.dtype, name
+    if isinstance(leaf, np.ndarray | np.generic):
+        return value if isinstance(leaf, np.ndarray) else value[()]
+    value = jax.device_put(value, leaf.sharding if getattr(leaf, "committed", True) else None)
+    return jax.random.wrap_key_data(value, impl=header["keys"][name]) if _is_key(leaf) else value
+
+
+# leaves and files
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves_with_path = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves_with_path}
+    assert len(named) == len(leaves_with_path), "two leaves of one name"
+    for name, leaf in named.items():
+        assert hasattr(leaf, "dtype"), f"{name} is a {type(leaf).__name__}: a checkpoint holds arrays, facts hold plain values"
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _spec(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _plain(name: str, leaf: Any) -> np.ndarray:
+    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    assert array.dtype.isnative and not array.dtype.hasobject, f"{name}: {array.dtype} cannot be saved"
+    return array
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[tuple[Any, Any]]:
+    """Yields the module and a checkpointer that neither waits for other hosts nor logs."""
+    import orbax.checkpoint as ocp  # here: it takes a fifth of a second, and a run may save nothing
+    from absl import logging
+
+    mine = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
+    logger = logging.get_absl_logger()
+    before, logger.disabled = logger.disabled, True  # it logs a traceback for each thread of a save that fails; we report one line
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone) as checkpointer:
+            yield ocp, checkpointer
+    finally:
+        logger.disabled = before

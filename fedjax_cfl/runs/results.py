@@ -1,0 +1,204 @@
+"""The files of a run directory, and the table made from them.
+
+`metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as the run goes.
+Every other file is written whole, under a temporary name first, so that no reader ever sees half a file.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from fedjax_cfl.errors import InputError
+
+METRICS = "metrics.jsonl"
+# what a summary copies from the last row
+LAST = (
+    "macro_accuracy", "micro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
+    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
+)  # fmt: skip
+
+
+# writing
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`, which becomes `path` when the block ends well and is removed when it does not."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """Turns arrays and NumPy or JAX scalars into JSON's own types, and NaN and infinities into None."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Writes `obj` as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
+    """Writes one row per client to clients.parquet; a column with more than one axis becomes a column of lists."""
+    arrays = {name: np.asarray(values) for name, values in columns.items()}
+    table = pa.table({name: pa.array(values if values.ndim == 1 else values.tolist()) for name, values in arrays.items()})
+    with replacing(Path(run_dir) / "clients.parquet") as temporary:
+        pyarrow.parquet.write_table(table, temporary)
+
+
+def open_metrics(run_dir: str | Path) -> IO[str]:
+    """Opens metrics.jsonl for appending, after cutting off a last line that a killed run left half written."""
+    path = Path(run_dir) / METRICS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = path.open("a+b")
+    handle.seek(0)
+    lines = handle.read().splitlines(keepends=True)
+    torn = bool(lines) and _parse(lines[-1]) is None
+    if torn:
+        handle.truncate(sum(map(len, lines[:-1])))
+    elif lines and not lines[-1].endswith(b"\n"):
+        handle.write(b"\n")
+    handle.close()
+    return path.open("a", encoding="utf-8")
+
+
+def append_row(handle: IO[str], row: dict[str, Any]) -> None:
+    """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
+    handle.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    handle.flush()
+
+
+# reading
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Returns a row, {} for JSON that is no row, and None for what is no JSON."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    except RecursionError:
+        return {}
+    return row if isinstance(row, dict) and type(row.get("round")) is int else {}
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl in order of rounds; a torn last line is ignored.
+
+    A run that resumes from a checkpoint repeats the rounds after it: the later row of a round counts.
+    """
+    path = Path(run_dir) / METRICS
+    if not path.is_file():
+        raise InputError(f"no {METRICS} in {str(run_dir)!r}: expected a run directory")
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is None and number == len(lines) and not line.endswith(b"\n"):
+            break  # a killed run was writing it
+        if not row:
+            raise InputError(f"{path}, line {number}: not a JSON object with an integer 'round': {line[:40].decode(errors='replace')!r}")
+        while rows and rows[-1]["round"] >= row["round"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def cut_metrics(run_dir: str | Path, last: int) -> None:
+    """Drops the rows after round `last`, which a resumed run will write again."""
+    kept = [row for row in read_metrics(run_dir) if row["round"] <= last] if (Path(run_dir) / METRICS).exists() else []
+    with replacing(Path(run_dir) / METRICS) as temporary:
+        temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
+
+
+def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+    """Reads summary.json, or returns None where the run has not finished."""
+    path = Path(run_dir) / "summary.json"
+    if not path.is_file():
+        return None
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply, expected what a run writes") from None
+    if not isinstance(summary, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")
+    return summary
+
+
+def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Returns one value per row, [R] or [R, m] for per-group lists; NaN where it is null or absent."""
+    values = [row.get(name) for row in rows]
+    width = max((len(value) for value in values if isinstance(value, list)), default=0)
+    if not width:
+        return np.array([math.nan if value is None else value for value in values], float)
+    return np.array([value if value is not None else [None] * width for value in values], float)
+
+
+# numbers
+
+
+def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
+    """Returns the first evaluated round whose accuracy is at least `target`, or None."""
+    return next((row["round"] for row in rows if (row.get("accuracy") or 0.0) >= target), None)
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Reduces a run to its headline numbers: means skip nulls, the variance divides by n, and of equal bests the first counts."""
+    rows = plain(rows)
+    scored = [row for row in rows if row.get("accuracy") is not None]
+    best = max(scored, key=lambda row: row["accuracy"], default={})
+    tail = [row["accuracy"] for row in rows[-10:] if row.get("accuracy") is not None]
+    spread = [row["discrepancy"] for row in rows if row.get("discrepancy") is not None]
+    last = rows[-1] if rows else {}
+    return {
+        "rounds": last.get("round", 0),
+        "best_accuracy": best.get("accuracy"),
+        "best_round": best.get("round"),
+        "final_accuracy": last.get("accuracy"),
+        "last10_accuracy": float(np.mean(tail)) if tail else None,
+        "discrepancy_mean": float(np.mean(spread)) if spread else None,
+        "discrepancy_variance": float(np.var(spread)) if spread else None,
+        **{name: last.get(name) for name in LAST},
+    }
+
+
+def measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `summarise` does and what published tables show besides: null where a target is not reached or nothing counts.
+
+    `units` are models sent down and up in all, `migrations` clients that changed their group after a shift, `median_accuracy` is over
+    the evaluations that count, `rounds_to_85` the first of them with an accuracy of at least 0.85.
+    """
+    scored = [row["accuracy"] for row in plain(rows) if row.get("accuracy") is not None]
+    numbers = summarise(rows)
+    return {
+        **numbers,
+        "last_accuracy": numbers["final_accuracy"],
+        "median_accuracy": float(np.median(scored)) if scored else None,
+        "rounds_to_85": rounds_to(rows, 0.85),
+        "units": (numbers["units_down"] or 0) + (numbers["units_up"] or 0),
+        "migrations": sum(row.get("migrated_clients") or 0 for row in rows),
+    }

@@ -1,0 +1,82 @@
+"""Choosing the number of groups by short trials (Xie et al., "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026, 5.2)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.data.federated import view
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.round.engine import SELECT, stream
+from fedjax_cfl.simulation.run import run
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
+
+CRITERIA = {"accuracy": max, "distance": min}
+
+
+class Choice(NamedTuple):
+    """What the trials found."""
+
+    m: int  # the best number of groups, the least of several that are equally good
+    table: list[dict[str, Any]]  # per candidate: m, accuracy (fraction), distance (L2)
+
+
+def choose_k(
+    make: Callable[[int], Algorithm],
+    task: Task,
+    data: FederatedData,
+    key: Key,
+    candidates: Iterable[int],
+    *,
+    rounds: int = 3,
+    clients: int = 100,
+    by: str = "accuracy",
+    mesh=None,
+) -> Choice:
+    """Tries `make(m)` for each of the candidates on the same randomly drawn clients for a few rounds and returns the best m.
+
+    `make` gets a number of groups and selects from the drawn clients alone: `select.uniform(10)` means 10 of them. Args: `by` accuracy on
+    their test samples, the higher the better | distance, the mean L2 distance of the models trained in the last round from their center,
+    the lower the better. Distances shrink with every further center, also where there is no further group: look for the bend in the table.
+    Raises InputError for an unknown criterion or no candidate.
+    """
+    require("by", by, CRITERIA)
+    candidates = sorted(candidates)
+    if not candidates:
+        raise InputError("candidates=[]: at least one number of groups is allowed")
+    few = some_clients(stream(key, SELECT), data, clients)
+    table = []
+    for m in candidates:
+        last = run(make(m), task, few, key, rounds=rounds, discard="none", with_auxiliary=False, mesh=mesh).rows[-1]
+        table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
+    return Choice(best(table, by), table)
+
+
+def best(table: list[dict[str, Any]], by: str) -> int:
+    """Returns the number of groups of the first row that is as good as any."""
+    value = CRITERIA[by](row[by] for row in table)
+    return next(row["m"] for row in table if row[by] == value)
+
+
+def some_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
+    """Returns the data of randomly drawn clients, renumbered 0, 1, ... in their old order; of all if there are no more."""
+    drawn = np.sort(np.asarray(jax.random.permutation(key, data.num_clients)[:clients]))
+    number = np.full(data.num_clients + 1, -1, np.int32)  # the last entry is that of owner -1
+    number[drawn] = np.arange(drawn.size)
+    owner = number[np.asarray(data.owner)]
+    test = np.isin(np.arange(owner.size), np.asarray(data.test.order))
+    kept = np.flatnonzero(owner >= 0)
+    owner, test = owner[kept], test[kept]
+    train, held_out = (view(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test))
+    return data.replace(
+        x=data.x[kept],
+        y=data.y[kept],
+        owner=jnp.asarray(owner),
+        train=train,
+        test=held_out,
+        concept=data.concept[drawn],
+        shifted=data.shifted[drawn],
+        capacity=int(train.size.max()),
+    )
