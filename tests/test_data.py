@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl.data import concept, federated, partition
+from fedjax_cfl.data import concept, partition
+from fedjax_cfl.data import federated as federation
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Holdings, Pool
 
 K, N, C = 5, 40, 3
-REOWN, COUNTS = jax.jit(federated.reown), jax.jit(federated.label_counts, static_argnums=3)
+REOWN, COUNTS = jax.jit(federation.reown), jax.jit(federation.label_counts, static_argnums=3)
 NUMBERS = np.arange(0, N, 2)  # a view of every second sample
 
 
@@ -27,13 +28,13 @@ def toy(owner, test, clients=None):
     """Returns federated data of N samples with these owners."""
     n = len(owner)
     pool = Pool(np.arange(2 * n, dtype=np.float32).reshape(n, 2), (np.arange(n) % C).astype(np.int32), C)
-    return federated.federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    return federation.federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(owners=st.lists(st.lists(st.integers(-1, K - 1), min_size=N, max_size=N), min_size=1, max_size=3))
 def test_reown_equals_brute_force(owners):
-    start = view = federated.view(NUMBERS, NUMBERS % K, K)
+    start = view = federation.view(NUMBERS, NUMBERS % K, K)
     labels = jnp.arange(N, dtype=jnp.int32) % C
     for owner in owners:
         new = jnp.array(owner, jnp.int32)
@@ -69,17 +70,17 @@ def test_a_whole_composition():
     rng = np.random.default_rng(0)
     pool = Pool(rng.integers(0, 256, (300, 4, 4), np.uint8), rng.integers(0, C, 300).astype(np.int32), C)
     holdings = partition.dirichlet_per_client(pool, clients=8, alpha=3.0, samples_per_client=20)
-    made = federated.federate(pool, holdings, partial(concept.rotate, groups=2, seed=1))
+    made = federation.federate(pool, holdings, partial(concept.rotate, groups=2, seed=1))
     assert made.x.dtype == jnp.uint8 and made.y.dtype == made.owner.dtype == made.concept.dtype == jnp.int32
     for i, (sample, k) in enumerate(zip(holdings.sample, holdings.owner, strict=True)):
         np.testing.assert_array_equal(made.x[i], np.rot90(pool.x[sample], 2 * int(made.concept[k])))
-    counts = federated.label_counts(made.train, made.owner, made.y, C)
+    counts = federation.label_counts(made.train, made.owner, made.y, C)
     np.testing.assert_array_equal(counts.sum(axis=1), made.train.size)
 
 
 def test_describe_and_clients():
     made = toy([0, 0, 0, 2, 2, 4], [False, False, True, False, True, True])
-    assert federated.describe(made) == {
+    assert federation.describe(made) == {
         "clients": 5,
         "classes": C,
         "train_samples": 3,
@@ -101,9 +102,9 @@ def test_no_retrace():
     @jax.jit
     def step(view, owner):
         calls.append(None)
-        return federated.reown(view, owner)
+        return federation.reown(view, owner)
 
-    view = federated.view(NUMBERS, NUMBERS % K, K)
+    view = federation.view(NUMBERS, NUMBERS % K, K)
     for k in range(3):
         view = step(view, jnp.full(N, k, jnp.int32))
     assert len(calls) == 1 and view.size.tolist() == [0, 0, len(NUMBERS), 0, 0]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl.data import drift, federate, reown
+from fedjax_cfl.data import drift
+from fedjax_cfl.data.federated import federate, reown
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Holdings, Pool
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CLASSES, FEATURES, matrix
-from fedjax_cfl.matched_average import matched_average
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
@@ -160,18 +159,6 @@ def test_planted_groups_are_found(mlp, local):
     first, second = (states[i].traffic for i in (0, 1))
     assert (first.units_down, first.units_up, first.words_up) == (18, 18, 18 * 4)
     assert (second.units_down - 18, second.units_up - 18, second.words_up - 18 * 4) == (6, 6, 6 * 4)
-
-
-def test_stored_models_of_a_group_are_merged_after_a_run(mlp, local):
-    """The one-shot use of `matched_average`: the merged model, whatever its width, serves the group as its center does."""
-    data = planted(concepts=1, clients=6)
-    state = play(fesem_ma(mlp, local._replace(epochs=5), select.everybody(), m=1), data, 3)[-1]
-    stored = [jax.tree.map(lambda leaf, k=k: np.asarray(leaf[k]), state.memory.models) for k in range(6)]
-    merged, _ = matched_average(stored, layers_of(mlp), state.memory.counts)
-    width = merged["hidden_0"]["bias"].size
-    wide = cfl.as_task(MLP(CLASSES, hidden=(width,)), (FEATURES,), CLASSES)
-    scores = [np.mean(np.argmax(task.predict(params, data.x), axis=1) == data.y) for task, params in ((wide, merged), (mlp, stored[0]))]
-    assert width >= 3 and scores[0] > scores[1] - 0.05 > 0.7, (width, scores)
 
 
 def test_class_means_by_hand():

@@ -14,7 +14,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.compilation import standing
-from fedjax_cfl.simulation.run import Snapshot
+from fedjax_cfl.simulation.driver import Snapshot
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 

@@ -9,7 +9,7 @@ Yurochkin et al., "Statistical Model Aggregation via Parameter Matching", NeurIP
 Wang et al., "Federated Learning with Matched Averaging", ICLR 2020, https://arxiv.org/abs/2002.06440 (FedMA).
 
 All shapes are static, for use inside a round: `aligned` keeps the width, `placed` lets a layer grow into units that are not in use, which
-are units all of whose weights are 0. `matched_average` is the one for the host. W units of a layer, J models.
+are units all of whose weights are 0. W units of a layer, J models.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ from fedjax_cfl.runs.results import METRICS, cut_metrics, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.sharding import everywhere
 from fedjax_cfl.simulation.compilation import standing
-from fedjax_cfl.simulation.run import COUNTERS, Snapshot
+from fedjax_cfl.simulation.driver import COUNTERS, Snapshot
 from fedjax_cfl.validation import leaves
 
 CHECKPOINTS = "checkpoints"

@@ -22,7 +22,7 @@ from fedjax_cfl.runs.results import append_row, open_metrics, read_metrics, writ
 from fedjax_cfl.runs.resume import CHECKPOINTS, identity
 from fedjax_cfl.runs.signals import stopping
 from fedjax_cfl.simulation import memory
-from fedjax_cfl.simulation.run import Snapshot, run
+from fedjax_cfl.simulation.driver import Snapshot, run
 
 PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core", "orbax-checkpoint")
 

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_cfl.data.federated import view
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.engine import SELECT, stream
-from fedjax_cfl.simulation.run import run
+from fedjax_cfl.simulation.driver import run
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 
 CRITERIA = {"accuracy": max, "distance": min}

@@ -21,7 +21,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import everywhere, mesh_of, replicated
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.compilation import beginning, compiler, rounds_of, standing
-from fedjax_cfl.simulation.run import COUNTERS, TIMES, Result, Snapshot, check_plan, complain, counted, hidden, plain_row
+from fedjax_cfl.simulation.driver import COUNTERS, TIMES, Result, Snapshot, check_plan, complain, counted, hidden, plain_row
 from fedjax_cfl.types import FederatedData, Task, View
 
 
