@@ -39,11 +39,11 @@ from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import drift
-from fedjax_cfl.round.cohort import dealt, over_clients
-from fedjax_cfl.round.engine import SELECT, TRAIN, stream
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.sharding import replicated
+from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import compilation, evaluate
 
 COHORT, GROUPS = 20, 3
@@ -58,25 +58,25 @@ def federation(mesh) -> cfl.FederatedData:
     for group in range(GROUPS):
         mine = owner % GROUPS == group
         y[mine] = np.argmax(x[mine] @ teacher[group], axis=1)
-    held = cfl.Holdings(np.arange(y.size), owner, np.arange(y.size) % 10 == 9)
-    return jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), replicated(mesh))
+    held = cfl.Partition(np.arange(y.size), owner, np.arange(y.size) % 10 == 9)
+    return jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), replicated_sharding(mesh))
 
 
 def measured(name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int) -> None:
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
     key, mesh = jax.random.key(0), trains.mesh
-    data = drift.enlarged(data, shift)
-    carry = jax.jit(lambda key, data: (algorithm.init(key, data), compilation.beginning(shift, key, data)))(key, data)
-    step = jax.jit(lambda key, state, shifting, data: compilation.one_round(algorithm, shift, key, state, shifting, data))
-    score = jax.jit(lambda state, shifting, data: evaluate.row(algorithm, task, mesh, state, shifting.on(data), True)[0])
+    data = drift.bound_client_samples(data, shift)
+    carry = jax.jit(lambda key, data: (algorithm.init(key, data), compilation.init_data_state(shift, key, data)))(key, data)
+    step = jax.jit(lambda key, state, data_state, data: compilation.run_round(algorithm, shift, key, state, data_state, data))
+    score = jax.jit(lambda state, data_state, data: evaluate.evaluate_all(algorithm, task, mesh, state, data_state.apply_to(data), True)[0])
     solve = over_clients(sgd(task, trains), trains)
 
     @jax.jit
-    def train(key, state, shifting, data):
-        ids = cfl.select.rr_then_random(COHORT)(stream(key, SELECT, state.round), state.round, CLIENTS)
-        cohort = dealt(ids, shifting.on(data), trains)
+    def train(key, state, data_state, data):
+        ids = cfl.select.rr_then_random(COHORT)(derive_key(key, SELECT, state.round), state.round, CLIENTS)
+        cohort = make_cohort(ids, data_state.apply_to(data), trains)
         gid = jnp.maximum(state.assignment[cohort.ids], 0)
-        return solve(cohort, shifting.on(data), (stream(key, TRAIN, state.round), state.groups), full(gid))
+        return solve(cohort, data_state.apply_to(data), (derive_key(key, TRAIN, state.round), state.groups), full_work(gid))
 
     def timed(function, *arguments):
         began = time.perf_counter()
@@ -112,10 +112,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="5 rounds, one line")
     quick = parser.parse_args().quick
     cfl.use_cpu_cores()
-    mesh = cfl.mesh_of()
+    mesh = cfl.make_mesh()
     data = federation(mesh)
     task = cfl.as_task(cfl.models.MLP(num_classes=CLASSES), (FEATURES,), CLASSES)
-    trains = cfl.Local(LR, EPOCHS, BATCH, mesh=mesh).resolved()
+    trains = cfl.Local(LR, EPOCHS, BATCH, mesh=mesh).resolve()
     select, zoo = cfl.select.rr_then_random(COHORT), cfl
     flexcfl = zoo.flexcfl(task, trains, select, m=GROUPS)
     lines = [

@@ -5,27 +5,26 @@ from fedjax_cfl.data import concept, datasets, drift, federate, partition
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local, federated, select
-from fedjax_cfl.sharding import mesh_of, use_cpu_cores
-from fedjax_cfl.simulation import advance, choose_k, run, whole
-from fedjax_cfl.types import Algorithm, FederatedData, Holdings, Info, Pool, Served, State, Task, Upload, View
+from fedjax_cfl.sharding import make_mesh, use_cpu_cores
+from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Partition, Pool, ServedModels, State, Task, Upload
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "ClientIndex",
     "Faults",
     "FederatedData",
-    "Holdings",
     "Info",
     "InputError",
     "Local",
+    "Partition",
     "Pool",
-    "Served",
+    "ServedModels",
     "State",
     "Task",
     "Upload",
-    "View",
-    "advance",
     "algorithms",
     "as_task",
     "choose_k",
@@ -34,11 +33,12 @@ __all__ = [
     "drift",
     "federate",
     "federated",
-    "mesh_of",
+    "make_block_fn",
+    "make_mesh",
+    "make_run_fn",
     "models",
     "partition",
     "run",
     "select",
     "use_cpu_cores",
-    "whole",
 ]

@@ -26,17 +26,17 @@ def connect(coordinator: str | None, processes: int | None = None, process: int 
         raise InputError(f"coordinator={coordinator}: {hint if coordinator == 'auto' else str(error).splitlines()[0]}") from None
 
 
-def leads() -> bool:
+def is_primary() -> bool:
     """Returns whether this process reads and writes the files."""
     return jax.process_index() == 0
 
 
-def any_of(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process; all of them must ask."""
     return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def told(tree):
+def broadcast_from_primary(tree):
     """Returns process 0's pytree of arrays; the others pass one of the same shapes."""
     if jax.process_count() == 1:
         return tree

@@ -19,16 +19,16 @@ class NonFiniteUpdate(RunError):
 def require(field: str, value, options: Iterable[str]) -> None:
     """Raises InputError unless `value` is one of `options`."""
     if value not in options:
-        raise InputError(f"{field}={value}: one of {', '.join(options)}{nearest(value, options)}")
+        raise InputError(f"{field}={value}: one of {', '.join(options)}{suggest_nearest(value, options)}")
 
 
-def nearest(name: str, options: Iterable[str]) -> str:
+def suggest_nearest(name: str, options: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `options`, or an empty string."""
     close = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def unknown(name: str, options: Iterable[str]) -> str:
+def suggest_options(name: str, options: Iterable[str]) -> str:
     """Returns the rest of a message about an unknown name: the nearest option, or all of them."""
     options = sorted(options)
-    return nearest(name, options) or f"; allowed: {', '.join(options)}"
+    return suggest_nearest(name, options) or f"; allowed: {', '.join(options)}"

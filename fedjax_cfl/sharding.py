@@ -27,7 +27,7 @@ def use_cpu_cores(count: int | None = None) -> None:
         raise InputError("devices: JAX has already started; call use_cpu_cores() before the first JAX operation") from None
 
 
-def mesh_of(devices: int | None = None) -> Mesh:
+def make_mesh(devices: int | None = None) -> Mesh:
     """Returns the mesh over the first `devices` devices (default: all). Raises InputError if there are fewer."""
     found = jax.devices()
     if devices is not None and jax.process_count() > 1:
@@ -37,38 +37,38 @@ def mesh_of(devices: int | None = None) -> Mesh:
     return Mesh(np.array(found[:devices]), (AXIS,))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def shapes(tree, mesh: Mesh):
+def replicated_shapes(tree, mesh: Mesh):
     """Returns shapes, types and sharding of arrays that every device holds whole, of a tree of arrays or of their shapes."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated(mesh)), tree)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated_sharding(mesh)), tree)
 
 
-def everywhere(tree, mesh: Mesh):
+def replicate(tree, mesh: Mesh):
     """Puts arrays, the same ones in every process, whole on every device."""
     if jax.process_count() == 1:
-        return jax.device_put(tree, replicated(mesh))
+        return jax.device_put(tree, replicated_sharding(mesh))
 
     def put(leaf):  # an array of one process's device cannot be moved to those of another, but one of the host can
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         held = np.asarray(leaf)
-        return jax.make_array_from_callback(held.shape, replicated(mesh), lambda part: held[part])
+        return jax.make_array_from_callback(held.shape, replicated_sharding(mesh), lambda part: held[part])
 
     return jax.tree.map(put, tree)
 
 
 def over_devices(block, mesh: Mesh):
-    """Maps block(shared, mine) over the devices: `shared` is replicated, `mine` and the result are split along axis 0."""
+    """Maps block(shared, client_inputs) over the devices: `sync_resume` is replicated, `client_inputs` and the result are split along axis 0."""
     if mesh.size == 1:
         return block
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     return jax.shard_map(block, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False)
 
 
-def on_cpu(mesh: Mesh) -> bool:
+def is_cpu(mesh: Mesh) -> bool:
     """Returns whether the devices are CPU cores."""
     return mesh.devices.flat[0].platform == "cpu"

@@ -34,7 +34,7 @@ class Task(NamedTuple):
     init: Callable[[Key], Params]  # random initial parameters
     loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a key
     predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
-    first: FirstLayer | None = None  # None: not dense, or not known to be
+    first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
 
 class Pool(NamedTuple):
@@ -47,7 +47,7 @@ class Pool(NamedTuple):
     test: np.ndarray | None = None  # [N] bool, True in the source's own test split, where it has one
 
 
-class Holdings(NamedTuple):
+class Partition(NamedTuple):
     """Who holds which sample of a pool: what a partition returns. A sample may be held more than once."""
 
     sample: np.ndarray  # [N] int64, index into the pool
@@ -56,7 +56,7 @@ class Holdings(NamedTuple):
 
 
 @struct.dataclass
-class View:
+class ClientIndex:
     """A ragged array of sample numbers in CSR form: client k holds order[start[k] : start[k] + size[k]]."""
 
     order: jax.Array  # [N] int32, sample numbers, grouped by client
@@ -71,13 +71,13 @@ class FederatedData:
     x: jax.Array  # [N, ...] uint8 (read as x / 255) or float32
     y: jax.Array  # [N] int32
     owner: jax.Array  # [N] int32, -1 = not visible
-    train: View
-    test: View
+    train: ClientIndex
+    test: ClientIndex
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
     num_classes: int = struct.field(pytree_node=False)
-    capacity: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
-    drifts: bool = struct.field(pytree_node=False, default=True)  # False: nobody's samples ever change
+    max_client_samples: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
+    has_drift: bool = struct.field(pytree_node=False, default=True)  # False: nobody's samples ever change
 
     @property
     def num_clients(self) -> int:
@@ -102,17 +102,17 @@ class Upload:
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
     steps: jax.Array  # [S] int32, local SGD steps taken
-    square: Any = None  # [S] float32, ||delta||^2, known once the update is screened
+    squared_norm: Any = None  # [S] float32, ||delta||^2, known once the update is screened
 
 
 @struct.dataclass
-class Lost:
+class FaultCounts:
     """What went wrong in a round; from each client [S] before it is added up."""
 
     dropped: jax.Array  # [] int32, clients that trained but never answered
     nonfinite: jax.Array  # [] int32, clients whose update was not finite
-    hostile: jax.Array  # [] int32, clients that attacked
-    culprit: jax.Array  # [2] int32, the first client with an update that was not finite and the number of the leaf; -1 if none
+    byzantine: jax.Array  # [] int32, clients that attacked
+    first_nonfinite: jax.Array  # [2] int32, the first client with an update that was not finite and the number of the leaf; -1 if none
 
 
 @struct.dataclass
@@ -153,11 +153,11 @@ class Info:
     cold: jax.Array  # [] int32, clients that met the server for the first time
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
     migrated: jax.Array  # [] int32, clients that changed group before the round, because their data or the centers did
-    lost: Lost
+    fault_counts: FaultCounts
     idle_groups: jax.Array  # [] int32, groups that had clients in the cohort but nothing usable from them: their model stayed
 
 
-class Served(NamedTuple):
+class ServedModels(NamedTuple):
     """Which model each client would use now."""
 
     models: Params  # [M, ...]
@@ -169,8 +169,8 @@ class Algorithm(NamedTuple):
 
     init: Callable[..., State]  # (key, data) -> state
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
-    serve: Callable[..., Served]  # (state) -> models and who uses which
+    serve: Callable[..., ServedModels]  # (state) -> models and who uses which
     clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody
-    reads: Callable[..., jax.Array] | None = None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
-    test: Callable[..., Served] | None = None  # (state) -> the models clients are tested on; None: those they are served
+    data_clients: Callable[..., jax.Array] | None = None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
+    eval_models: Callable[..., ServedModels] | None = None  # (state) -> the models clients are tested on; None: those they are served
     nonfinite: str = "skip"  # what the run does about updates that are not finite, see `faults.Faults`

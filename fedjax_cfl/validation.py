@@ -124,20 +124,20 @@ RULES = {
 }
 
 
-def leaves(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted name, value) of every leaf of a nested dict."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{path}{name}.")
+            yield from flatten_settings(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
 
 
-def allow(name: str, value: Any, rule: Rule | None = None) -> None:
+def check_value(name: str, value: Any, rule: Rule | None = None) -> None:
     """Raises InputError for a value that a setting may not have, by default by its rule in RULES."""
     rule = rule or RULES[name]
     if not rule.holds(value):
-        raise InputError(f"{name}={_written(value)}: must be {rule.allowed}")
+        raise InputError(f"{name}={_format_value(value)}: must be {rule.allowed}")
 
 
 def _like(default: Any) -> Rule:
@@ -145,6 +145,6 @@ def _like(default: Any) -> Rule:
     return kinds.get(type(default), _anything)
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Returns a value as the command line writes it."""
     return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)

@@ -67,7 +67,7 @@ def toy(toy_pool):
     def concept(x, y, owner, clients, num_classes):
         return x, y, np.arange(clients, dtype=np.int32) % CONCEPTS
 
-    held = cfl.Holdings(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    held = cfl.Partition(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
     return cfl.federate(toy_pool, held, concept)
 
 
@@ -92,7 +92,7 @@ def mlp():
 @pytest.fixture(scope="session")
 def local():
     """Two epochs, batches of 5 with a short last one, one client after another on one device."""
-    return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.mesh_of(1))
+    return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.make_mesh(1))
 
 
 def matrix(tree):
@@ -111,7 +111,7 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
 
 def call(monkeypatch, line: str, devices: int = 2) -> int:
     """Runs the command line in this process, without drawing; returns its exit status."""
-    monkeypatch.setattr("fedjax_cfl.runs.plot.curves", lambda run_dir, summary: None)
+    monkeypatch.setattr("fedjax_cfl.runs.plot.plot_curves", lambda run_dir, summary: None)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:

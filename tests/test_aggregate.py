@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import matrix
 
-from fedjax_cfl.round.aggregate import first_client, inter_group, over_cohort, q_fair, uniform_mean, weighted_mean
+from fedjax_cfl.round.aggregate import cohort_mean, first_client, inter_group, q_fair, uniform_mean, weighted_mean
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -37,7 +37,7 @@ def test_means_by_hand():
     for part, expected, mass in (
         (weighted_mean, [13 / 4, 5, 0], [4, 2, 0]),
         (uniform_mean, [5 / 2, 5, 0], [2, 1, 0]),
-        (over_cohort, [5 / 3, 5 / 3, 0], [2, 1, 0]),
+        (cohort_mean, [5 / 3, 5 / 3, 0], [2, 1, 0]),
     ):
         found = combined(part, *world)
         np.testing.assert_allclose(found[0], expected, **EXACT)

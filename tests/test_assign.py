@@ -20,7 +20,7 @@ def met(models, assignment, active=None, memory=()):
     """Returns a state with these groups."""
     count = jax.tree.leaves(models)[0].shape[0]
     active = jnp.ones(count, bool) if active is None else jnp.array(active)
-    return State(jnp.int32(0), models, (), active, jnp.array(assignment, jnp.int32), traffic.traffic(), memory)
+    return State(jnp.int32(0), models, (), active, jnp.array(assignment, jnp.int32), traffic.make_traffic(), memory)
 
 
 @pytest.mark.parametrize("with_l2", [False, True])

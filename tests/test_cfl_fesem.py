@@ -53,7 +53,7 @@ def group(groups, g=0):
 def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma, min_size):
     """Two cycles: FedAvg whose every third round has all clients."""
     states = cutting(gamma, min_size, 6)
-    some, all_of_them = (fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.everybody()))
+    some, all_of_them = (fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.full_participation()))
     one_round = [jax.jit(each.round) for each in (some, some, all_of_them)]
     state = jax.jit(some.init)(KEY, concepts).replace(groups=group(states[0].groups))
     for round, after in enumerate(states[1:]):
@@ -95,4 +95,4 @@ def test_only_large_groups_are_cut_and_there_is_room_for_m(cutting):
 def test_a_model_without_a_head_is_refused(linear, local):
     headless = linear._replace(init=lambda key: {"body": linear.init(key)["head"]})
     with pytest.raises(InputError, match="fedcluster: the model has no dense layer named head"):
-        fedcluster(headless, local, select.everybody(), m=2)
+        fedcluster(headless, local, select.full_participation(), m=2)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint
 from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, MANIFEST
-from fedjax_cfl.runs.checkpoint import UNFINISHED, restore, restore_latest, saved
+from fedjax_cfl.runs.checkpoint import UNFINISHED, list_checkpoints, restore, restore_latest
 
 IDENTITY = {"algorithm": "ifca", "model": {"name": "mlp", "l2": 0.001}, "m": 3, "dataset": "digits", "shape": (8, 8)}
 
@@ -88,7 +88,7 @@ def latest(folder):
     if found is None:
         return None, warned
     assert_same(found.tree, small(found.step))
-    assert found.facts == {"round": found.step}
+    assert found.counters == {"round": found.step}
     return found.step, warned
 
 
@@ -106,7 +106,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, abstract):
     path = checkpoint.save(tmp_path / "a b#c?%20ü" / "deep", 12, tree, facts, IDENTITY)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf, tree)
     found = restore_latest(path.parent, like if abstract else tree, IDENTITY)
-    assert found.step == 12 and found.facts == {**facts, "counter": 2**60}
+    assert found.step == 12 and found.counters == {**facts, "counter": 2**60}
     assert_same(found.tree, tree)
     assert jax.random.key_impl(found.tree.memory["other key"]) == "rbg"
     assert isinstance(found.tree.memory["pair"].right[1], np.uint32)
@@ -219,7 +219,7 @@ def test_nothing_readable_is_an_error(tmp_path):
     with pytest.raises(InputError, match="none of 2 can be read"):
         latest(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
-        restore(saved(tmp_path)[0], small(0), IDENTITY)
+        restore(list_checkpoints(tmp_path)[0], small(0), IDENTITY)
 
 
 def test_what_the_manifest_does_not_name_is_ignored(tmp_path):
@@ -283,8 +283,8 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     for step, score in enumerate([0.1, 0.9, 0.3, float("nan"), None, 0.2]):
         save(tmp_path, step, keep=2, score=score)
     assert names(tmp_path) == ["000002-step-1", "000005-step-4", "000006-step-5"]
-    assert checkpoint.best(tmp_path).name == "000002-step-1"
-    best = restore(checkpoint.best(tmp_path), small(0), IDENTITY)
+    assert checkpoint.best_checkpoint(tmp_path).name == "000002-step-1"
+    best = restore(checkpoint.best_checkpoint(tmp_path), small(0), IDENTITY)
     assert best.step == 1
     save(tmp_path, 6, keep=1, score=0.9)
     assert names(tmp_path) == ["000007-step-6"], "the newest of equal scores"

@@ -92,7 +92,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 
 def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
     save(tmp_path, 5, keep=1)
-    monkeypatch.setattr(atomic_folder, "_seal", fails(errno.EIO))
+    monkeypatch.setattr(atomic_folder, "_write_manifest", fails(errno.EIO))
     with pytest.raises(InputError):
         save(tmp_path, 5, keep=1)
     assert latest(tmp_path) == (5, [])

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from test_fesem import planted
 
-import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
-from fedjax_cfl.simulation.choose_k import best, some_clients
+from fedjax_cfl.simulation import choose_k as cfl
+from fedjax_cfl.simulation.choose_k import pick_best, sample_clients
 
 KEY = jax.random.key(1)
 
@@ -23,7 +23,7 @@ def test_three_groups_of_permuted_labels_are_found(linear, local):
         made.append(m)
         return fesem(linear, local, select.rr_then_random(10), m=m)
 
-    choice = cfl.choose_k(make, linear, data, KEY, (4, 1, 3, 2), clients=30, mesh=local.mesh)
+    choice = cfl(make, linear, data, KEY, (4, 1, 3, 2), clients=30, mesh=local.mesh)
     assert choice.m == 3 and made == [row["m"] for row in choice.table] == [1, 2, 3, 4]
     accuracy, distance = ([row[name] for row in choice.table] for name in ("accuracy", "distance"))
     assert accuracy[2] > 0.95 > 0.8 > accuracy[1] > accuracy[0]
@@ -33,7 +33,7 @@ def test_three_groups_of_permuted_labels_are_found(linear, local):
 
 def test_of_equal_candidates_the_least_is_best():
     table = [{"m": m, "accuracy": a, "distance": d} for m, a, d in ((1, 0.5, 3.0), (2, 0.9, 2.0), (3, 0.9, 1.0), (4, 0.7, 1.0))]
-    assert best(table, "accuracy") == 2 and best(table, "distance") == 3
+    assert pick_best(table, "accuracy") == 2 and pick_best(table, "distance") == 3
 
 
 def held(view, client):
@@ -43,10 +43,10 @@ def held(view, client):
 
 def test_drawn_clients_keep_their_samples(toy):
     toy = jax.tree.map(np.asarray, toy)
-    few = jax.tree.map(np.asarray, some_clients(KEY, toy, 6))
+    few = jax.tree.map(np.asarray, sample_clients(KEY, toy, 6))
     drawn = np.sort(np.asarray(jax.random.permutation(KEY, toy.num_clients)[:6]))
     assert few.num_clients == 6 and few.concept.tolist() == toy.concept[drawn].tolist()
-    assert few.capacity == toy.train.size[drawn].max()
+    assert few.max_client_samples == toy.train.size[drawn].max()
     for new, old in enumerate(drawn):
         for mine, theirs in ((few.train, toy.train), (few.test, toy.test)):
             rows, same = (held(view, client) for view, client in ((mine, new), (theirs, old)))
@@ -56,7 +56,7 @@ def test_drawn_clients_keep_their_samples(toy):
 
 
 def test_all_clients_if_there_are_no_more(toy):
-    few = some_clients(KEY, toy, 100)
+    few = sample_clients(KEY, toy, 100)
     for name in ("x", "y", "owner", "concept"):
         np.testing.assert_array_equal(getattr(few, name), getattr(toy, name))
     np.testing.assert_array_equal(few.train.order, toy.train.order)
@@ -64,6 +64,6 @@ def test_all_clients_if_there_are_no_more(toy):
 
 def test_unknown_choices_are_refused(linear, toy):
     with pytest.raises(InputError, match="by=speed: one of accuracy, distance"):
-        cfl.choose_k(None, linear, toy, KEY, (1, 2), by="speed")
+        cfl(None, linear, toy, KEY, (1, 2), by="speed")
     with pytest.raises(InputError, match="at least one number"):
-        cfl.choose_k(None, linear, toy, KEY, ())
+        cfl(None, linear, toy, KEY, ())

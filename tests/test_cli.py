@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedjax_cfl.cli.overrides import CONF, check
+from fedjax_cfl.cli.overrides import CONF, check_overrides
 
 # what is typed -> words of the one line that answers
 REFUSED = {
@@ -270,7 +270,7 @@ def composed():
     def compose(line: str, checked: bool = True):
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             if checked:
-                check(line.split())
+                check_overrides(line.split())
             config = hydra.compose("config", line.split(), return_hydra_config=True)
             chosen = config.hydra.runtime.choices
             return OmegaConf.to_container(OmegaConf.masked_copy(config, ["algorithm", "partition", "model", "rounds", "local"])), chosen

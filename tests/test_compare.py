@@ -73,7 +73,7 @@ def test_hostile_files_are_refused_in_one_line(name, tmp_path):
 
 def test_other_files_are_refused(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run", SUMMARY, None)
-    monkeypatch.setattr(compare, "MOST_BYTES", 150)
+    monkeypatch.setattr(compare, "MAX_RUN_FILE_BYTES", 150)
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" * 200)
     refuses("expected at most 150", run)
     (run / "metrics.jsonl").unlink()

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
-from fedjax_cfl.cli.overrides import CONF, check
+from fedjax_cfl.cli.overrides import CONF, check_overrides
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
@@ -60,11 +60,11 @@ def build(toy_pool, tmp_path_factory):
 
     @functools.cache
     def build(algorithm, preset="clean", members=False):
-        resolved = check([*settings, f"algorithm={algorithm}", f"preset={preset}"])
+        resolved = check_overrides([*settings, f"algorithm={algorithm}", f"preset={preset}"])
         assert resolved["algorithm"]["name"] == algorithm
         config = OmegaConf.create(resolved)
         algorithm, task, data, *_, mesh = parts.build(config, resolved)
-        return parts.algorithm_of(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
+        return parts.build_algorithm(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
@@ -154,7 +154,7 @@ def test_scan_equals_python_loop(case):
 def test_whole_equals_run(build):
     algorithm, task, data, mesh = build("ifca")
     key = jax.random.key(0)
-    state, (infos, metrics) = jax.jit(cfl.whole(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
+    state, (infos, metrics) = jax.jit(cfl.make_run_fn(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
     ran = cfl.run(algorithm, task, data, key, rounds=4, eval_every=2, discard="none", mesh=mesh)
     chex.assert_trees_all_close(state, ran.state, rtol=1e-5, atol=1e-6)
     assert [row["round"] for row in ran.rows] == [2, 4]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from fedjax_cfl.data import concept, partition
 from fedjax_cfl.data import federated as federation
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Holdings, Pool
+from fedjax_cfl.types import Partition, Pool
 
 K, N, C = 5, 40, 3
-REOWN, COUNTS = jax.jit(federation.reown), jax.jit(federation.label_counts, static_argnums=3)
+REOWN, COUNTS = jax.jit(federation.update_client_index), jax.jit(federation.label_counts, static_argnums=3)
 NUMBERS = np.arange(0, N, 2)  # a view of every second sample
 
 
@@ -28,13 +28,13 @@ def toy(owner, test, clients=None):
     """Returns federated data of N samples with these owners."""
     n = len(owner)
     pool = Pool(np.arange(2 * n, dtype=np.float32).reshape(n, 2), (np.arange(n) % C).astype(np.int32), C)
-    return federation.federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    return federation.federate(pool, Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(owners=st.lists(st.lists(st.integers(-1, K - 1), min_size=N, max_size=N), min_size=1, max_size=3))
 def test_reown_equals_brute_force(owners):
-    start = view = federation.view(NUMBERS, NUMBERS % K, K)
+    start = view = federation.build_client_index(NUMBERS, NUMBERS % K, K)
     labels = jnp.arange(N, dtype=jnp.int32) % C
     for owner in owners:
         new = jnp.array(owner, jnp.int32)
@@ -61,7 +61,7 @@ def test_federate_equals_brute_force(rows):
     for k in range(K):
         assert held(made.train, k) == [i for i, (o, t) in enumerate(rows) if o == k and not t]
         assert held(made.test, k) == [i for i, (o, t) in enumerate(rows) if o == k and t]
-    assert made.num_clients == K and made.capacity == made.train.size.max() and made.concept.tolist() == [-1] * K
+    assert made.num_clients == K and made.max_client_samples == made.train.size.max() and made.concept.tolist() == [-1] * K
     same = REOWN(made.train, made.owner)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(made.train), strict=True))
 
@@ -102,9 +102,9 @@ def test_no_retrace():
     @jax.jit
     def step(view, owner):
         calls.append(None)
-        return federation.reown(view, owner)
+        return federation.update_client_index(view, owner)
 
-    view = federation.view(NUMBERS, NUMBERS % K, K)
+    view = federation.build_client_index(NUMBERS, NUMBERS % K, K)
     for k in range(3):
         view = step(view, jnp.full(N, k, jnp.int32))
     assert len(calls) == 1 and view.size.tolist() == [0, 0, len(NUMBERS), 0, 0]

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.runs import plot
-from fedjax_cfl.runs.results import METRICS, read_metrics
+from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
 FAULTS = "faults.nan=0.3 faults.dropout=0.2 faults.straggler=0.3 faults.byzantine=0.2 faults.attack=noise"
 SMALL = f"dataset.clients=30 model=mclr rounds=4 local.epochs=1 devices=1 drift=swap_all drift.p=0.3 {FAULTS}"
@@ -32,7 +32,7 @@ def go(tmp_path_factory):
         jax.config.update("jax_enable_compilation_cache", False)  # each run compiles for itself
         compilation_cache.reset_cache()
         patch.setattr(sys, "path", sys.path[:])
-        patch.setattr(plot, "curves", lambda run_dir, summary: None)
+        patch.setattr(plot, "plot_curves", lambda run_dir, summary: None)
 
         def go(line):
             run_dir = tmp_path_factory.mktemp("run") / "run"
@@ -53,7 +53,7 @@ def first(go):
 
 def timeless(run_dir) -> bytes:
     """Returns the bytes of metrics.jsonl without the one number that is a time."""
-    found, times = re.subn(rb', "wall_s": [0-9.e-]+', b"", (run_dir / METRICS).read_bytes())
+    found, times = re.subn(rb', "wall_s": [0-9.e-]+', b"", (run_dir / METRICS_FILE).read_bytes())
     assert times == found.count(b"\n") == 4
     return found
 
@@ -86,6 +86,6 @@ def test_optimised_as_users_have_it(toy, mlp, local):
         return algorithm.round(key, algorithm.init(key, data), data)
 
     plain, optimised = (compiled(first_round)(jax.random.key(3), toy) for compiled in (jax.jit, jit_as_users_do))
-    assert plain[1].lost.hostile > 0
+    assert plain[1].lost.byzantine > 0
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(optimised), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

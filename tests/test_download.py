@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from fedjax_cfl.data.datasets import download
-from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE, Remote, fetch, locate
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, Remote, fetch, locate
 from fedjax_cfl.errors import InputError
 
 BODY = b"\0\0\x08\x01" + bytes(5000)
@@ -38,8 +38,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """Returns an empty cache folder; no data root is named and no proxy used."""
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.delenv(DATA_ENV_VAR, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(Handler, "asked", [])
     for name in NAMES:
@@ -106,21 +106,21 @@ def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second, cache):
         (folder / "good").mkdir(parents=True)
-    monkeypatch.setenv(VARIABLE, f"{first}{download.os.pathsep}{second}")
+    monkeypatch.setenv(DATA_ENV_VAR, f"{first}{download.os.pathsep}{second}")
     (cache / "good" / "good.gz").write_bytes(BODY)
     assert locate("good/good.gz") == [cache / "good" / "good.gz"]
     (second / "good" / "good").write_bytes(b"the user's own, unpacked and not verified")
     assert fetch("good", base_url=server) == [second / "good" / "good"]
     assert locate("good/good.gz", "good/other.gz") is None
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "typo"))
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path / "typo"))
     one_line("no folder", locate, "good/good.gz")
 
 
 def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
     for odd in ("~nobody_of_this_name", "z" * 300):
-        monkeypatch.setenv(VARIABLE, odd)
+        monkeypatch.setenv(DATA_ENV_VAR, odd)
         one_line("no folder", fetch, "good", base_url=server)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
     assert fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]  # the user's own: its reader will refuse it

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl.data import drift
-from fedjax_cfl.data.federated import federate, reown
+from fedjax_cfl.data.federated import federate, update_client_index
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Holdings, Pool
+from fedjax_cfl.types import Partition, Pool
 
 KEY = jax.random.key(0)
 K, C = 5, 3
@@ -24,7 +24,7 @@ SWAPS = {
     "often": drift.swap_part(1.0, "all", "skip"),
 }
 ALL, PART, ABORT = drift.swap_all(1.0), SWAPS["often"], drift.swap_part(1.0, on_impossible="abort")
-DRAWS = jax.jit(drift.draws, static_argnums=(2, 3))
+DRAWS = jax.jit(drift.draw_swaps, static_argnums=(2, 3))
 
 
 @functools.cache
@@ -43,8 +43,8 @@ def federated(owner, label, test, clients=K, classes=C):
     """Returns data with these owners; capacity, which is static, is the same for all data of one size."""
     n = len(owner)
     pool = Pool(np.zeros((n, 1), np.float32), np.array(label, np.int32), classes)
-    made = federate(pool, Holdings(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
-    return made.replace(capacity=n)
+    made = federate(pool, Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    return made.replace(max_client_samples=n)
 
 
 def random_data(seed, clients, classes, n, labels_each=2):
@@ -63,7 +63,7 @@ def rows_of(owner, numbers):
 def assert_views(now, before):
     """The views hold the same samples as ever, each where its owner says."""
     owner = np.asarray(now.owner)
-    for view, old in ((now.train, before.train), (now.test, before.test)):
+    for view, old in ((now.train, before.train), (now.test, before.eval_models)):
         order, start, size = (np.asarray(a) for a in (view.order, view.start, view.size))
         assert sorted(order) == sorted(np.asarray(old.order))
         rows = rows_of(owner, order)
@@ -143,8 +143,8 @@ def test_any_pool_equals_brute_force(samples, warm, name, seed):
     made = federated(*zip(*samples, strict=True), TEST)
     p = 1.0 if name == "often" else 0.5
     _, biggest = follow(name, p, made, np.array(warm), 5, jax.random.key(seed))
-    tight = made.replace(capacity=int(made.train.size.max()))
-    assert biggest <= drift.enlarged(tight, SWAPS[name]).capacity
+    tight = made.replace(max_client_samples=int(made.train.size.max()))
+    assert biggest <= drift.bound_client_samples(tight, SWAPS[name]).max_client_samples
 
 
 def test_train_and_test_move_together():
@@ -198,8 +198,8 @@ def test_swap_part_keeps_the_number_of_labels():
     now = made
     for round in range(5):
         now = once(PART, now, round)[0]
-    np.testing.assert_array_equal(drift._has(now).sum(1), drift._has(made).sum(1))
-    assert (drift._has(now) != drift._has(made)).any()
+    np.testing.assert_array_equal(drift._held_labels(now).sum(1), drift._held_labels(made).sum(1))
+    assert (drift._held_labels(now) != drift._held_labels(made)).any()
 
 
 def test_abort_ends_the_round():
@@ -234,11 +234,11 @@ def test_expected_number_of_swapped_clients(pool):
 
 def test_labels_and_pairs_are_uniform():
     rounds = 2000
-    seen = jax.vmap(lambda round: drift.draws(KEY, round, 4, 5))(jnp.arange(rounds))
+    seen = jax.vmap(lambda round: drift.draw_swaps(KEY, round, 4, 5))(jnp.arange(rounds))
     for scores in (seen.gives, seen.takes):
         share = np.bincount(jnp.argmax(scores, -1).reshape(-1), minlength=5) / (2 * rounds)
         assert abs(share - 0.2).max() < 0.03
-    first, second, real = jax.vmap(lambda order: drift.pairs(order, jnp.array([True, True, False, True])))(seen.order)
+    first, second, real = jax.vmap(lambda order: drift.pair_clients(order, jnp.array([True, True, False, True])))(seen.order)
     assert (real == jnp.array([True, False])).all() and not jnp.isin(jnp.stack([first[:, 0], second[:, 0]]), 2).any()
     counts = np.bincount(first[:, 0] * 4 + second[:, 0], minlength=16) / rounds
     assert abs(counts[[1, 3, 4, 7, 12, 13]] - 1 / 6).max() < 0.05 and counts.sum() == pytest.approx(1)
@@ -280,7 +280,7 @@ def test_pool_all_ignores_who_is_warm():
 def test_hidden_samples_stay_hidden():
     made = random_data(8, 6, 4, 60)
     owner = jnp.where(jnp.arange(60) % 3 == 0, -1, made.owner)
-    made = made.replace(owner=owner, train=reown(made.train, owner), test=reown(made.test, owner))
+    made = made.replace(owner=owner, train=update_client_index(made.train, owner), test=update_client_index(made.test, owner))
     for moves in (ALL, PART, drift.incremental((1.0,), (0,))):
         now, memory = moves.init(KEY, made)
         now = once(moves, now, memory=memory)[0]
@@ -291,11 +291,11 @@ def test_hidden_samples_stay_hidden():
 def test_capacity_counts_remainders_that_a_block_takes_along():
     # Client 1 has label 1 and five training samples of 0 without a test sample; getting label 0 from client 0 it holds 2 + 5 of it.
     owner, label = [0] * 3 + [1] * 8, [0] * 3 + [1] * 3 + [0] * 5
-    made = federated(owner, label, [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 2, 2).replace(capacity=7)
+    made = federated(owner, label, [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 2, 2).replace(max_client_samples=7)
     now = once(PART, made)[0]
     assert now.train.size.tolist() == [2, 7]
-    assert drift.enlarged(made, PART).capacity == 7  # and no more: nobody has two labels
-    assert drift.enlarged(made, ALL).capacity == 7
+    assert drift.bound_client_samples(made, PART).max_client_samples == 7  # and no more: nobody has two labels
+    assert drift.bound_client_samples(made, ALL).max_client_samples == 7
 
 
 def test_capacity_is_the_two_largest_blocks_of_two_labels():
@@ -303,11 +303,13 @@ def test_capacity_is_the_two_largest_blocks_of_two_labels():
     label = np.repeat([0, 1, 2, 3], [11, 3, 21, 4])
     test = np.zeros(39, bool)
     test[[0, 11, 14, 35]] = True  # blocks of 10, 2, 20 and 3 training samples
-    made = federated(owner, label, test, 2, 4).replace(capacity=23)
-    assert drift.enlarged(made, drift.swap_part()).capacity == 30
+    made = federated(owner, label, test, 2, 4).replace(max_client_samples=23)
+    assert drift.bound_client_samples(made, drift.swap_part()).max_client_samples == 30
     met = max(int(once(PART, made, round)[0].train.size.max()) for round in range(20))
     assert met == 30
-    assert all(drift.enlarged(made, other).capacity == 23 for other in (drift.none(), drift.swap_all(), drift.incremental()))
+    assert all(
+        drift.bound_client_samples(made, other).max_client_samples == 23 for other in (drift.none(), drift.swap_all(), drift.incremental())
+    )
 
 
 def test_none():

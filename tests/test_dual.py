@@ -10,10 +10,10 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
-from fedjax_cfl.round.cohort import buckets, over_clients
-from fedjax_cfl.round.local import Work, full
+from fedjax_cfl.round.cohort import bucket_sizes, over_clients
+from fedjax_cfl.round.local import Work, full_work
 from fedjax_cfl.round.objective import erm, proximal
-from fedjax_cfl.round.sgd import load, sgd
+from fedjax_cfl.round.sgd import client_cost, sgd
 
 SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # float32 sums in another order, through up to 65 steps
@@ -25,11 +25,11 @@ def noise():
     rng = np.random.default_rng(1)
     owner = np.repeat(np.arange(len(SIZES)), SIZES).astype(np.int32)
     pool = cfl.Pool(rng.integers(0, 256, (owner.size, 6, 5), dtype=np.uint8), rng.integers(0, 4, owner.size).astype(np.int32), 4)
-    return cfl.federate(pool, cfl.Holdings(np.arange(owner.size), owner, np.zeros(owner.size, bool)))
+    return cfl.federate(pool, cfl.Partition(np.arange(owner.size), owner, np.zeros(owner.size, bool)))
 
 
 def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1):
-    local = cfl.Local(lr, epochs, 10, width, cfl.mesh_of(1), first_layer=way, momentum=momentum)
+    local = cfl.Local(lr, epochs, 10, width, cfl.make_mesh(1), first_layer=way, momentum=momentum)
     solve = over_clients(sgd(task, local, objective, iterations), local)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
@@ -64,10 +64,10 @@ def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
 def test_momentum_is_that_of_optax(noise):
     """One client, full batches: heavy-ball SGD."""
     task = cfl.as_task(cfl.models.MCLR(4), (6, 5), 4)
-    local = cfl.Local(0.1, 6, 1000, 1, cfl.mesh_of(1), first_layer="direct", momentum=0.8)
+    local = cfl.Local(0.1, 6, 1000, 1, cfl.make_mesh(1), first_layer="direct", momentum=0.8)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
-    upload = jax.jit(over_clients(sgd(task, local), local))(cfl.Cohort(one, 0 * one), noise, (KEY, start), full(0 * one))
+    upload = jax.jit(over_clients(sgd(task, local), local))(cfl.Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one))
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
     rows = noise.train.order[begin : begin + size]
     params, optimizer = jax.tree.map(lambda leaf: leaf[0], start), optax.sgd(0.1, momentum=0.8)
@@ -97,7 +97,7 @@ def test_a_pull_that_differs_between_clients(noise):
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
 
     def solve(way, objective):
-        local = cfl.Local(0.1, 3, 10, 1, cfl.mesh_of(1), first_layer=way)
+        local = cfl.Local(0.1, 3, 10, 1, cfl.make_mesh(1), first_layer=way)
         train = over_clients(sgd(task, local, objective), local)
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
@@ -113,16 +113,16 @@ def test_a_pull_that_differs_between_clients(noise):
 
 def test_counts_operations():
     """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n F H in sample space: 70 % as many at n = 583."""
-    assert [dual_sgd.cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
-    assert not dual_sgd.cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
-    assert not dual_sgd.cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
+    assert [dual_sgd.is_dual_cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
+    assert not dual_sgd.is_dual_cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
+    assert not dual_sgd.is_dual_cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
 
 
 def test_compiles_few_sizes():
     task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
 
     def sizes(wanted, capacity):
-        return dual_sgd.sizes(task, erm(task), wanted, buckets(capacity), 10, lambda size: size)
+        return dual_sgd.dual_sizes(task, erm(task), wanted, bucket_sizes(capacity), 10, lambda size: size)
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
     assert sizes("auto", 20) == [32]
@@ -134,17 +134,17 @@ def test_compiles_few_sizes():
 def test_larger_clients_are_more_work():
     """Also where the way of training changes; and 1,000 samples trained directly are more than four times 250 in sample space."""
     task, held = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4), jnp.arange(2000)
-    work = load(task, cfl.Local(0.1, 10, 10), 2000)(held)
+    work = client_cost(task, cfl.Local(0.1, 10, 10), 2000)(held)
     assert (jnp.diff(work) >= 0).all() and work[1000] > 6 * work[250]
     convolution = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
-    np.testing.assert_array_equal(load(convolution, cfl.Local(0.1, 10, 10), 2000)(held), held + 16)
+    np.testing.assert_array_equal(client_cost(convolution, cfl.Local(0.1, 10, 10), 2000)(held), held + 16)
 
 
 @pytest.mark.parametrize("way", ["auto", "direct"])
 def test_models_without_a_dense_first_layer_train_directly(way):
     task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
-    assert task.first is None
-    assert dual_sgd.sizes(task, erm(task), way, [16, 32], 10, lambda size: size) == []
+    assert task.first_layer is None
+    assert dual_sgd.dual_sizes(task, erm(task), way, [16, 32], 10, lambda size: size) == []
 
 
 def test_says_what_cannot_be():
@@ -152,7 +152,7 @@ def test_says_what_cannot_be():
     with pytest.raises(InputError, match=r"local\.first_layer=dual: the model's first layer is not dense"):
         sgd(task, cfl.Local(0.1, 1, 10, first_layer="dual"))
     with pytest.raises(InputError, match=r"local\.first_layer"):
-        cfl.Local(0.1, 1, 10, first_layer="sideways").resolved()
+        cfl.Local(0.1, 1, 10, first_layer="sideways").resolve()
 
 
 def test_a_model_must_name_a_layer_on_the_flat_sample():

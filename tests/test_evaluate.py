@@ -12,15 +12,15 @@ from conftest import matrix
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.algorithms.received import on_received
+from fedjax_cfl.algorithms.received import evaluate_received
 from fedjax_cfl.round import select, traffic
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import SELECT, TRAIN, federated, stream
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import beginning, one_round
-from fedjax_cfl.types import Cohort, Served, Upload
+from fedjax_cfl.simulation.compilation import init_data_state, run_round
+from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)
 
@@ -47,8 +47,8 @@ INDICES = {"some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2], "one f
 @pytest.mark.parametrize("block", [4, 128])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monkeypatch, devices, block):
-    monkeypatch.setattr(evaluate, "BLOCK", block)
-    predict = jax.jit(lambda index: evaluate.predictions(linear, cfl.mesh_of(devices), Served(models, index), toy))
+    monkeypatch.setattr(evaluate, "EVAL_BLOCK", block)
+    predict = jax.jit(lambda index: evaluate.predict_test_samples(linear, cfl.make_mesh(devices), ServedModels(models, index), toy))
     for index in INDICES.values():
         guess, loss = predict(jnp.array(index))
         expected = answers(linear, models, index, toy)
@@ -60,8 +60,8 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     index = INDICES["some without"]
 
     def evaluated(index):
-        table, counts = evaluate.per_client(linear, cfl.mesh_of(1), Served(models, index), toy)
-        return evaluate.whole(index, 3, table, (counts, (jnp.zeros((), int),) * 2), toy.concept), table
+        table, counts = evaluate.evaluate_clients(linear, cfl.make_mesh(1), ServedModels(models, index), toy)
+        return evaluate.finalize(index, 3, table, (counts, (jnp.zeros((), int),) * 2), toy.concept), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
@@ -77,7 +77,7 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
     hits = jnp.argmax(linear.predict(mean, toy.x[toy.test.order]), 1) == toy.y[toy.test.order]
-    right, total = jax.jit(lambda index: evaluate.auxiliary(linear, cfl.mesh_of(1), Served(models, index), toy))(index)
+    right, total = jax.jit(lambda index: evaluate.evaluate_auxiliary(linear, cfl.make_mesh(1), ServedModels(models, index), toy))(index)
     assert (right, total) == (hits.sum(), hits.size)
 
 
@@ -88,7 +88,9 @@ def idle(task, local, pick):
         nothing = jnp.zeros(())
         return Upload(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), shared[1]), nothing, nothing, nothing, jnp.int32(0))
 
-    return federated(task, local, select=pick, solve=visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.traffic()))
+    return federated(
+        task, local, select=pick, solve=visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.make_traffic())
+    )
 
 
 @pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), ("none", 0)])
@@ -110,7 +112,7 @@ def test_single_models_are_never_discarded(toy, linear, local):
 
 def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
     """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
-    algorithm = ifca(linear, local, select.listed(np.array([[1]])), m=2)
+    algorithm = ifca(linear, local, select.from_table(np.array([[1]])), m=2)
     _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
     np.testing.assert_allclose(info.dissimilarity, 0, atol=1e-6)
@@ -118,12 +120,12 @@ def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
 
 def test_info_by_numpy(toy, linear, local):
     """IFCA with two models: discrepancy, losses, dissimilarity and counts, client by client."""
-    algorithm = ifca(linear, local, select.listed(np.arange(14)[None]), m=2)
+    algorithm = ifca(linear, local, select.from_table(np.arange(14)[None]), m=2)
     before = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     train = jax.jit(over_clients(sgd(linear, local), local))
-    upload = train(cohort, toy, (stream(KEY, TRAIN, 0), before.groups), full(after.assignment))
+    upload = train(cohort, toy, (derive_key(KEY, TRAIN, 0), before.groups), full_work(after.assignment))
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
     for client in range(14):
@@ -147,21 +149,21 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
     """By hand, round by round, of a method in which clients migrate; who is in which group is that of the method itself."""
     choose = select.rr_then_random(5)
     plain = flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
-    algorithm, drift = on_received(plain, choose), cfl.drift.swap_all(p=0.5)
-    state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), beginning(drift, KEY, toy)))()
-    step = jax.jit(partial(one_round, algorithm, drift))
+    algorithm, drift = evaluate_received(plain, choose), cfl.drift.swap_all(p=0.5)
+    state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), init_data_state(drift, KEY, toy)))()
+    step = jax.jit(partial(run_round, algorithm, drift))
     models = [jax.tree.map(lambda leaf, g=g: np.asarray(leaf[g]), state.groups) for g in np.maximum(state.assignment, 0)]
     moved = 0
     for number in range(6):
         before = state.groups
         state, moving, info = step(KEY, state, moving, toy)
         moved += int(info.migrated)
-        for client in np.asarray(choose(stream(KEY, SELECT, number), number, 14)):
+        for client in np.asarray(choose(derive_key(KEY, SELECT, number), number, 14)):
             models[client] = jax.tree.map(lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before)
-    tested, data, inner = algorithm.test(state), moving.on(toy), state.replace(memory=state.memory.own)
+    tested, data, inner = algorithm.eval_models(state), moving.apply_to(toy), state.replace(memory=state.memory.algorithm_memory)
     chex.assert_trees_all_equal(tested.models, jax.tree.map(lambda *leaves: np.stack(leaves), *models))
     np.testing.assert_array_equal(tested.index >= 0, plain.serve(inner).index >= 0)
-    score = jax.jit(lambda of, state: evaluate.row(of, linear, cfl.mesh_of(1), state, data, True)[0], static_argnums=0)
+    score = jax.jit(lambda of, state: evaluate.evaluate_all(of, linear, cfl.make_mesh(1), state, data, True)[0], static_argnums=0)
     row, fresh = score(algorithm, state), score(plain, inner)
     guess, _ = answers(linear, tested.models, tested.index, data)
     held = np.asarray(data.y[data.test.order])[guess >= 0]

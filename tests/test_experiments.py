@@ -3,7 +3,7 @@
 import hydra
 import pytest
 
-from fedjax_cfl.cli.overrides import CONF, check
+from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.papers import cells
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -12,7 +12,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
-    node, seen, asked = cells.load(CONF, name), set(), [[]]
+    node, seen, asked = cells.load_table(CONF, name), set(), [[]]
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
     columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
@@ -22,13 +22,13 @@ def test_experiments_compose(name):
             seen.update(overrides)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         for overrides in asked:
-            assert check([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
+            assert check_overrides([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_are_whole(name):
     """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
-    node = cells.load(CONF, name)
+    node = cells.load_table(CONF, name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
             assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
@@ -58,4 +58,4 @@ def test_experiments_are_whole(name):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert cells.load(CONF, name)["rows"][row]["published"].get(column) == value
+    assert cells.load_table(CONF, name)["rows"][row]["published"].get(column) == value

@@ -28,7 +28,7 @@ ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
     """Returns (first state, last state, infos) of some rounds."""
-    algorithm = method(task, local, select.listed(table), **options)
+    algorithm = method(task, local, select.from_table(table), **options)
 
     def run(data):
         first = algorithm.init(KEY, data)
@@ -70,31 +70,35 @@ def mixed(linear, local, toy):
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 5), (4, 2)])
 def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
-    local = with_faults(local._replace(mesh=cfl.mesh_of(devices), width=width), **MIXED)
+    local = with_faults(local._replace(mesh=cfl.make_mesh(devices), width=width), **MIXED)
     _, state, infos = go(linear, local, toy)
-    chex.assert_trees_all_equal((infos.lost, infos.steps, state.traffic), (mixed[2].lost, mixed[2].steps, mixed[1].traffic))
+    chex.assert_trees_all_equal((infos.fault_counts, infos.steps, state.traffic), (mixed[2].lost, mixed[2].steps, mixed[1].traffic))
     chex.assert_trees_all_close(state.groups, mixed[1].groups, **ROUNDING)
 
 
 def test_mixed_faults_are_counted(mixed):
     _, state, infos = mixed
-    assert infos.lost.dropped.sum() > 0 and infos.lost.nonfinite.sum() > 0 and (infos.lost.hostile == infos.lost.hostile[0]).all()
-    np.testing.assert_array_equal(infos.clients, REAL - infos.lost.dropped - infos.lost.nonfinite)
-    assert state.traffic.units_up == ROUNDS * CLIENTS - infos.lost.dropped.sum() and state.traffic.units_down == ROUNDS * CLIENTS
-    assert len(set(infos.lost.dropped.tolist() + infos.lost.nonfinite.tolist())) > 1, "every round draws anew"
+    assert (
+        infos.fault_counts.dropped.sum() > 0
+        and infos.fault_counts.nonfinite.sum() > 0
+        and (infos.fault_counts.byzantine == infos.fault_counts.byzantine[0]).all()
+    )
+    np.testing.assert_array_equal(infos.clients, REAL - infos.fault_counts.dropped - infos.fault_counts.nonfinite)
+    assert state.traffic.units_up == ROUNDS * CLIENTS - infos.fault_counts.dropped.sum() and state.traffic.units_down == ROUNDS * CLIENTS
+    assert len(set(infos.fault_counts.dropped.tolist() + infos.fault_counts.nonfinite.tolist())) > 1, "every round draws anew"
 
 
 def test_a_draw_belongs_to_the_client():
     ids = np.random.default_rng(0).permutation(1000)
-    some = faults.drawn(KEY, faults.DROPOUT, cohort_of(*ids), 0.3)
-    np.testing.assert_array_equal(some, faults.drawn(KEY, faults.DROPOUT, cohort_of(*range(1000)), 0.3)[ids])
+    some = faults.draw_failures(KEY, faults.DROPOUT, cohort_of(*ids), 0.3)
+    np.testing.assert_array_equal(some, faults.draw_failures(KEY, faults.DROPOUT, cohort_of(*range(1000)), 0.3)[ids])
     assert 240 < some.sum() < 360
-    assert (some != faults.drawn(KEY, faults.NAN, cohort_of(*ids), 0.3)).sum() > 300, "purposes are independent"
+    assert (some != faults.draw_failures(KEY, faults.NAN, cohort_of(*ids), 0.3)).sum() > 300, "purposes are independent"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 1.0])
 def test_exactly_so_many_clients_are_hostile(share):
-    chosen = [faults.hostile(Faults(byzantine=share), jax.random.key(seed), CLIENTS) for seed in (0, 0, 1)]
+    chosen = [faults.draw_byzantine(Faults(byzantine=share), jax.random.key(seed), CLIENTS) for seed in (0, 0, 1)]
     assert [hostile.sum() for hostile in chosen] == [round(share * CLIENTS)] * 3
     np.testing.assert_array_equal(chosen[0], chosen[1])
     assert (chosen[0] != chosen[2]).any() == (0 < round(share * CLIENTS) < CLIENTS)
@@ -103,7 +107,7 @@ def test_exactly_so_many_clients_are_hostile(share):
 @pytest.mark.parametrize("wrong", [{"dropout": 1.1}, {"nan": -0.1}, {"byzantine": float("nan")}, {"attack": "flip"}, {"nonfinite": "x"}])
 def test_nonsense_is_refused(wrong, linear, local):
     with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}="):
-        fedavg(linear, with_faults(local, **wrong), select.listed(EVERYBODY))
+        fedavg(linear, with_faults(local, **wrong), select.from_table(EVERYBODY))
 
 
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
@@ -121,7 +125,7 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
     def without_them(upload, gid, cohort, extra, state):
-        gone = faults.drawn(engine.stream(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance)
+        gone = faults.draw_failures(engine.derive_key(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance)
         return weighted_mean(upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, state)
 
     def by_hand(task, local, select):
@@ -132,10 +136,10 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         return jax.jit(algorithm.round)(KEY, state, toy)
 
     (state, info), (other, _) = (
-        one(method(linear, trouble, select.listed(EVERYBODY)))
+        one(method(linear, trouble, select.from_table(EVERYBODY)))
         for method, trouble in ((fedavg, with_faults(local, dropout=chance)), (by_hand, local))
     )
-    assert 0 < info.lost.dropped < REAL and state.traffic.units_up == CLIENTS - info.lost.dropped
+    assert 0 < info.fault_counts.dropped < REAL and state.traffic.units_up == CLIENTS - info.fault_counts.dropped
     chex.assert_trees_all_equal(state.groups, other.groups)
 
 
@@ -145,7 +149,7 @@ def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy
     options = {"m": 2} if method is ifca else {}
     first, last, infos = go(linear, with_faults(local, **lost), toy, method, **options)
     chex.assert_trees_all_equal((last.groups, last.server), (first.groups, first.server))
-    np.testing.assert_array_equal(infos.lost.dropped if "dropout" in lost else infos.lost.nonfinite, REAL)
+    np.testing.assert_array_equal(infos.fault_counts.dropped if "dropout" in lost else infos.fault_counts.nonfinite, REAL)
     np.testing.assert_array_equal(infos.idle_groups, len(np.unique(last.assignment)))
     assert last.traffic.units_up == ROUNDS * (CLIENTS - REAL * ("dropout" in lost))
     chex.assert_tree_all_finite(infos.replace(group_discrepancy=0.0))
@@ -154,12 +158,12 @@ def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy
 
 def test_screening_by_hand():
     upload = upload_of([[1, 2, 3], [jnp.nan, 5, 6], [7, jnp.inf, 9], [1, 1, 1]], [1, 2, 3, 0])
-    skipped, bad, leaf = faults.screened("skip", upload)
+    skipped, bad, leaf = faults.guard_nonfinite("skip", upload)
     np.testing.assert_array_equal(rows(skipped), [[1, 2, 3], [0, 0, 0], [0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(skipped.weight, [1, 0, 0, 0])
     np.testing.assert_array_equal(bad, [False, True, True, False])
     np.testing.assert_array_equal(leaf, [-1, 0, 1, -1])
-    zeroed, *_ = faults.screened("zero", upload)
+    zeroed, *_ = faults.guard_nonfinite("zero", upload)
     np.testing.assert_array_equal(rows(zeroed), [[1, 2, 3], [0, 5, 6], [7, 0, 9], [1, 1, 1]])
     np.testing.assert_array_equal(zeroed.weight, upload.weight)
 
@@ -175,7 +179,7 @@ def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
 def test_raise_names_round_client_and_layer(width, linear, local, toy):
     """The first client by selection, whatever the slots."""
     table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
-    algorithm = fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.listed(table))
+    algorithm = fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.from_table(table))
     seen = []
     with pytest.raises(NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"):
         cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh, on_row=lambda row, snapshot: seen.append(row["round"]))
@@ -184,42 +188,42 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
 
 def test_a_diverging_client_is_screened_too(linear, local, toy):
     _, state, infos = go(linear, local._replace(lr=1e38), toy)
-    assert infos.lost.nonfinite.sum() > 0
+    assert infos.fault_counts.nonfinite.sum() > 0
     chex.assert_tree_all_finite(state)
 
 
 def test_attacks_by_hand():
     upload, by = upload_of([[1, -2, 3], [4, 5, -6]]), jnp.array([True, False])
-    flipped = faults.attacked(Faults(attack="sign_flip", scale=3.0), KEY, cohort_of(4, 5), upload, by)
+    flipped = faults.apply_attack(Faults(attack="sign_flip", scale=3.0), KEY, cohort_of(4, 5), upload, by)
     np.testing.assert_array_equal(rows(flipped), [[-3, 6, -9], [4, 5, -6]])
-    chex.assert_trees_all_equal(faults.attacked(Faults(attack="label_flip"), KEY, cohort_of(4, 5), upload, by), upload)
+    chex.assert_trees_all_equal(faults.apply_attack(Faults(attack="label_flip"), KEY, cohort_of(4, 5), upload, by), upload)
 
 
 def test_noise_is_as_long_as_the_update_and_belongs_to_the_client():
     delta = np.random.default_rng(0).normal(size=(3, 5000)) * [[1], [10], [0]]
-    troubles, everyone = Faults(attack="noise", scale=0.5), jnp.ones(3, bool)
-    noise = rows(faults.attacked(troubles, KEY, cohort_of(4, 8, 2), upload_of(delta), everyone)) - delta
+    fault_model, everyone = Faults(attack="noise", scale=0.5), jnp.ones(3, bool)
+    noise = rows(faults.apply_attack(fault_model, KEY, cohort_of(4, 8, 2), upload_of(delta), everyone)) - delta
     np.testing.assert_allclose(np.linalg.norm(noise, axis=1), 0.5 * np.linalg.norm(delta, axis=1), rtol=0.05)
     unit = noise[:2] / np.linalg.norm(noise[:2], axis=1, keepdims=True)
     assert abs(unit[0] @ unit[1]) < 0.06 and abs(unit[0] @ delta[0]) / np.linalg.norm(delta[0]) < 0.06
-    swapped = rows(faults.attacked(troubles, KEY, cohort_of(2, 4, 8), upload_of(delta[[2, 0, 1]]), everyone))
+    swapped = rows(faults.apply_attack(fault_model, KEY, cohort_of(2, 4, 8), upload_of(delta[[2, 0, 1]]), everyone))
     np.testing.assert_allclose(swapped, (delta + noise)[[2, 0, 1]], rtol=1e-6, atol=1e-6)
 
 
 def test_label_flip_trains_on_the_opposite_label(linear, local, toy):
-    troubles = with_faults(local, byzantine=1.0, attack="label_flip")
+    fault_model = with_faults(local, byzantine=1.0, attack="label_flip")
     opposite = toy.replace(y=toy.num_classes - 1 - toy.y)
-    _, state, infos = go(linear, troubles, toy)
+    _, state, infos = go(linear, fault_model, toy)
     chex.assert_trees_all_equal(state.groups, go(linear, local, opposite)[1].groups)
-    np.testing.assert_array_equal(infos.lost.hostile, REAL)
-    algorithm = fedavg(linear, troubles, select.listed(EVERYBODY))
+    np.testing.assert_array_equal(infos.fault_counts.byzantine, REAL)
+    algorithm = fedavg(linear, fault_model, select.from_table(EVERYBODY))
     result = cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
     np.testing.assert_array_equal(result.data.y, toy.y)
     assert result.rows[-1]["accuracy"] < 0.2, "scored by the true labels"
 
 
 def test_only_hostile_owners_see_other_labels(toy):
-    seen = faults.flipped(Faults(byzantine=0.5, attack="label_flip"), jnp.arange(CLIENTS) < 7, toy)
+    seen = faults.flip_labels(Faults(byzantine=0.5, attack="label_flip"), jnp.arange(CLIENTS) < 7, toy)
     np.testing.assert_array_equal(seen.y, np.where(np.asarray(toy.owner) < 7, 3 - np.asarray(toy.y), toy.y))
 
 
@@ -227,7 +231,7 @@ def test_a_straggler_does_less_and_is_kept(linear, local, toy):
     usual, slow = go(linear, local, toy)[2], go(linear, with_faults(local, straggler=1.0), toy)[2]
     assert (slow.steps < usual.steps).all() and (slow.steps > 0).all()
     np.testing.assert_array_equal(slow.clients, REAL)
-    shares = faults.slowed(Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5))
+    shares = faults.apply_stragglers(Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5))
     assert 0 <= shares.min() and shares.max() == 0.5 and 320 < jnp.sum(shares < 0.5) < 480
 
 
@@ -254,7 +258,7 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
         options = options | {"alpha": 2, "pretrain": "iters:3", "eta_g": 0.1}
 
     def run(lr, data, later):
-        algorithm = method(linear, local._replace(lr=lr), select.listed(EVERYBODY[:, 3:12]), **options)
+        algorithm = method(linear, local._replace(lr=lr), select.from_table(EVERYBODY[:, 3:12]), **options)
         state = algorithm.init(KEY, data)
         return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS)
 

@@ -14,13 +14,13 @@ from test_traffic import units
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.fesem import Solutions, embedded, fesem, keep_models, nearest_center, scaled_pull, stored_mean
+from fedjax_cfl.algorithms.fesem import ClientModels, client_mu, embed_deltas, fesem, keep_models, nearest_center, stored_mean
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import SELECT, START, TRAIN, stream
-from fedjax_cfl.round.shuffle import permutations
+from fedjax_cfl.round.engine import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -43,7 +43,7 @@ def planted(concepts=3, clients=18, samples=24, features=5, classes=4):
     owner = np.repeat(np.arange(clients, dtype=np.int32), samples)
     shape = rng.integers(classes, size=owner.size)
     x = 2.0 * np.eye(classes, features)[shape] + 0.3 * rng.normal(size=(owner.size, features))
-    held = cfl.Holdings(np.arange(owner.size), owner, np.arange(owner.size) % 4 == 0)
+    held = cfl.Partition(np.arange(owner.size), owner, np.arange(owner.size) % 4 == 0)
     return cfl.federate(cfl.Pool(x.astype(np.float32), ((shape + owner % concepts) % classes).astype(np.int32), classes), held)
 
 
@@ -66,7 +66,7 @@ def trained(key, w, mu, client, data, local):
     held = np.asarray(data.train.order)[int(data.train.start[client]) :][: int(data.train.size[client])]
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
     center = w
-    for row in np.asarray(permutations(words, len(held), 64, local.epochs))[:, : len(held)]:
+    for row in np.asarray(random_permutations(words, len(held), 64, local.epochs))[:, : len(held)]:
         for first in range(0, len(held), local.batch_size):
             batch = held[row[first : first + local.batch_size]]
             w = w - local.lr * (gradient(w, x[batch], y[batch]) + mu * (w - center))
@@ -83,13 +83,13 @@ def twin(state, data, local, rounds, mu, form, estep):
     size = np.asarray(data.train.size)
     with_data = [client for client in range(data.num_clients) if size[client] > 0]
     for round in range(rounds):
-        cohort = COHORT(stream(KEY, SELECT, round), round, data.num_clients).tolist()
+        cohort = COHORT(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
         for client in with_data:
             if estep == "all" or client in cohort:
                 assignment[client] = nearest(models[client], centers)
         for client in set(cohort) & set(with_data):
             pull = mu if form == "prox" else 2 * mu * size.sum() / (data.num_clients * size[client])
-            models[client] = trained(stream(KEY, TRAIN, round), centers[assignment[client]], pull, client, data, local)
+            models[client] = trained(derive_key(KEY, TRAIN, round), centers[assignment[client]], pull, client, data, local)
         for k in range(len(centers)):
             members = [models[client] for client in with_data if assignment[client] == k]
             if members:
@@ -110,7 +110,7 @@ def test_twin(toy, linear, local, form, estep, mu):
 
 def test_start_is_one_local_update_and_k_means(toy, linear, local):
     state = jax.jit(fesem(linear, local, COHORT, m=2).init)(KEY, toy)
-    keys = jax.random.split(stream(KEY, START), 3)
+    keys = jax.random.split(derive_key(KEY, START), 3)
     common = matrix(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
     expected = [trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common for client in range(14)]
     np.testing.assert_allclose(matrix(state.memory.models), expected, rtol=1e-5, atol=1e-5)
@@ -148,8 +148,8 @@ def test_migration_changes_nothing(toy, linear, local):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
     first = jax.jit(fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
-    assert np.any(first.memory.watch.reference != moving.state.memory.watch.reference)
-    chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(watch=())), still.state)
+    assert np.any(first.memory.shift_reference.reference != moving.state.memory.shift_reference.reference)
+    chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(shift_reference=())), still.state)
 
 
 def test_migration_of_the_selected_follows_centers(linear, local):
@@ -213,7 +213,7 @@ def upload_of(delta, weight):
 
 def test_stored_mean_by_hand():
     """Clients 0 .. 5 store 1, 2, 4, 8, 16, 99; 5 is unknown. 1 trains in group 0 to 10 + 3, 4 sends nothing, the third slot is empty."""
-    memory = Solutions({"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5)
+    memory = ClientModels({"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5)
     state = SimpleNamespace(
         active=jnp.ones(4, bool),
         memory=memory,
@@ -232,7 +232,7 @@ def test_pull_of_eq_8_by_hand():
     """mu_i = 2 lambda n / (K n_i), n = 40 samples of K = 4 clients."""
     data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
     cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
-    found = scaled_pull(0.5)(KEY, None, data, cohort, None)
+    found = client_mu(0.5)(KEY, None, data, cohort, None)
     np.testing.assert_allclose(found[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6)
 
 
@@ -260,7 +260,7 @@ def test_last_layer_sees_only_the_head():
 def test_embedding_keeps_distances():
     rng = np.random.default_rng(0)
     delta, known = {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))}, np.arange(9) != 4
-    points = np.asarray(jax.jit(embedded)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
+    points = np.asarray(jax.jit(embed_deltas)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
     rows = matrix(delta)[known]
     np.testing.assert_allclose(*(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4)
 
@@ -283,7 +283,7 @@ def test_restarts_find_tighter_groups(toy, linear, local):
 @pytest.mark.parametrize(("start", "extra"), [("random_models", 0), ("local", 2 * 100)])
 def test_models_sent(start, extra):
     """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from local models costs one more visit to everybody."""
-    task, local = cfl.as_task(cfl.models.MCLR(2), (1,), 2), cfl.Local(0.1, 1, 10, 1, cfl.mesh_of(1))
+    task, local = cfl.as_task(cfl.models.MCLR(2), (1,), 2), cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1))
     algorithm = fesem(task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True)
     assert units(algorithm, 100, 300) == 12_000 + extra
 

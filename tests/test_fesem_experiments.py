@@ -11,21 +11,22 @@ from matplotlib.image import imread
 from PIL import Image
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fesem import Solutions
+from fedjax_cfl.algorithms.fesem import ClientModels
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import celeba, download
-from fedjax_cfl.data.datasets.download import VARIABLE
+from fedjax_cfl.data.datasets import download
+from fedjax_cfl.data.datasets.celeba import celeba
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import layers
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fesem_fig3, figures, report
-from fedjax_cfl.papers.cells import columns_of, load
+from fedjax_cfl.papers.cells import load_table, row_columns
 from fedjax_cfl.runs.checkpoint import save
-from fedjax_cfl.runs.results import METRICS, measures
+from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 
-real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
 SHARED = {
     "title": "T",
     "scale": 100,
@@ -46,7 +47,7 @@ def finished(folder, *, rounds=2, **numbers):
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 4}")
     rows = [{"round": r, **LAST, **numbers} for r in range(1, rounds + 1)]
-    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(json.dumps({"overrides": []}))
     return folder
 
@@ -55,10 +56,10 @@ def finished(folder, *, rounds=2, **numbers):
 
 
 def test_rows_that_share_runs_have_one_cell_together(tmp_path):
-    cells = list(paper_cells.cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], []))
+    cells = list(paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], []))
     assert [(cell.row, cell.column) for cell in cells] == [("A", "Avg"), ("A", "SEM")]
     assert cells[1].folder == tmp_path / "A" / "SEM" / "seed0" and "dataset=a" in cells[1].overrides
-    assert [cell.row for cell in paper_cells.cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])] == ["A"]
+    assert [cell.row for cell in paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])] == ["A"]
 
 
 def test_rows_that_share_runs_show_their_own_measure(tmp_path):
@@ -68,10 +69,10 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     values = {row: found[row, "SEM"]["mean"] for row in ("A", "A-F1", "A-index", "A-MB")}
     assert values == pytest.approx({"A": 50.0, "A-F1": 25.0, "A-index": 0.125, "A-MB": 4.5})
     assert found["A-F1", "SEM"]["published"] == 70.6 and found["A-F1", "Avg"]["runs"] == 0
-    assert report.cell_text(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
-    assert report.cell_text(SHARED, found["A-index", "SEM"]) == "0.125"
-    assert report.said(SHARED, "A", folder) == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
-    assert report.said(SHARED, "B", folder) == "50.0"
+    assert report.format_cell(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
+    assert report.format_cell(SHARED, found["A-index", "SEM"]) == "0.125"
+    assert report.format_finished_cell(SHARED, "A", folder) == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
+    assert report.format_finished_cell(SHARED, "B", folder) == "50.0"
     report.write(SHARED, records, tmp_path, "command")
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text
@@ -82,8 +83,8 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
 
 def test_figures_draw_shared_runs_once(tmp_path):
     found = {("A", "SEM"): [finished(tmp_path / "seed0")]}
-    assert list(figures.read(SHARED, found)) == ["A"]
-    assert report.ran(SHARED, report.collect(SHARED, found)) == ["A", "A-F1", "A-index", "A-MB"]
+    assert list(figures.read_cells(SHARED, found)) == ["A"]
+    assert report.recorded_rows(SHARED, report.collect(SHARED, found)) == ["A", "A-F1", "A-index", "A-MB"]
 
 
 @pytest.mark.parametrize(
@@ -99,15 +100,15 @@ def test_figures_draw_shared_runs_once(tmp_path):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert load(CONF, name)["rows"][row]["published"][column] == value
+    assert load_table(CONF, name)["rows"][row]["published"][column] == value
 
 
 @pytest.mark.parametrize("name", ["fesem_table1", "fesem_table3", "planted_clusters"])
 def test_shown_measures_exist(name):
-    node = load(CONF, name)
-    known = {*measures([]), "megabytes", "seconds"}
+    node = load_table(CONF, name)
+    known = {*compute_measures([]), "megabytes", "seconds"}
     for row in node["rows"]:
-        assert report.measure_of(node, row, columns_of(node, row)[0]) in known
+        assert report.cell_measure(node, row, row_columns(node, row)[0]) in known
 
 
 # CIFAR-10
@@ -121,7 +122,7 @@ def records(count, seed):
 
 
 def test_cifar10_binary_version(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     parts = [records(3 + i, seed=i) for i in range(6)]
     (tmp_path / CIFAR[0]).parent.mkdir(parents=True)
     for path, (_, _, content) in zip(CIFAR, parts, strict=True):
@@ -136,8 +137,8 @@ def test_cifar10_binary_version(tmp_path, monkeypatch):
 
 
 def test_part_of_cifar10(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     with pytest.raises(InputError, match=r"cifar10_clients00-21.npz; put it into .* a folder named in FEDJAX_CFL_DATA"):
         cifar10()
     (tmp_path / "cifar10").mkdir()
@@ -166,8 +167,8 @@ def test_real_cifar10():
 @pytest.fixture
 def faces(tmp_path, monkeypatch):
     """Four celebrities of 178x218 images, whose brightness says who smiles; one of them has a single image."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     images = tmp_path / "celeba" / "data" / "raw" / "img_align_celeba"
     images.mkdir(parents=True)
     rng, number = np.random.default_rng(0), 0
@@ -200,13 +201,13 @@ def test_celeba_cnn_learns_smiles(faces):
     pool = celeba.celeba()
     data = cfl.federate(pool, partition.by_user(pool, test_fraction=0.2))
     task, local = cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2), cfl.Local(lr=0.003, epochs=1, batch_size=4, width=1)
-    algorithm, key = cfl.algorithms.fedavg(task, local._replace(mesh=cfl.mesh_of(1)), cfl.select.everybody()), jax.random.key(0)
+    algorithm, key = cfl.algorithms.fedavg(task, local._replace(mesh=cfl.make_mesh(1)), cfl.select.full_participation()), jax.random.key(0)
     loss = jax.jit(lambda state: task.loss(jax.tree.map(lambda leaf: leaf[0], state.groups), data.x, data.y).mean())
     state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
     before = loss(state)
     for _ in range(3):
         state, info = step(key, state, data)
-        assert int(info.lost.nonfinite) == 0
+        assert int(info.fault_counts.nonfinite) == 0
     assert loss(state) < 0.9 * before
 
 
@@ -273,17 +274,17 @@ def test_projection_is_pca():
 
 
 def test_map_is_drawn_from_the_last_checkpoint(tmp_path, toy, linear, local):
-    algorithm = cfl.algorithms.fesem(linear, local, cfl.select.everybody(), m=2)
+    algorithm = cfl.algorithms.fesem(linear, local, cfl.select.full_participation(), m=2)
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
-    assert isinstance(state.memory, Solutions)
+    assert isinstance(state.memory, ClientModels)
     folder = finished(tmp_path / "run")
     save(folder / "checkpoints", 3, (state, {"owner": toy.owner}), {}, {})
-    shown = fesem_fig3.read(folder)
+    shown = fesem_fig3.read_map(folder)
     known = np.asarray(state.memory.known)
     assert len(shown.points) == known.sum() < len(known) and shown.sizes.sum() == known.sum()
     assert 0 < shown.explained[1] <= shown.explained[0] <= 1
     np.testing.assert_array_equal(shown.group, np.asarray(state.assignment)[known])
-    fesem_fig3.draw(SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
+    fesem_fig3.draw_maps(SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
     assert imread(tmp_path / "figure.png").std() > 0.01
     with pytest.raises(InputError, match="no checkpoint with stored local models"):
-        fesem_fig3.read(tmp_path)
+        fesem_fig3.read_map(tmp_path)

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, matrix
+from conftest import matrix
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem import fesem, stored_mean
-from fedjax_cfl.algorithms.fesem_ma import Solutions, by_class, fesem_ma, matched, of_cohort
-from fedjax_cfl.algorithms.matching import aligned, assignment, layers_of, permuted
+from fedjax_cfl.algorithms.fesem_ma import MatchedModels, class_weighted_mean, fesem_ma, match_to_center, mean_over_cohort
+from fedjax_cfl.algorithms.matching import align_to_center, find_layers, permute_hidden_units, solve_assignment
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.zoo import MCLR, MLP, BiGRU, CelebaCNN, FemnistCNN, LeafCNN, LeNet, MnistCNN, StackedLSTM
 from fedjax_cfl.round import select
@@ -56,7 +56,7 @@ def network(name):
     task = cfl.as_task(module, shape, 3)
     rng = np.random.default_rng(0)
     orders = [jnp.asarray(rng.permutation(width)) for width in WIDTHS[name]]
-    return task, layers_of(task), noisy(KEY, jax.jit(task.init)(KEY), 0.1), orders
+    return task, find_layers(task), noisy(KEY, jax.jit(task.init)(KEY), 0.1), orders
 
 
 # The assignment
@@ -69,8 +69,8 @@ def test_assignment_equals_scipy(n):
     costs[1] = rng.integers(3, size=(n, n))  # ties
     costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(np.eye(n)[rng.permutation(n)] > 0, -9, 0)  # nearly a permutation
     costs[3] = -np.outer(np.arange(n), np.arange(n))  # everybody wants the same
-    found = np.asarray(jax.jit(jax.vmap(assignment))(costs))
-    for cost, columns, alone in zip(costs, found, map(jax.jit(assignment), costs), strict=True):
+    found = np.asarray(jax.jit(jax.vmap(solve_assignment))(costs))
+    for cost, columns, alone in zip(costs, found, map(jax.jit(solve_assignment), costs), strict=True):
         rows, best = linear_sum_assignment(cost)
         assert sorted(columns) == list(rows) and columns.tolist() == alone.tolist()
         np.testing.assert_allclose(cost[rows, columns].sum(), cost[rows, best].sum(), rtol=1e-5, atol=1e-5)
@@ -80,7 +80,7 @@ def test_assignment_equals_scipy(n):
 def test_assignment_ends_whatever_the_costs():
     costs = np.zeros((3, 5, 5), np.float32)
     costs[0], costs[1, 2], costs[2, :, 1] = np.nan, np.inf, -np.inf
-    assert (np.sort(jax.jit(jax.vmap(assignment))(costs)) == np.arange(5)).all()
+    assert (np.sort(jax.jit(jax.vmap(solve_assignment))(costs)) == np.arange(5)).all()
 
 
 # Reordering hidden units
@@ -90,7 +90,7 @@ def test_assignment_ends_whatever_the_costs():
 def test_layers_are_found_in_the_order_of_calls(name):
     module, shape = NETWORKS[name]
     task = cfl.as_task(module, shape, 3)
-    layers = layers_of(task)
+    layers = find_layers(task)
     assert [layer.width for layer in layers] == [*WIDTHS[name], 3]
     assert layers[-1].name == "head"
     assert {part for layer in layers for part in (layer.name, *layer.norms)} == set(jax.eval_shape(task.init, KEY))
@@ -99,14 +99,14 @@ def test_layers_are_found_in_the_order_of_calls(name):
 @pytest.mark.parametrize("name", ["mlp", "femnist_cnn", "leaf_cnn", "celeba_cnn"])
 def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     task, layers, params, orders = network(name)
-    reorder = jax.jit(lambda params: permuted(layers, params, orders))
+    reorder = jax.jit(lambda params: permute_hidden_units(layers, params, orders))
     other = reorder(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(other, params)
     x = jax.random.uniform(KEY, (4, *NETWORKS[name][1]))
     predict = jax.jit(task.predict)
     np.testing.assert_allclose(predict(other, x), predict(params, x), rtol=2e-4, atol=1e-4)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (other, params)), strict=True))
-    back = jax.jit(lambda params, center: permuted(layers, params, aligned(layers, params, center)))
+    back = jax.jit(lambda params, center: permute_hidden_units(layers, params, align_to_center(layers, params, center)))
     chex.assert_trees_all_equal(back(other, params), params)
     near = noisy(KEY, params, 0.003)
     chex.assert_trees_all_equal(back(reorder(near), params), near)
@@ -128,10 +128,10 @@ def test_a_client_that_renames_its_units_does_not_matter():
     def update(model):
         upload = SimpleNamespace(delta=jax.tree.map(jnp.subtract, model, params))
         upload.replace = lambda delta: delta
-        visit = matched(lambda *given: upload, layers)
+        visit = match_to_center(lambda *given: upload, layers)
         return visit(0, 0, None, (KEY, groups), SimpleNamespace(group=1))
 
-    plain, renamed = (jax.jit(update)(model) for model in (trained, permuted(layers, trained, orders)))
+    plain, renamed = (jax.jit(update)(model) for model in (trained, permute_hidden_units(layers, trained, orders)))
     chex.assert_trees_all_equal(plain, jax.tree.map(jnp.subtract, trained, params))
     chex.assert_trees_all_close(renamed, plain, atol=1e-6)
 
@@ -165,17 +165,17 @@ def test_class_means_by_hand():
     """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew, from 10; classes 0, 1, 2."""
     head = {"kernel": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None, None] * jnp.ones((4, 1, 3))}
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
-    memory = Solutions({"head": head}, jnp.ones(4, bool), counts)
+    memory = MatchedModels({"head": head}, jnp.ones(4, bool), counts)
     groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
     state = State(0, groups, (), jnp.ones(2, bool), jnp.array([0, 0, 0, 1]), (), memory)
     upload = Upload({"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}}, jnp.array([5.0, 0.0]), *[jnp.zeros(2)] * 3)
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
-    step, mass = by_class("head")(upload, gid, cohort, (), state)
+    step, mass = class_weighted_mean("head")(upload, gid, cohort, (), state)
     found = (state.groups["head"]["kernel"] + step["head"]["kernel"])[:, 0]
     np.testing.assert_allclose(found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6)
     np.testing.assert_allclose(found[1], [5, 5, 5], rtol=1e-6)
     np.testing.assert_allclose(mass, stored_mean(upload, gid, cohort, (), state)[1])
-    step, mass = of_cohort(by_class("head"))(upload, gid, cohort, (), state)
+    step, mass = mean_over_cohort(class_weighted_mean("head"))(upload, gid, cohort, (), state)
     np.testing.assert_allclose((state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6)
     np.testing.assert_allclose(mass, [1, 0])
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl.cli import overrides
-from fedjax_cfl.cli.main import VERBS
+from fedjax_cfl.cli.main import COMMANDS
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.data.datasets import files, readers
 from fedjax_cfl.data.datasets.files import leaf
@@ -205,7 +205,7 @@ def test_overrides(names, tmp_path, monkeypatch):
     @given(st.lists(line, min_size=1, max_size=2), st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]))
     def search(lines, flags):
         try:
-            overrides.precheck([*flags, *lines], VERBS)
+            overrides.precheck([*flags, *lines], COMMANDS)
         except InputError as error:
             assert str(error) and not list(tmp_path.iterdir())
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # an accepted sweep has made its folder

@@ -12,9 +12,9 @@ from conftest import VARYING, call
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import grid
-from fedjax_cfl.runs.checkpoint import arrays, saved
+from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.vectorize import stacked
+from fedjax_cfl.simulation.vectorize import stack_data
 
 SMALL = "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2 checkpoint.every=2"
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algorithm.m=2"
@@ -66,7 +66,7 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
         alone = tmp_path / "alone" / folder.name
         same(rows(folder), rows(alone))
         assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
-        ours, theirs = (arrays(saved(path / "checkpoints")[-1]) for path in (folder, alone))
+        ours, theirs = (load_arrays(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, alone))
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
             assert array.shape == theirs[name].shape, name
@@ -110,8 +110,8 @@ def test_what_cannot_be_one_program_is_refused(line, said, tmp_path, monkeypatch
 
 def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_pool):
     fewer = np.flatnonzero(np.arange(len(toy_pool.y)) % 5 != 0)
-    smaller = cfl.federate(toy_pool, cfl.Holdings(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=toy.num_clients)
-    both = stacked([toy, smaller])
+    smaller = cfl.federate(toy_pool, cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=toy.num_clients)
+    both = stack_data([toy, smaller])
     for number, one in enumerate([toy, smaller]):
         own = jax.tree.map(lambda leaf, number=number: leaf[number], both)
         for side in ("train", "test"):
@@ -121,13 +121,13 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
             assert (own.owner[view.order[before.order.size :]] == -1).all()
         assert sorted(np.concatenate([own.train.order, own.test.order])) == list(range(own.y.size))
     with pytest.raises(InputError, match=r"the seeds' data differ in their clients \(14, 15\)"):
-        stacked([toy, cfl.federate(toy_pool, cfl.Holdings(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=15)])
+        stack_data([toy, cfl.federate(toy_pool, cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=15)])
 
 
 @pytest.mark.parametrize("width", [3, 4096])
 def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     """Nested maps, chunks of several clients, a traced step size, on several devices."""
-    mesh, rates, keys = cfl.mesh_of(2), jnp.array([0.05, 0.3]), jax.random.split(jax.random.key(5), 2)
+    mesh, rates, keys = cfl.make_mesh(2), jnp.array([0.05, 0.3]), jax.random.split(jax.random.key(5), 2)
 
     def after(members: bool, lr, key):
         local = cfl.Local(lr, 2, 4, width, mesh, members=members)
@@ -145,7 +145,7 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
 
 def test_the_first_axis_is_outermost():
     config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0, "coordinator": None, "resident": "device"}
-    assert grid.points(grid.axes(config)) == [
+    assert grid.grid_points(grid.grid_axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},
         {"seed": 2, "algorithm.eta_g": 0.0},

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.data.datasets import download, files, images, readers
-from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY
 from fedjax_cfl.data.datasets.files import npz
 from fedjax_cfl.data.datasets.images import FASHION, fashion_mnist, femnist, mnist
 from fedjax_cfl.errors import InputError
@@ -270,9 +270,9 @@ def apart(tmp_path, monkeypatch):
     """Works in an empty folder, without network or data of this computer."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cwd"))
-    monkeypatch.setattr(readers, "MOST_BYTES", 2**25)  # the bombs are small for the tests to be quick
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path / "cwd"))
+    monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**25)  # the bombs are small for the tests to be quick
 
 
 @pytest.mark.parametrize("name", IDX)

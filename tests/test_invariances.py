@@ -16,9 +16,9 @@ from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.round import select
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.local import full
-from fedjax_cfl.round.sgd import one_gradient, sgd
-from fedjax_cfl.round.shuffle import permutations
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.sgd import gradient_step, sgd
+from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(5)
@@ -38,7 +38,7 @@ def compiled(method, task, local):
     """Returns go(table of cohorts, data) -> (state, infos) of three rounds from the start."""
 
     def go(table, data):
-        algorithm = METHODS[method](task, local, select.listed(table))
+        algorithm = METHODS[method](task, local, select.from_table(table))
         state = algorithm.init(KEY, data)
         return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), state, length=ROUNDS)
 
@@ -83,12 +83,12 @@ def test_width(usual, method, toy, mlp, local, width):
 @pytest.mark.parametrize(("devices", "width"), [(4, 4096), (8, 1)])
 def test_devices(usual, method, toy, mlp, local, devices, width):
     """Seven clients: two side by side, and a device without any."""
-    assert_same(compiled(method, mlp, local._replace(mesh=cfl.mesh_of(devices), width=width))(TABLE, toy), usual)
+    assert_same(compiled(method, mlp, local._replace(mesh=cfl.make_mesh(devices), width=width))(TABLE, toy), usual)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)
 def test_capacity(usual, go, toy):
-    assert_same(go(TABLE, toy.replace(capacity=2 * toy.capacity + 1)), usual)
+    assert_same(go(TABLE, toy.replace(max_client_samples=2 * toy.max_client_samples + 1)), usual)
 
 
 def moved(data, seed=0):
@@ -126,7 +126,7 @@ def everyone(toy, mlp, local):
 
     def go(ids, gid):
         cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
-        return train(cohort, toy, (KEY, models), full(gid))
+        return train(cohort, toy, (KEY, models), full_work(gid))
 
     return jax.jit(go)
 
@@ -137,14 +137,14 @@ def test_empty_slots_do_nothing(everyone, toy):
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.parametrize("solver", [sgd, one_gradient])
+@pytest.mark.parametrize("solver", [sgd, gradient_step])
 def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
     """A sample that is not finite may not reach the masked places of another client's batches."""
     broken = toy.replace(x=jnp.where((toy.owner == 11)[:, None], jnp.nan, toy.x))
     models = jax.tree.map(lambda leaf: leaf[None], jax.jit(mlp.init)(KEY))
     train = over_clients(solver(mlp, local), local)
     ids = jnp.arange(CLIENTS)
-    go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full(0 * ids)))
+    go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full_work(0 * ids)))
     usual, spoilt = go(toy), go(broken)
     assert not np.isfinite(spoilt.loss[11])
     for one, other in zip(jax.tree.leaves(usual), jax.tree.leaves(spoilt), strict=True):
@@ -171,7 +171,7 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
 
 
 def test_a_round_without_data_keeps_the_model(toy, mlp, local):
-    algorithm = fedavgm(mlp, local, select.listed(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
+    algorithm = fedavgm(mlp, local, select.from_table(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
     one_round = jax.jit(algorithm.round)
     before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     after, info = one_round(KEY, before, toy)
@@ -180,7 +180,7 @@ def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     assert jnp.isnan(info.group_discrepancy).all()
 
 
-PERMUTATIONS = jax.jit(permutations, static_argnums=(2, 3))
+PERMUTATIONS = jax.jit(random_permutations, static_argnums=(2, 3))
 
 
 def words(seed):
@@ -221,7 +221,7 @@ def test_a_long_permutation_is_one():
 
 def test_permutations_are_uniform():
     """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients; a fair draw fails one time in a thousand."""
-    every = jax.vmap(lambda key: permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
+    every = jax.vmap(lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
     rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
     for factor in (4 ** np.arange(4), 4 ** np.arange(4)[::-1] * [0, 0, 1, 1]):  # whole orders, and the last two places alone
         _, seen = np.unique(rows @ factor, return_counts=True)
@@ -232,7 +232,7 @@ def test_permutations_are_uniform():
 
 def test_successive_passes_are_independent():
     """The first sample of a pass says nothing about the first of the next: chi-square over the 25 pairs."""
-    every = jax.vmap(lambda key: permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
+    every = jax.vmap(lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
     first = np.asarray(every(jax.random.split(jax.random.key(1), 100)))
     _, seen = np.unique(first[:, :-1] * 5 + first[:, 1:], return_counts=True)
     expected = seen.sum() / 25

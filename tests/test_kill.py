@@ -16,8 +16,8 @@ import pytest
 from conftest import VARYING
 
 from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.checkpoint import saved
-from fedjax_cfl.runs.results import METRICS, read_metrics
+from fedjax_cfl.runs.checkpoint import list_checkpoints
+from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
 
 def command(run_dir, *settings):
@@ -31,7 +31,7 @@ def finish(run_dir, *settings):
 
 
 def rounds_of(run_dir):
-    rows = read_metrics(run_dir) if (run_dir / METRICS).exists() else []
+    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
     return rows[-1]["round"] if rows else 0
 
 
@@ -53,7 +53,7 @@ def killed(run_dir, settings, rounds, kills, rng):
             return lost, kill
         process.send_signal(signal.SIGKILL)
         process.wait()
-        newest = saved(run_dir / "checkpoints")
+        newest = list_checkpoints(run_dir / "checkpoints")
         step = int(newest[-1].name.rpartition("-")[2]) if newest else 0
         lost += max(0, rounds_of(run_dir) - step)
     return lost, kills
@@ -64,8 +64,8 @@ def outcome(run_dir):
     rows = [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(run_dir)]
     summary = {name: value for name, value in json.loads((run_dir / "summary.json").read_text()).items() if name not in VARYING}
     clients = pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
-    arrays = saved(run_dir / "checkpoints")[-1]
-    return rows, summary, clients, checkpoint.arrays(arrays)
+    arrays = list_checkpoints(run_dir / "checkpoints")[-1]
+    return rows, summary, clients, checkpoint.load_arrays(arrays)
 
 
 def compare(tmp_path, algorithm, rounds, every, kills, seed):

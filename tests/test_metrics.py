@@ -9,8 +9,8 @@ from sklearn.metrics import adjusted_rand_score, f1_score
 from fedjax_cfl.simulation import metrics
 
 CLIENTS, CLASSES = 25, 5
-PER_CLIENT = jax.jit(metrics.per_client, static_argnums=(5, 6))
-SUMMARISE = jax.jit(metrics.summarise)
+PER_CLIENT = jax.jit(metrics.client_metrics, static_argnums=(5, 6))
+SUMMARISE = jax.jit(metrics.summarize_clients)
 ARI = jax.jit(metrics.ari, static_argnums=(3, 4))
 
 
@@ -27,7 +27,7 @@ def samples():
 
 def summary(*measured):
     """Returns the metrics, computed by a program of JAX and by NumPy alike."""
-    program, plain = SUMMARISE(*measured), metrics.summarise(*jax.device_get(measured))
+    program, plain = SUMMARISE(*measured), metrics.summarize_clients(*jax.device_get(measured))
     assert set(program) == set(plain)
     for name, value in plain.items():
         assert isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0
@@ -112,7 +112,7 @@ def test_hand_numbers_of_one_client():
 
 def test_jit_equals_no_jit(samples):
     owner, y, prediction, loss = samples
-    plain = metrics.per_client(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
+    plain = metrics.client_metrics(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, measure(samples))
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.task import as_task, count, model_bytes
+from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.zoo import MCLR, BiGRU, FemnistCNN, LeNet, MnistCNN, StackedLSTM
 
 CONF = pathlib.Path(__file__).parents[1] / "conf" / "model"
@@ -60,7 +60,7 @@ def started(task):
 @pytest.mark.parametrize(("name", "shape", "classes", "size"), SIZES)
 def test_the_number_of_parameters_is_the_published_one(name, shape, classes, size):
     params = jax.eval_shape(as_task(build(name, classes), shape, classes).init, KEY)
-    assert count(params) == size
+    assert count_params(params) == size
     assert model_bytes(params) == 4 * size
 
 

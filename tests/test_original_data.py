@@ -13,18 +13,19 @@ import pytest
 
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import images, sent140
-from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE, locate
+from fedjax_cfl.data.datasets import images
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, locate
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.images import femnist, mnist
+from fedjax_cfl.data.datasets.text import sent140
 
 FEMNIST = [1632, 1555, 2421, 2278, 2504, 1757, 1598, 1608, 1503, 1489]  # samples of a .. j, train and test
 
 
 def originals(*paths):
     """Returns where the original files are, or skips the test."""
-    if not os.environ.get(VARIABLE):
-        pytest.skip(f"real data: {VARIABLE} is not set")
+    if not os.environ.get(DATA_ENV_VAR):
+        pytest.skip(f"real data: {DATA_ENV_VAR} is not set")
     found = locate(*paths)
     if found is None:
         pytest.skip(f"the original files are not at hand: {', '.join(paths)}")
@@ -77,7 +78,7 @@ def test_fedprox_files_run(nist, tmp_path, monkeypatch):
 
 
 def test_femnist_writers_are_split_anew(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     (tmp_path / "femnist").mkdir()
     labels, user = np.arange(40) % 20, np.repeat([0, 3], 20)
     arrays = {"images": np.zeros((40, 28, 28), np.uint8), "labels": labels, "user": user, "split": np.arange(40) % 10 == 0}
@@ -101,7 +102,7 @@ def test_original_femnist_totals():
 
 def test_original_sent140_totals():
     split = ("sent140/data/train", "sent140/data/test")
-    originals(*(split if os.environ.get(VARIABLE) and locate(*split) else ("sent140/train", "sent140/test")))
+    originals(*(split if os.environ.get(DATA_ENV_VAR) and locate(*split) else ("sent140/train", "sent140/test")))
     _, y, client, test = sent140.read_tweets()
     if client.max() + 1 != 772:
         pytest.skip(f"the files under sent140/ hold another sample, of {client.max() + 1} users, expected the papers' 772")

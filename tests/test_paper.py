@@ -19,13 +19,13 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from fedjax_cfl.cli.build import checked
+from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fedgroup_fig5, figures, runner
-from fedjax_cfl.papers.cells import Cell, finished, load
-from fedjax_cfl.runs.results import measures
+from fedjax_cfl.papers.cells import Cell, is_finished, load_table
+from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
 CELL = """
@@ -189,8 +189,8 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
     assert "- first-a (Avg, Flex-eta0.1): 3 of 6 rounds." in (verb.out / "table.md").read_text()
     assert verb("--rows", "second-b") == 0
     assert table(verb.out)["first-a", "Avg"]["rounds"] == "3" and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
-    cell = next(paper_cells.cells("fake", load(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
-    assert not finished(cell)
+    cell = next(paper_cells.make_cells("fake", load_table(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
+    assert not is_finished(cell)
 
 
 def test_cells_of_other_settings_are_refused(verb):
@@ -233,7 +233,7 @@ def test_bad_input_is_one_line(verb, argv, words):
 def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, words):
     columns = ["--columns", "FedProx" if "mu" in override else "*"]
     with pytest.raises(InputError) as caught:
-        runner.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], CONF, checked, None)
+        runner.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], CONF, resolve_settings, None)
     assert str(caught.value).startswith(words) and not list(tmp_path.iterdir())
 
 
@@ -293,7 +293,7 @@ def test_figures_are_drawn(verb, kind):
 
 
 def test_running_mean_leaves_out_what_is_missing():
-    found = figures.steadied(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
+    found = figures.smooth(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
     np.testing.assert_allclose(found, [1.0, np.nan, 4.0, 6.0, 7.5])
 
 
@@ -303,12 +303,12 @@ def test_measures_by_hand():
         {"round": r, "accuracy": a, "discrepancy": d, "units_down": 10 * r, "units_up": 4 * r, "migrated_clients": r}
         for r, a, d in zip(range(1, 7), accuracy, [1.0, 2.0, 3.0, None, 2.0, 2.0], strict=True)
     ]
-    found = measures(rows)
+    found = compute_measures(rows)
     assert found["best_accuracy"] == 0.9 and found["last_accuracy"] == 0.84 and found["rounds_to_85"] == 3
     assert found["median_accuracy"] == pytest.approx(0.84) and found["last10_accuracy"] == pytest.approx(3.8 / 5)
     assert found["discrepancy_mean"] == pytest.approx(2.0) and found["discrepancy_variance"] == pytest.approx(0.4)
     assert found["units"] == 84 and found["migrations"] == 21
-    assert measures(rows[:2])["rounds_to_85"] is None and measures(rows[:1])["median_accuracy"] is None
+    assert compute_measures(rows[:2])["rounds_to_85"] is None and compute_measures(rows[:1])["median_accuracy"] is None
 
 
 def test_directions_of_all_founders_are_edc():
@@ -316,15 +316,15 @@ def test_directions_of_all_founders_are_edc():
     gram = updates @ updates.T
     _, _, directions = np.linalg.svd(updates[:8])
     cosines = updates @ directions[:3].T / np.linalg.norm(updates, axis=1)[:, None]
-    assert np.allclose(np.abs(fedgroup_fig5.features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
+    assert np.allclose(np.abs(fedgroup_fig5.edc_features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
 
 
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
     small = ["rounds=2", "clients_per_round=3", "local.epochs=1", "devices=1"]
     asked = ["planted_clusters", "--rows", "digits-rotate", "--columns", "FedAvg", "IFCA", "--jobs", "2", "--out", str(tmp_path)]
-    assert runner.main([*asked, *small], CONF, checked, None) == 0
-    node = load(CONF, asked[0])
+    assert runner.main([*asked, *small], CONF, resolve_settings, None) == 0
+    node = load_table(CONF, asked[0])
     row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
     line = [f"experiment={asked[0]}", *row, *column, *small, f"run_dir={tmp_path / 'alone'}"]
     assert call(monkeypatch, " ".join(line)) == 0

@@ -13,7 +13,7 @@ from fedjax_cfl.data.datasets import files
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.compilation import standing
+from fedjax_cfl.simulation.compilation import state_shapes
 from fedjax_cfl.simulation.driver import Snapshot
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
@@ -21,7 +21,7 @@ QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 
 @pytest.fixture
 def both(toy_pool):
-    held = cfl.Holdings(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    held = cfl.Partition(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
     return cfl.federate(toy_pool, held), cfl.federate(toy_pool, held, on_host=True)
 
 
@@ -43,8 +43,8 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", ["qfedavg", "ifca", "fedgroup"])
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(name, both, linear, local, monkeypatch):
-    monkeypatch.setattr(prefetch, "TESTED", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
-    monkeypatch.setattr(prefetch, "ROUNDS", 1)  # several blocks between evaluations
+    monkeypatch.setattr(prefetch, "TEST_BLOCK_BYTES", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
+    monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
     device, host = (cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK) for data in both)
     assert len(device.rows) == 3
@@ -61,24 +61,24 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
 
     def keep(row, snapshot):
         if row["round"] == 2:
-            save(tmp_path, 2, (snapshot.state, snapshot.shifting), snapshot.facts, {})
+            save(tmp_path, 2, (snapshot.state, snapshot.data_state), snapshot.counters, {})
 
     whole = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK)
-    like = standing(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
+    like = state_shapes(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
     found = restore_latest(tmp_path, like, {})
-    rest = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, start=Snapshot(*found.tree, found.facts), **QUICK)
+    rest = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, start=Snapshot(*found.tree, found.counters), **QUICK)
     assert [row["round"] for row in rest.rows] == [4, 5]
     same(rest.rows, whole.rows[1:])
 
 
 def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
     """Its rounds and evaluations may have been others until then; a block has room for what is left of it."""
-    monkeypatch.setattr(prefetch, "ROUNDS", 3)
+    monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 3)
     algorithm = methods(linear, local)["fedavg"]()
 
     def blocks(done: int, rounds: int):
-        feed = prefetch.Blocks(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
-        return [count for count, block in feed.training(done) if block.train.size.sum() <= feed.most["train"][0]]
+        feed = prefetch.HostFeed(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
+        return [count for count, block in feed.train_blocks(done) if block.train.size.sum() <= feed.most["train"][0]]
 
     assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
     assert blocks(1, 20) == [2, 3, 2, 3, 3, 2, 3, 1]
@@ -88,15 +88,15 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
 
 def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monkeypatch):
     """Also past an evaluation, of which there is one after every round here."""
-    feed = prefetch.Blocks(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
-    fetched, began = feed._fetched, [threading.Event() for _ in range(3)]
+    feed = prefetch.HostFeed(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
+    fetched, began = feed._fetch, [threading.Event() for _ in range(3)]
 
     def watched(*asked):
         next(event for event in began if not event.is_set()).set()
         return fetched(*asked)
 
-    monkeypatch.setattr(feed, "_fetched", watched)
-    blocks = feed.training(0)
+    monkeypatch.setattr(feed, "_fetch", watched)
+    blocks = feed.train_blocks(0)
     for number in range(2):
         assert next(blocks)[0] == 1
         assert began[number + 1].wait(60), "the next block is only fetched when it is asked for"
@@ -127,7 +127,7 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
     with pytest.raises(InputError, match="resident=host: a concept edits all samples at once"):
         cfl.federate(
             cfl.Pool(np.zeros((2, 1), np.uint8), np.zeros(2, np.int32), 2),
-            cfl.Holdings(*np.zeros((3, 2), int)),
+            cfl.Partition(*np.zeros((3, 2), int)),
             cfl.concept.rotate,
             on_host=True,
         )
@@ -143,7 +143,7 @@ def test_a_folder_of_arrays_is_read_without_being_loaded(tmp_path):
     np.testing.assert_array_equal(pool.x, x)
     np.testing.assert_array_equal(pool.test, arrays["split"])
     data = cfl.federate(pool, cfl.partition.by_user(pool), on_host=True)
-    assert (data.num_clients, data.capacity, int(data.test.size.sum())) == (10, 2, 10)
+    assert (data.num_clients, data.max_client_samples, int(data.test.size.sum())) == (10, 2, 10)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
 @pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])
 def test_a_cohort_of_many_is_drawn_without_repeats_and_evenly(clients):
     count = min(clients, 2000)
-    drawn = np.stack([cfl.select.distinct(jax.random.key(seed), count, clients) for seed in range(5)])
+    drawn = np.stack([cfl.select.sample_distinct(jax.random.key(seed), count, clients) for seed in range(5)])
     for ids in drawn:
         assert ids.min() >= 0 and ids.max() < clients and len(set(ids.tolist())) == count
     assert not (drawn[0] == drawn[1]).all() or clients == 5

@@ -14,7 +14,7 @@ from scipy.spatial.distance import cdist, squareform
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
-from fedjax_cfl.algorithms.cfl import Tree, bipartition, cfl
+from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.clustering.distances import METRICS
@@ -23,7 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select, traffic
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.faults import Faults
-from fedjax_cfl.sharding import mesh_of
+from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import Cohort, State, Upload
 
@@ -50,7 +50,7 @@ def cutting(linear, local):
     """Runs CFL with everybody and room for four groups, under any thresholds: cutting(data, rounds, **limits) -> states; one program."""
 
     def algorithm(limits):
-        return cfl(linear, local, select.everybody(), m=4, **limits)
+        return cfl(linear, local, select.full_participation(), m=4, **limits)
 
     one_round = jax.jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
 
@@ -75,7 +75,7 @@ def cutting(linear, local):
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):
     states, infos = cutting(concepts, 3, **limits)
-    plain = fedavg(linear, local, select.everybody(), aggregate=uniform_mean)
+    plain = fedavg(linear, local, select.full_participation(), aggregate=uniform_mean)
     alone = jax.tree.map(lambda leaf: leaf[:1], states[0].groups)
     begun = play(plain, concepts, 0)[0].replace(groups=alone)
     expected = play(plain, concepts, 3, begun)
@@ -96,8 +96,8 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     assert float(infos[-1].loss) < 0.5 * float(infos[0].loss)
     for before, after in pairwise(states):
         assert sent(before, after) == (CLIENTS, CLIENTS)
-    algorithm = cfl(linear, local, select.everybody(), m=4)
-    row = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, concepts, True)[0])(final)
+    algorithm = cfl(linear, local, select.full_participation(), m=4)
+    row = jax.jit(lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, concepts, True)[0])(final)
     assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
     assert np.isfinite([float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]).all()
 
@@ -110,14 +110,14 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
     for h in created:
         parent = int(tree.parent[h])
         np.testing.assert_allclose(matrix(tree.models)[h], matrix(cut.groups)[parent], rtol=1e-6)
-        for group, mean in ((h, tree.moved), (parent, tree.stayed)):  # uniform means are what is aggregated
+        for group, mean in ((h, tree.split_update), (parent, tree.parent_update)):  # uniform means are what is aggregated
             np.testing.assert_allclose(matrix(after.groups)[group], matrix(cut.groups)[parent] + matrix(mean)[h], rtol=1e-5, atol=1e-6)
-    assert tree.passed.tolist() == [int(after.active.sum()) - 1] * CLIENTS
+    assert tree.last_split.tolist() == [int(after.active.sum()) - 1] * CLIENTS
     assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
 
 
 def test_no_more_cuts_than_there_is_room(concepts, linear, local):
-    algorithm = cfl(linear, local, select.everybody(), m=2, **ONCE)
+    algorithm = cfl(linear, local, select.full_participation(), m=2, **ONCE)
     states = play(algorithm, concepts, 8)
     assert states[-1].active.tolist() == [True, True]
     groups = np.asarray(states[-1].assignment)
@@ -152,7 +152,7 @@ def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     """Client 2 has no data; half of the others drop out every round."""
     unsure = local._replace(faults=Faults(dropout=0.5))
     free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
-    states = play(cfl(linear, unsure, select.everybody(), m=4, **free), toy, 5)
+    states = play(cfl(linear, unsure, select.full_participation(), m=4, **free), toy, 5)
     chex.assert_tree_all_finite(states[-1])
     assert states[-1].active.all() and states[-1].assignment[2] == 0
     assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
@@ -167,9 +167,9 @@ def upload_of(rows, weight=None):
 def blank(m, clients, assignment):
     """Returns a state of zeros whose groups are those of the assignment."""
     groups = {"a": jnp.zeros((m, 2, 2)), "b": jnp.zeros((m, 3))}
-    tree = Tree(jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32))
+    tree = SplitTree(jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32))
     active = jnp.arange(m) <= max(assignment)
-    return State(jnp.int32(0), groups, (), active, jnp.asarray(assignment, jnp.int32), traffic.traffic(), tree)
+    return State(jnp.int32(0), groups, (), active, jnp.asarray(assignment, jnp.int32), traffic.make_traffic(), tree)
 
 
 def best_cut(rows):
@@ -208,8 +208,8 @@ def test_a_cut_is_the_best_of_all(seed):
     state, gid = cut(gamma * 0.999)
     assert gid.tolist() == expected[slots].tolist()
     assert state.active.tolist() == [True, True, True, False] and state.memory.parent.tolist() == [-1, -1, 1, -1]
-    np.testing.assert_allclose(matrix(state.memory.moved)[2], rows[expected == 2].mean(0), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(matrix(state.memory.stayed)[2], rows[expected == 1].mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(matrix(state.memory.split_update)[2], rows[expected == 2].mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(matrix(state.memory.parent_update)[2], rows[expected == 1].mean(0), rtol=1e-4, atol=1e-5)
     state, gid = cut(gamma * 1.001)
     assert gid.tolist() == assignment[slots].tolist() and state.active.tolist() == [True, True, False, False]
 
@@ -217,7 +217,7 @@ def test_a_cut_is_the_best_of_all(seed):
 @pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("weighting", "nonsense")])
 def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
     with pytest.raises(InputError, match=f"algorithm.{name}={value}"):
-        cfl(linear, local, select.everybody(), m=2, **{name: value})
+        cfl(linear, local, select.full_participation(), m=2, **{name: value})
 
 
 # FL+HC
@@ -226,7 +226,7 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
 @pytest.fixture(scope="module")
 def clustered_once(concepts, linear, local):
     """Six rounds with everybody, the third of which is the clustering round."""
-    return play(fl_hc(linear, local, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
+    return play(fl_hc(linear, local, select.full_participation(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
 
 
 def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
@@ -237,10 +237,10 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     common = jax.tree.map(lambda leaf: leaf[:1], clustered_once[2].groups)
     chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
 
-    everybody = fedavg(linear, local, select.everybody())
+    everybody = fedavg(linear, local, select.full_participation())
     alone = play(everybody, concepts, 0)[0].replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
-    after = jax.jit(lambda members, state: fedavg(linear, local, select.listed(members)).round(KEY, state, concepts)[0])
+    after = jax.jit(lambda members, state: fedavg(linear, local, select.from_table(members)).round(KEY, state, concepts)[0])
     for g in range(3):
         members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
         state = alone.replace(round=clustered.round, groups=common)
@@ -267,7 +267,7 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
     """Clients 4 and 5 are made to have missed the clustering; each trains once more from the model that was clustered."""
     clustered = clustered_once[3]
     missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
-    pair = select.listed(np.array([[3, 4, 5]]))
+    pair = select.from_table(np.array([[3, 4, 5]]))
     (before, after) = play(fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric), concepts, 1, missed)
     assert after.assignment.tolist() == clustered.assignment.tolist()
     assert sent(before, after) == (5, 5)
@@ -287,13 +287,13 @@ def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
 )
 def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
     with pytest.raises(InputError, match=f"algorithm.{name}="):
-        fl_hc(linear, local, select.everybody(), m=2, **options)
+        fl_hc(linear, local, select.full_participation(), m=2, **options)
 
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
-    spread = local._replace(width=2, mesh=mesh_of(4))
-    once = play(fl_hc(linear, spread, select.everybody(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
-    cut = play(cfl(linear, spread, select.everybody(), m=4, **ONCE), concepts, 8)[-1]
+    spread = local._replace(width=2, mesh=make_mesh(4))
+    once = play(fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
+    cut = play(cfl(linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)[-1]
     for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
         assert many.active.sum() == 3
         chex.assert_trees_all_close(many, one, rtol=1e-4, atol=1e-5)

@@ -180,7 +180,7 @@ def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
     assert_same(grouped, moving)
     chex.assert_trees_all_equal((grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic))
     assert {0, 1} <= set(moving[0].assignment.tolist())
-    still = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(drifts=False))  # what `run` compiles without a drift
+    still = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False))  # what `run` compiles without a drift
     chex.assert_trees_all_close(still, moving, **SAME)
 
 

@@ -12,11 +12,10 @@ import pytest
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
-from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.round import select
-from fedjax_cfl.round.engine import ASSIGN, SELECT, START, TRAIN, stream
-from fedjax_cfl.round.shuffle import permutations
+from fedjax_cfl.round.engine import ASSIGN, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.shuffle import random_permutations
 
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001
@@ -76,7 +75,7 @@ def passes(key, data, client, count):
     """Returns `count` reshuffled passes over a client's samples: the package's draws."""
     held = samples(data, client)
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
-    return [held[row] for row in np.asarray(permutations(words, len(held), 64, count))[:, : len(held)]]
+    return [held[row] for row in np.asarray(random_permutations(words, len(held), 64, count))[:, : len(held)]]
 
 
 def trained(model, data, batches, lr):
@@ -91,7 +90,7 @@ def batches_of(epochs, size):
 
 
 def cohort_of(pick, round, data):
-    ids = pick(stream(KEY, SELECT, round), round, data.num_clients)
+    ids = pick(derive_key(KEY, SELECT, round), round, data.num_clients)
     return [client for client in ids.tolist() if data.train.size[client] > 0]
 
 
@@ -100,7 +99,7 @@ def fedavg(model, data, pick, local):
     for round in range(ROUNDS):
         solutions, weights = [], []
         for client in cohort_of(pick, round, data):
-            epochs = passes(stream(KEY, TRAIN, round), data, client, local.epochs)
+            epochs = passes(derive_key(KEY, TRAIN, round), data, client, local.epochs)
             solutions.append(trained(model, data, batches_of(epochs, local.batch_size), local.lr))
             weights.append(len(epochs[0]))
         model = mean(solutions, weights)
@@ -115,7 +114,7 @@ def ifca(groups, data, pick, local):
         for client in cohort_of(pick, round, data):
             held = samples(data, client)
             choice[client] = int(np.argmin([cross_entropy(model, x[held], y[held]) for model in groups]))
-            epochs = passes(stream(KEY, TRAIN, round), data, client, local.epochs)
+            epochs = passes(derive_key(KEY, TRAIN, round), data, client, local.epochs)
             solutions[choice[client]].append(trained(groups[choice[client]], data, batches_of(epochs, local.batch_size), local.lr))
         groups = [mean(members) if members else old for old, members in zip(groups, solutions, strict=True)]
     return groups, choice
@@ -160,14 +159,14 @@ def test_gradient_is_that_of_the_task(toy, linear):
 @pytest.mark.parametrize("width", [1, 4])
 def test_fedavg(toy, linear, local, width):
     pick = select.uniform(COHORT)
-    first, last = played(algorithms.fedavg(linear, local._replace(width=width), pick), toy)
+    first, last = played(fedavg(linear, local._replace(width=width), pick), toy)
     assert_models_close(last.groups, [fedavg(models_of(first.groups)[0], toy, pick, local)])
     assert np.abs(models_of(last.groups)[0].flat() - models_of(first.groups)[0].flat()).max() > 0.1
 
 
 def test_ifca(toy, linear, local):
     pick = select.rr_then_random(COHORT)
-    first, last = played(algorithms.ifca(linear, local, pick, m=2), toy)
+    first, last = played(ifca(linear, local, pick, m=2), toy)
     groups, choice = ifca(models_of(first.groups), toy, pick, local)
     assert_models_close(last.groups, groups)
     assert len(choice) == 13 and set(choice.values()) == {0, 1}
@@ -180,7 +179,7 @@ def test_flexcfl_start(toy, linear, local, iterations):
     m, alpha = 2, 5
     algorithm = flexcfl(linear, local, select.rr_then_random(COHORT), m=m, alpha=alpha, pretrain=f"iters:{iterations}")
     state = jax.jit(algorithm.init)(KEY, toy)
-    keys = jax.random.split(stream(KEY, START), 4)
+    keys = jax.random.split(derive_key(KEY, START), 4)
     model = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
     ids, updates, labels = founded(model, toy, keys, m, alpha, iterations, local)
     found = np.asarray(state.assignment)[ids]
@@ -191,18 +190,18 @@ def test_flexcfl_start(toy, linear, local, iterations):
         directions = models_of(state.memory.directions)[g]
         np.testing.assert_allclose(directions.flat(), direction, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(models_of(state.groups)[g].flat(), model.flat() + direction, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(models_of(state.memory.start)[0].flat(), model.flat(), rtol=1e-6)
+    np.testing.assert_allclose(models_of(state.memory.initial)[0].flat(), model.flat(), rtol=1e-6)
 
 
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and takes the largest cosine."""
-    algorithm = flexcfl(linear, local, select.listed(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
+    algorithm = flexcfl(linear, local, select.from_table(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
     state = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, state, toy)
     newcomers = [client for client in range(14) if state.assignment[client] < 0 and toy.train.size[client] > 0]
     directions = np.array([model.flat() for model in models_of(state.memory.directions)])
-    start = models_of(state.memory.start)[0]
-    pretrain_key = stream(KEY, ASSIGN, 0)
+    start = models_of(state.memory.initial)[0]
+    pretrain_key = derive_key(KEY, ASSIGN, 0)
     for client in newcomers:
         order = batches_of(passes(pretrain_key, toy, client, 11), local.batch_size)[:11]
         update = trained(start, toy, order, local.lr).flat() - start.flat()

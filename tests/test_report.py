@@ -16,7 +16,16 @@ from fedjax_cfl.cli import doctor
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import compare, plot
 from fedjax_cfl.runs.display import final_table, progress
-from fedjax_cfl.runs.results import append_row, open_metrics, read_metrics, replacing, rounds_to, summarise, write_clients, write_json
+from fedjax_cfl.runs.results import (
+    append_row,
+    atomic_write,
+    open_metrics,
+    read_metrics,
+    rounds_to,
+    summarize_rows,
+    write_clients,
+    write_json,
+)
 
 
 def row(number, accuracy, m=1, **more):
@@ -47,7 +56,7 @@ def save(run_dir, rows, finished=True, **fields):
         for item in rows:
             append_row(handle, item)
     if finished:
-        write_json(run_dir / "summary.json", {**fields, **summarise(read_metrics(run_dir))})
+        write_json(run_dir / "summary.json", {**fields, **summarize_rows(read_metrics(run_dir))})
     return run_dir
 
 
@@ -94,7 +103,7 @@ def test_resumed_rounds_supersede_earlier_rows(tmp_path):
 def test_summary_by_hand():
     accuracy = [None, math.nan, 0.2, 0.6, 0.4, 0.6, 0.5]
     spread = [None, 1, 2, 3, 4, 5, 6]
-    summary = summarise([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
+    summary = summarize_rows([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
     assert (summary["best_accuracy"], summary["best_round"]) == (0.6, 20)
     assert (summary["final_accuracy"], summary["rounds"], summary["units_up"]) == (0.5, 35, 350)
     assert summary["last10_accuracy"] == pytest.approx(2.3 / 5)
@@ -103,14 +112,14 @@ def test_summary_by_hand():
 
 def test_last10_uses_ten_rows_and_target_round():
     rows = [row(i, i / 100) for i in range(1, 21)]
-    assert summarise(rows)["last10_accuracy"] == pytest.approx(0.155)
+    assert summarize_rows(rows)["last10_accuracy"] == pytest.approx(0.155)
     assert rounds_to(rows, 0.07) == 7
     assert rounds_to([row(1, None), *rows[1:]], 0.9) is None
 
 
 @pytest.mark.parametrize("rows", [[], [row(1, None), row(2, None)]])
 def test_summary_without_accuracy(rows):
-    summary = summarise(rows)
+    summary = summarize_rows(rows)
     assert summary["best_accuracy"] is summary["best_round"] is summary["final_accuracy"] is summary["last10_accuracy"] is None
     assert rounds_to(rows, 0.1) is None
 
@@ -121,7 +130,7 @@ def test_writers_are_atomic(tmp_path):
     write_clients(tmp_path, {"client": np.arange(3), "accuracy": np.array([0.1, 0.2, 0.3]), "labels": np.eye(3, dtype=np.int32)})
     table = pyarrow.parquet.read_table(tmp_path / "clients.parquet").to_pydict()
     assert table == {"client": [0, 1, 2], "accuracy": [0.1, 0.2, 0.3], "labels": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
-    with pytest.raises(RuntimeError), replacing(tmp_path / "summary.json") as temporary:
+    with pytest.raises(RuntimeError), atomic_write(tmp_path / "summary.json") as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert json.loads((tmp_path / "summary.json").read_text())["a"] == [0, 1], "a failed write must leave the old file"
@@ -142,7 +151,7 @@ def test_writers_are_atomic(tmp_path):
 )
 def test_curves_is_a_real_picture(tmp_path, rows):
     save(tmp_path, rows, finished=False)
-    plot.curves(tmp_path)
+    plot.plot_curves(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
     height, width = imread(tmp_path / "curves.png").shape[:2]
     assert width >= 1200 and height >= 800 and (tmp_path / "curves.png").stat().st_size > 10_000
@@ -150,7 +159,7 @@ def test_curves_is_a_real_picture(tmp_path, rows):
 
 def test_final_table_shows_numbers_and_leaves_out_nulls():
     console = Console(record=True, width=100, file=io.StringIO())
-    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **summarise([row(5, 0.125)]), "compile_s": np.float32(2)}
+    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **summarize_rows([row(5, 0.125)]), "compile_s": np.float32(2)}
     console.print(final_table(summary))
     text = console.export_text()
     assert "ifca, mnist (seed 3)" in text and "12.50% (round 5)" in text and "10.00 kB" in text and " ari " not in text

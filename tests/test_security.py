@@ -125,7 +125,7 @@ def told(monkeypatch):
 
 
 def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     use_compile_cache()
     folder = Path(told["jax_compilation_cache_dir"])
     assert folder.is_relative_to(tmp_path / "cache" / "compiled") and stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -136,6 +136,6 @@ def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
 
 def test_without_a_home_there_is_no_cache(told, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     use_compile_cache()
     assert told == {}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fedprox import stragglers
+from fedjax_cfl.algorithms.fedprox import partial_epochs
 from fedjax_cfl.round import select
-from fedjax_cfl.round.cohort import deal, dealt, over_clients
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.cohort import balance_over_devices, make_cohort, over_clients
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort
 
@@ -65,7 +65,7 @@ def test_np_choice_is_numpys_legacy_generator():
 def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     """8 clients in 11 slots; each straggler trains 1 .. 4 of 5 epochs."""
     ids = jnp.array([3, 14, 5, 0, 1, 14, 7, 9, 2, 14, 4])
-    effort = jax.jit(stragglers(share, 5))
+    effort = jax.jit(partial_epochs(share, 5))
     seen = set()
     for seed in range(12):
         epochs = np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[np.asarray(ids) < 14] * 5
@@ -77,7 +77,7 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
 
 def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
     ids = jnp.arange(6)
-    assert stragglers(1.0, 1)(KEY, toy, Cohort(ids=ids, rank=ids)).tolist() == [1.0] * 6
+    assert partial_epochs(1.0, 1)(KEY, toy, Cohort(ids=ids, rank=ids)).tolist() == [1.0] * 6
 
 
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
@@ -85,7 +85,7 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
     three = local._replace(epochs=3)
     train = jax.jit(over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
-    work = full(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
+    work = full_work(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))
     upload = train(Cohort(ids=ids, rank=ids), toy, (KEY, model), work)
     np.testing.assert_array_equal(upload.steps, 2 * np.ceil(np.array(toy.train.size) / 5))
@@ -97,8 +97,8 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
 @pytest.mark.parametrize(("width", "slots"), [(1, 10), (2, 6), (4, 6)])
 def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
     """Five clients on two devices; somebody in an empty slot is visited only to fill a chunk."""
-    local = cfl.Local(0.1, 1, 5, width, cfl.mesh_of(2))
-    cohort = dealt(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
+    local = cfl.Local(0.1, 1, 5, width, cfl.make_mesh(2))
+    cohort = make_cohort(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
     assert cohort.ids.size == slots
     seen = jax.jit(over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
     real = cohort.ids < 14
@@ -108,7 +108,7 @@ def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
     assert jnp.sum(seen != 0) == visited
 
 
-DEAL = jax.jit(deal, static_argnums=(2, 3, 4))
+DEAL = jax.jit(balance_over_devices, static_argnums=(2, 3, 4))
 
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 1), (1, 4), (2, 1), (4, 3), (8, 2)])

@@ -21,8 +21,8 @@ from conftest import VARYING
 
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.runs import checkpoint, plot, results, signals
-from fedjax_cfl.runs.checkpoint import save, saved
-from fedjax_cfl.runs.results import METRICS, read_summary
+from fedjax_cfl.runs.checkpoint import list_checkpoints, save
+from fedjax_cfl.runs.results import METRICS_FILE, read_summary
 from fedjax_cfl.runs.resume import CHECKPOINTS
 
 FAULTS = "faults.nan=0.1 faults.dropout=0.1 faults.straggler=0.2 faults.byzantine=0.2 faults.attack=noise"
@@ -50,7 +50,7 @@ def fedjax_cfl(tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("here"))
         patch.setattr(sys, "path", sys.path[:])
         patch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
-        patch.setattr(plot, "curves", lambda run_dir, summary: None)
+        patch.setattr(plot, "plot_curves", lambda run_dir, summary: None)
 
         def call(line: str, run_dir: Path) -> Answer:
             patch.setattr(sys, "argv", ["fedjax-cfl", *cli_words(line, run_dir)])
@@ -92,7 +92,7 @@ def stopped_at(round: int):
             asked.append(signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "stopping", lambda: contextlib.nullcontext(asked))
+        patch.setattr(signals, "catch_signals", lambda: contextlib.nullcontext(asked))
         patch.setattr(results, "append_row", append_row)
         yield
 
@@ -114,7 +114,7 @@ def full_at(round: int):
 
 
 def rows(run_dir: Path) -> list[dict]:
-    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in open(run_dir / METRICS)]
+    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in open(run_dir / METRICS_FILE)]
 
 
 def clients(run_dir: Path) -> dict:
@@ -122,11 +122,11 @@ def clients(run_dir: Path) -> dict:
 
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
-    return checkpoint.arrays(saved(run_dir / CHECKPOINTS)[-1])
+    return checkpoint.load_arrays(list_checkpoints(run_dir / CHECKPOINTS)[-1])
 
 
 def steps(run_dir: Path) -> list[int]:
-    return [int(path.name.rpartition("-")[2]) for path in saved(run_dir / CHECKPOINTS)]
+    return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(run_dir / CHECKPOINTS)]
 
 
 def summary(run_dir: Path) -> dict:
@@ -207,14 +207,14 @@ def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole
 
 
 def test_a_torn_last_line_is_written_again(fedjax_cfl, run_dir, whole):
-    with open(run_dir / METRICS, "ab") as handle:
+    with open(run_dir / METRICS_FILE, "ab") as handle:
         handle.write(b'{"round": 8, "accuracy": 0.')
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
 
 
 def test_rows_beyond_the_checkpoint_are_written_again(fedjax_cfl, run_dir, whole):
-    with open(run_dir / METRICS, "a") as handle:
+    with open(run_dir / METRICS_FILE, "a") as handle:
         handle.write('{"round": 8, "accuracy": 0.5}\n{"round": 9, "accuracy": 0.5}\n')
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
@@ -305,7 +305,7 @@ def started(line: str, run_dir: Path):
     command = [sys.executable, "-m", "fedjax_cfl", *cli_words(line, run_dir)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        while not saved(run_dir / CHECKPOINTS):
+        while not list_checkpoints(run_dir / CHECKPOINTS):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
         yield process
@@ -360,7 +360,7 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_falls_back_with_a_warning(fedjax_cfl, run_dir, whole):
-    damage(saved(run_dir / CHECKPOINTS)[-1])
+    damage(list_checkpoints(run_dir / CHECKPOINTS)[-1])
     answer = done(fedjax_cfl(PLAIN, run_dir))
     assert answer.error.startswith("fedjax-cfl: warning: checkpoint ") and answer.error.count("\n") == 1
     assert "step-7 cannot be read and is skipped" in answer.error and answer.out.startswith("resuming after round 6\n")
@@ -368,10 +368,10 @@ def test_a_damaged_checkpoint_falls_back_with_a_warning(fedjax_cfl, run_dir, who
 
 
 def test_damaged_checkpoints_alone_are_refused(fedjax_cfl, run_dir):
-    paths = saved(run_dir / CHECKPOINTS)
+    paths = list_checkpoints(run_dir / CHECKPOINTS)
     for path in paths:
         damage(path)
-    before = (run_dir / METRICS).read_bytes()
+    before = (run_dir / METRICS_FILE).read_bytes()
     status, _, error = fedjax_cfl(PLAIN, run_dir)
     assert status == 2 and "none of" in error.splitlines()[-1] and len(error.splitlines()) == len(paths) + 1
-    assert all("is skipped" in line for line in error.splitlines()[:-1]) and (run_dir / METRICS).read_bytes() == before
+    assert all("is skipped" in line for line in error.splitlines()[:-1]) and (run_dir / METRICS_FILE).read_bytes() == before

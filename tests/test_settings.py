@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.config_check import check, check_name
+from fedjax_cfl.cli.config_check import check_name, check_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import RULES
@@ -33,7 +33,7 @@ def test_every_rule_says_what_is_allowed_and_refuses_nonsense(name):
 
 def test_a_setting_without_a_rule_keeps_its_kind():
     default = {"a.flag": True, "a.number": 1.5, "a.word": "x", "a.list": [1], "a.free": None}
-    check({"a": {"flag": False, "number": 2, "word": "y", "list": [], "free": "anything", "new": [3]}}, default)
+    check_settings({"a": {"flag": False, "number": 2, "word": "y", "list": [], "free": "anything", "new": [3]}}, default)
     for name, value, shown in (
         ("flag", "no", "no"),
         ("number", True, "true"),
@@ -41,17 +41,17 @@ def test_a_setting_without_a_rule_keeps_its_kind():
         ("word", 3, "3"),
         ("list", 3, "3"),
     ):
-        assert refusal(check, {"a": {name: value}}, default).startswith(f"a.{name}={shown}: must be ")
+        assert refusal(check_settings, {"a": {name: value}}, default).startswith(f"a.{name}={shown}: must be ")
 
 
 def test_what_was_asked_for_is_blamed_first():
     config = {"rounds": 0, "dataset": {"rounds": "none"}}
-    assert refusal(check, config, {"dataset.rounds": 3}).startswith("rounds=0")
-    assert refusal(check, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith("dataset.rounds=none")
+    assert refusal(check_settings, config, {"dataset.rounds": 3}).startswith("rounds=0")
+    assert refusal(check_settings, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith("dataset.rounds=none")
 
 
 def test_a_missing_value_is_asked_for():
-    assert refusal(check, {"path": "???"}, {}) == "path: must be given, as path=VALUE"
+    assert refusal(check_settings, {"path": "???"}, {}) == "path: must be given, as path=VALUE"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import faults, select
-from fedjax_cfl.round.aggregate import dropped, trimmed_group_mean, uniform_mean, weighted_mean
-from fedjax_cfl.round.engine import HOSTILE, PREPARE, SELECT, START, TRAIN, stream
+from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, uniform_mean, weighted_mean
+from fedjax_cfl.round.engine import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.simulation import evaluate
 
 K = 14  # clients of the toy problem
@@ -61,7 +61,7 @@ def test_a_whole_step_is_fedavg(toy, linear, local, plain):
 
 def test_epsilon_scales_the_step(toy, linear, local):
     """Six clients are selected; client 2 has no samples, so that it depends on the draw whether six or five answer."""
-    answered = len(cohort_of(stream(KEY, SELECT, 0), toy))
+    answered = len(cohort_of(derive_key(KEY, SELECT, 0), toy))
     for method, how, epsilon, part in (
         (feddist, uniform_mean, 0.25, 0.25),
         (feddist, uniform_mean, None, 1 / answered),
@@ -85,7 +85,7 @@ def test_a_lone_client_corrects_nothing(toy, linear, local, mu):
 def test_equal_clients_correct_nothing(toy_pool, linear, local):
     """All hold the same samples: every gradient is the mean gradient."""
     number, clients = np.arange(20), 8
-    held = cfl.Holdings(np.tile(number, clients), np.repeat(np.arange(clients, dtype=np.int32), 20), np.tile(number % 4 == 0, clients))
+    held = cfl.Partition(np.tile(number, clients), np.repeat(np.arange(clients, dtype=np.int32), 20), np.tile(number % 4 == 0, clients))
     data = cfl.federate(toy_pool._replace(client=None, test=None), held)
     same, other = play(feddane(linear, local, COHORT, mu=0.3), data), play(fedprox(linear, local, COHORT, mu=0.3), data)
     chex.assert_trees_all_close(same[0].groups, other[0].groups, rtol=1e-5, atol=1e-6)
@@ -104,7 +104,7 @@ def dane_round(model, data, first, second, local, mu):
     solutions = []
     for client in second:
         w, tilt = model, g + -1.0 * full(client)
-        for batch in batches_of(passes(stream(KEY, TRAIN, 0), data, client, local.epochs), local.batch_size):
+        for batch in batches_of(passes(derive_key(KEY, TRAIN, 0), data, client, local.epochs), local.batch_size):
             w = w + -local.lr * (gradient(w, x[batch], y[batch]) + tilt + mu * (w + -1.0 * model))
         solutions.append(w)
     return mean(solutions, [len(samples(data, client)) for client in second])
@@ -114,8 +114,8 @@ def dane_round(model, data, first, second, local, mu):
 def test_feddane_twin(toy, linear, local, same_set, mu):
     algorithm = feddane(linear, local, COHORT, mu=mu, same_set=same_set)
     begun, after = (play(algorithm, toy, rounds)[0] for rounds in (0, 1))
-    second = cohort_of(stream(KEY, SELECT, 0), toy)
-    first = second if same_set else cohort_of(jax.random.split(stream(KEY, PREPARE, 0))[0], toy)
+    second = cohort_of(derive_key(KEY, SELECT, 0), toy)
+    first = second if same_set else cohort_of(jax.random.split(derive_key(KEY, PREPARE, 0))[0], toy)
     assert same_set or set(first) != set(second)
     expected = dane_round(models_of(begun.groups)[0], toy, first, second, local, mu)
     np.testing.assert_allclose(models_of(after.groups)[0].flat(), expected.flat(), rtol=2e-5, atol=2e-5)
@@ -131,9 +131,9 @@ def test_feddane_bill(toy, linear, local, same_set, down, up):
 
 def test_a_gradient_that_is_not_finite_is_left_out(toy, linear, local):
     broken = toy.replace(x=jnp.where((toy.owner == 0)[:, None], jnp.nan, toy.x))
-    state, infos = play(feddane(linear, local, select.everybody()), broken, 2)
+    state, infos = play(feddane(linear, local, select.full_participation()), broken, 2)
     chex.assert_tree_all_finite(state.groups)
-    assert all(info.lost.nonfinite > 0 for info in infos)
+    assert all(info.fault_counts.nonfinite > 0 for info in infos)
 
 
 def test_feddane_has_no_sample_space_form(linear, local):
@@ -152,11 +152,11 @@ def alone(toy, linear, local):
 
 def test_nonfed_is_plain_sgd(toy, linear, local, alone):
     """E T = 6 epochs on the client's own samples from a common model agree with float64 loops."""
-    common = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(stream(KEY, START))))[0]
+    common = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(derive_key(KEY, START))))[0]
     for client, found in enumerate(models_of(alone[0].groups)):
         model = common
         for round in range(3 if toy.train.size[client] else 0):
-            epochs = passes(stream(KEY, TRAIN, round), toy, client, local.epochs)
+            epochs = passes(derive_key(KEY, TRAIN, round), toy, client, local.epochs)
             model = trained(model, toy, batches_of(epochs, local.batch_size), local.lr)
         np.testing.assert_allclose(found.flat(), model.flat(), rtol=2e-5, atol=2e-5)
 
@@ -175,7 +175,7 @@ def test_nonfed_sends_nothing(toy, linear, local, alone):
 def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     algorithm = nonfed(linear, local, COHORT)
     assert not algorithm.clustered
-    row, table = jax.jit(lambda state: evaluate.row(algorithm, linear, local.mesh, state, toy, True))(alone[0])
+    row, table = jax.jit(lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, toy, True))(alone[0])
     x, y, owner = (np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner))
     models = models_of(alone[0].groups)
     hits = np.array([probabilities(models[k], x[i : i + 1]).argmax() == y[i] for i, k in enumerate(owner)])
@@ -187,7 +187,7 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
 def test_nonfed_of_the_cohort(toy, linear, local):
     begun, after = (play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1))
     moved = np.any(matrix(begun.groups) != matrix(after.groups), axis=1)
-    assert np.flatnonzero(moved).tolist() == sorted(cohort_of(stream(KEY, SELECT, 0), toy))
+    assert np.flatnonzero(moved).tolist() == sorted(cohort_of(derive_key(KEY, SELECT, 0), toy))
     with pytest.raises(InputError, match=r"algorithm\.trains"):
         nonfed(linear, local, COHORT, trains="nobody")
 
@@ -218,7 +218,7 @@ def test_half_trimmed_is_the_median(clients):
 
 @pytest.mark.parametrize(("share", "count", "drop"), [(0.05, 20, 1), (0.05, 19, 0), (0.2, 5, 1), (0.29, 100, 29), (0.5, 4, 1), (0.2, 0, 0)])
 def test_dropped_by_hand(share, count, drop):
-    assert dropped(jnp.int32(count), share) == drop
+    assert count_trimmed(jnp.int32(count), share) == drop
 
 
 @pytest.mark.parametrize("theta", [0.2, 0.5])
@@ -247,20 +247,20 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
     """18 clients in three groups of six, one of them sends five times its update the wrong way, before the rounds and in them."""
     data = planted()
     troubled = local._replace(faults=cfl.Faults(byzantine=0.06, scale=5.0))
-    attacker = np.flatnonzero(faults.hostile(troubled.faults, stream(KEY, HOSTILE), 18))
+    attacker = np.flatnonzero(faults.draw_byzantine(troubled.faults, derive_key(KEY, BYZANTINE), 18))
     assert len(attacker) == 1
     honest, truth = np.delete(np.arange(18), attacker), np.arange(18) % 3
-    algorithm = tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6)
+    algorithm = tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6)
     begun, after = (play(algorithm, data, rounds)[0] for rounds in (0, 2))
     assert adjusted_rand_score(truth[honest], np.asarray(begun.assignment)[honest]) == 1.0
     assert after.assignment.tolist() == begun.assignment.tolist() and units(begun) == (0, 18) and units(after) == (36, 18 + 36)
     assert score(algorithm, linear, local, after, data)[honest].mean() > 0.97
-    quiet = play(tkm(linear, local, select.everybody(), m=3, theta=0.2, erm_epochs=6), data, 2)[0]
-    naive = play(tkm(linear, troubled, select.everybody(), m=3, theta=0.2, erm_epochs=6, beta=0.0), data, 2)[0]
+    quiet = play(tkm(linear, local, select.full_participation(), m=3, theta=0.2, erm_epochs=6), data, 2)[0]
+    naive = play(tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6, beta=0.0), data, 2)[0]
     away = [np.abs(matrix(run.groups)[:, None] - matrix(quiet.groups)).sum(-1).min(axis=0).max() for run in (after, naive)]
     assert away[0] < 0.5 * away[1]  # how far the worst group is from where it is without an attack
 
 
 def score(algorithm, task, local, state, data):
     """Returns each client's accuracy [K]."""
-    return np.asarray(jax.jit(lambda state: evaluate.row(algorithm, task, local.mesh, state, data, False)[1].accuracy)(state))
+    return np.asarray(jax.jit(lambda state: evaluate.evaluate_all(algorithm, task, local.mesh, state, data, False)[1].accuracy)(state))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.data.datasets import download
-from fedjax_cfl.data.datasets.download import VARIABLE, locate
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.files import leaf, npz
 from fedjax_cfl.data.datasets.images import digits, fashion_mnist, femnist, mnist
 from fedjax_cfl.data.datasets.pool import check_pool
@@ -15,7 +15,7 @@ from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 
 
@@ -101,8 +101,8 @@ def test_bad_pools(pool, says):
 
 
 def test_missing_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.delenv(DATA_ENV_VAR, raising=False)
     one_line("mnist/t10k-labels-idx1-ubyte.gz", mnist, offline=True)
     one_line("fashion_mnist/train-images-idx3-ubyte.gz", fashion_mnist, offline=True)
     one_line("femnist_leaf_sf005_uint8.npz", femnist)
@@ -110,7 +110,7 @@ def test_missing_files(tmp_path, monkeypatch):
 
 
 def test_official_split_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     rng = np.random.default_rng(0)
     images = {"train": rng.integers(0, 256, (60, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
     (tmp_path / "fashion_mnist").mkdir()

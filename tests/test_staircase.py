@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_cfl.round.ragged_loop import repeat, widths
+from fedjax_cfl.round.ragged_loop import ragged_fori_loop, stage_widths
 
 LANES = 37
 RNG = np.random.default_rng(0)
@@ -35,13 +35,17 @@ def trained(loop, count, x, matrix, key, shared):
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, 0, 0), (0, 0, None, None), (None, 0, 0, None), (0, None, None, None)])
 def test_is_a_loop(axes):
     given = [whole if axis == 0 else whole[3] for whole, axis in zip((COUNT, X, MATRIX, KEYS), axes, strict=True)]
-    expected, found = (jax.jit(jax.vmap(partial(trained, loop, shared=jnp.ones(4)), in_axes=axes))(*given) for loop in (plain, repeat))
+    expected, found = (
+        jax.jit(jax.vmap(partial(trained, loop, shared=jnp.ones(4)), in_axes=axes))(*given) for loop in (plain, ragged_fori_loop)
+    )
     np.testing.assert_array_equal(found["steps"], expected["steps"])
     np.testing.assert_allclose(found["x"], expected["x"], **ROUNDING)
 
 
 def test_is_a_loop_of_one_client():
-    expected, found = (jax.jit(partial(trained, loop))(COUNT[0], X[0], MATRIX[0], KEYS[0], jnp.ones(4)) for loop in (plain, repeat))
+    expected, found = (
+        jax.jit(partial(trained, loop))(COUNT[0], X[0], MATRIX[0], KEYS[0], jnp.ones(4)) for loop in (plain, ragged_fori_loop)
+    )
     np.testing.assert_allclose(found["x"], expected["x"], **ROUNDING)
 
 
@@ -52,18 +56,18 @@ def test_is_a_loop_when_mapped_twice():
         inner = jax.vmap(partial(trained, loop, shared=jnp.ones(4)))
         return jax.jit(jax.vmap(inner, in_axes=(None, 0, None, None)))(COUNT, jnp.stack([X, X + 1]), MATRIX, KEYS)["x"]
 
-    np.testing.assert_allclose(both(repeat), both(plain), **ROUNDING)
+    np.testing.assert_allclose(both(ragged_fori_loop), both(plain), **ROUNDING)
 
 
 def test_steps_after_the_end_change_nothing():
     """Not even by what is not a number: lane 0 divides by zero from its end on."""
-    found = jax.vmap(lambda count: repeat(count, lambda i, x: x + 1 / (count - i), 0.0))(jnp.array([1, 3]))
+    found = jax.vmap(lambda count: ragged_fori_loop(count, lambda i, x: x + 1 / (count - i), 0.0))(jnp.array([1, 3]))
     np.testing.assert_allclose(found, [1, 1 / 3 + 1 / 2 + 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("most", "stages"), [(1, [1]), (2, [2, 1]), (5, [5, 4, 3, 2, 1]), (20, [20, 16, 12, 8, 6, 4, 3, 2, 1])])
 def test_widths(most, stages):
-    assert widths(most) == stages
+    assert stage_widths(most) == stages
 
 
 def steps_taken(count) -> int:
@@ -74,7 +78,7 @@ def steps_taken(count) -> int:
         jax.debug.callback(lambda _: taken.append(1), x)
         return x + 1
 
-    jax.block_until_ready(jax.jit(jax.vmap(lambda count: repeat(count, body, 0.0)))(count))
+    jax.block_until_ready(jax.jit(jax.vmap(lambda count: ragged_fori_loop(count, body, 0.0)))(count))
     jax.effects_barrier()
     return len(taken)
 

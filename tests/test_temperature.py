@@ -12,12 +12,12 @@ from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
 from fedjax_cfl.algorithms import temperature
-from fedjax_cfl.algorithms.flexcfl import Directions, flexcfl, founded_anew, founding, pretraining
+from fedjax_cfl.algorithms.flexcfl import ColdStartMemory, flexcfl, make_found_groups, make_pretrain_solver, recluster_at
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import MIGRATE, stream
+from fedjax_cfl.round.engine import MIGRATE, derive_key
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(7)
@@ -49,21 +49,21 @@ def play(algorithm, data, rounds, state=None):
 )
 def test_updates_by_hand(strategy, expected):
     old, bias = jnp.array([5, 5, 9.5, 0, 0.5]), jnp.array([1, 2, 0.5, 0.5, 9])
-    np.testing.assert_allclose(temperature.updated(strategy, old, bias, jnp.full(5, 1.5), 10.0), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(temperature.next_temperature(strategy, old, bias, jnp.full(5, 1.5), 10.0), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", temperature.STRATEGIES)
 def test_updates_stay_between_zero_and_the_highest(strategy):
     rng = np.random.default_rng(0)
     old, bias, mean = (jnp.array(rng.exponential(size=200) * scale, jnp.float32) for scale in (3, 5, 5))
-    new = temperature.updated(strategy, jnp.minimum(old, 4.0), bias * (bias > 1), mean * (mean > 1), 4.0)
+    new = temperature.next_temperature(strategy, jnp.minimum(old, 4.0), bias * (bias > 1), mean * (mean > 1), 4.0)
     assert jnp.isfinite(new).all() and new.min() >= 0 and new.max() <= 4
     assert {0.0, 4.0} <= set(new.tolist()) or strategy == "step"
 
 
 def test_surge_ends_at_ten():
-    assert temperature.surge(jnp.array(1.0), 4.0) == 0 and temperature.surge(jnp.array(2.0), 4.0) == 8
-    np.testing.assert_allclose(temperature.surge(jnp.array([10.0, 99.0]), 2.0), 4 * (2**9 - 1), rtol=1e-6)
+    assert temperature.exponential_change(jnp.array(1.0), 4.0) == 0 and temperature.exponential_change(jnp.array(2.0), 4.0) == 8
+    np.testing.assert_allclose(temperature.exponential_change(jnp.array([10.0, 99.0]), 2.0), 4 * (2**9 - 1), rtol=1e-6)
 
 
 def world(temperatures):
@@ -72,7 +72,7 @@ def world(temperatures):
         active=jnp.ones(2, bool),
         groups={"w": jnp.array([[0.0], [10.0]])},
         assignment=jnp.zeros(6, jnp.int32),
-        memory=Directions((), (), (), (), jnp.array(temperatures, jnp.float32)),
+        memory=ColdStartMemory((), (), (), (), jnp.array(temperatures, jnp.float32)),
     )
     cohort, gid = Cohort(jnp.array([3, 0, 1, 5, 6]), jnp.arange(5)), jnp.array([0, 0, 0, 1, 0])
     nothing = jnp.zeros(5)
@@ -85,19 +85,19 @@ def test_memory_by_hand():
     """Group 0 moves by 2: gaps 1 and 7, mean 4, so client 3 warms and client 0 cools. Client 5 alone equals its own mean and warms."""
     state, cohort, gid, upload = world([5, 5, 5, 5, 5, 5])
     moved = {"w": state.groups["w"] + jnp.array([[2.0], [0.0]])}
-    after = temperature.remembered("step", 10.0, "discrepancy")(state, moved, cohort, gid, upload)
+    after = temperature.update_temperatures("step", 10.0, "discrepancy")(state, moved, cohort, gid, upload)
     assert after.temperature.tolist() == [4, 5, 5, 6, 5, 6]
-    after = temperature.remembered("linear", 10.0, "dissimilarity")(state, moved, cohort, gid, upload)  # 0 and 1, mean 1/2
+    after = temperature.update_temperatures("linear", 10.0, "dissimilarity")(state, moved, cohort, gid, upload)  # 0 and 1, mean 1/2
     assert after.temperature[3] == 10 and after.temperature[0] == 0
 
 
 def test_weights_by_hand():
     """n T / T_max: 8 * 5 / 10 = 4 and 2 * 10 / 10 = 2; the floor of n T / (T_max + 1e-5): 3 and 1."""
     state, cohort, gid, upload = world([10, 10, 10, 5, 10, 0])
-    step, mass = temperature.tempered_mean(10.0)(upload, gid, cohort, (), state)
+    step, mass = temperature.temperature_mean(10.0)(upload, gid, cohort, (), state)
     np.testing.assert_allclose(step["w"][:, 0], [(4 * 3 - 2 * 5) / 6, 0], rtol=1e-6)
     np.testing.assert_allclose(mass, [6, 0])
-    step, mass = temperature.tempered_mean(10.0, floor=True)(upload, gid, cohort, (), state)
+    step, mass = temperature.temperature_mean(10.0, floor=True)(upload, gid, cohort, (), state)
     np.testing.assert_allclose(step["w"][:, 0], [(3 * 3 - 1 * 5) / (4 + 1e-5), 0], rtol=1e-6)
     np.testing.assert_allclose(mass, [4, 0])
 
@@ -105,7 +105,7 @@ def test_weights_by_hand():
 def test_full_temperature_is_the_weighted_mean():
     state, cohort, gid, upload = world([10] * 6)
     chex.assert_trees_all_equal(
-        temperature.tempered_mean(10.0)(upload, gid, cohort, (), state), weighted_mean(upload, gid, cohort, (), state)
+        temperature.temperature_mean(10.0)(upload, gid, cohort, (), state), weighted_mean(upload, gid, cohort, (), state)
     )
 
 
@@ -125,7 +125,7 @@ def test_off_is_off(toy, linear, local):
 def test_a_cold_start_resets_the_temperature(linear, local):
     """Clients 0 and 1 are met and cool; client 1's labels all change, so that it starts cold again."""
     data = planted(2)
-    still = select.listed(jnp.arange(6, 12)[None])
+    still = select.from_table(jnp.arange(6, 12)[None])
     algorithm = flexcfl(linear, local, still, temperature="step", **GROUPS)
     begun, _ = play(algorithm, data, 0)
     cooled = begun.replace(
@@ -150,16 +150,16 @@ def misplaced(linear, local):
 
 def test_groups_are_founded_anew(linear, local, misplaced):
     data, before = misplaced
-    trial = over_clients(pretraining(linear, local, "iters:11"), local)
-    move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 6, [3], 10.0)
-    after, moved, sent = jax.jit(move)(stream(KEY, MIGRATE, 3), before, data)
+    trial = over_clients(make_pretrain_solver(linear, local, "iters:11"), local)
+    move = recluster_at(make_found_groups(trial, local, 2, "edc", 10), trial, local, 6, [3], 10.0)
+    after, moved, sent = jax.jit(move)(derive_key(KEY, MIGRATE, 3), before, data)
     old, new = np.asarray(before.assignment)[:17], np.asarray(after.assignment)[:17]
     assert adjusted_rand_score(np.arange(17) % 2, new) == 1 and after.assignment[17] == -1 and moved == 0
     for g in range(2):
         np.testing.assert_allclose(matrix(after.groups)[g], matrix(before.groups)[old[new == g]].mean(axis=0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(matrix(after.memory.start)[0], matrix(before.groups).mean(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(matrix(after.memory.initial)[0], matrix(before.groups).mean(axis=0), rtol=1e-5, atol=1e-6)
     assert (sent.units_down, sent.units_up) == (6 + 2 * 17, 6), "6 pre-train, 17 get two directions"
-    undue, _, sent = jax.jit(move)(stream(KEY, MIGRATE, 2), before.replace(round=jnp.int32(2)), data)
+    undue, _, sent = jax.jit(move)(derive_key(KEY, MIGRATE, 2), before.replace(round=jnp.int32(2)), data)
     chex.assert_trees_all_equal(undue, before.replace(round=jnp.int32(2)))
     assert sent.units_down == 0
 
@@ -168,8 +168,8 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
     """Five clients met: they all are founders, nobody else gets a group before it is selected."""
     data, before = misplaced
     before = before.replace(assignment=jnp.where(jnp.arange(18) < 5, before.assignment, -1))
-    trial = over_clients(pretraining(linear, local, "iters:11"), local)
-    move = founded_anew(founding(trial, local, 2, "edc", 10), trial, local, 8, [3], 10.0)
+    trial = over_clients(make_pretrain_solver(linear, local, "iters:11"), local)
+    move = recluster_at(make_found_groups(trial, local, 2, "edc", 10), trial, local, 8, [3], 10.0)
     after, _, sent = jax.jit(move)(KEY, before, data)
     assert adjusted_rand_score(np.arange(5) % 2, after.assignment[:5]) == 1 and (after.assignment[5:] == -1).all()
     assert (sent.units_down, sent.units_up) == (5 + 2 * 5, 5)

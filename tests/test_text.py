@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download, text
-from fedjax_cfl.data.datasets.download import VARIABLE, locate
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.text import sent140
 from fedjax_cfl.errors import InputError
 
-real = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"real data: {VARIABLE} is not set")
+real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
 ONE = "1 " * 299 + "1"  # the numbers of a vector
 HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
 
@@ -43,34 +43,34 @@ HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
     ],
 )
 def test_tokens(given, expected):
-    assert text.tokens(given) == expected
+    assert text.tokenize(given) == expected
 
 
 def test_case_is_kept_unless_asked():
-    assert text.tokens("OMG Yes") == ["OMG", "Yes"] and text.tokens("OMG Yes", lower=True) == ["omg", "yes"]
-    upper, lower = text.sequences(["OMG"], lower=True), text.sequences(["omg"])
+    assert text.tokenize("OMG Yes") == ["OMG", "Yes"] and text.tokenize("OMG Yes", lower=True) == ["omg", "yes"]
+    upper, lower = text.embed_texts(["OMG"], lower=True), text.embed_texts(["omg"])
     np.testing.assert_array_equal(upper, lower)
-    assert (text.sequences(["OMG"]) != lower).any()
+    assert (text.embed_texts(["OMG"]) != lower).any()
 
 
 def test_padding_and_truncation():
     long = " ".join(f"w{i}" for i in range(60))
-    front, end = (text.sequences(["a b", "", long], pad=pad) for pad in ("front", "end"))
+    front, end = (text.embed_texts(["a b", "", long], pad=pad) for pad in ("front", "end"))
     assert front.shape == end.shape == (3, 25, 300) and front.dtype == np.float32
-    a, b = text.hashed(["a", "b"])
+    a, b = text.hash_words(["a", "b"])
     np.testing.assert_array_equal(front[0], [*np.zeros((23, 300)), a, b])
     np.testing.assert_array_equal(end[0], [a, b, *np.zeros((23, 300))])
     assert not front[1].any() and not end[1].any()
-    np.testing.assert_array_equal(front[2], text.hashed([f"w{i}" for i in range(25)]))  # the first 25
+    np.testing.assert_array_equal(front[2], text.hash_words([f"w{i}" for i in range(25)]))  # the first 25
     np.testing.assert_array_equal(front[2], end[2])
-    one_line("dataset.source.pad=middle", text.sequences, ["a"], pad="middle")
-    assert text.sequences([]).shape == (0, 25, 300)
+    one_line("dataset.source.pad=middle", text.embed_texts, ["a"], pad="middle")
+    assert text.embed_texts([]).shape == (0, 25, 300)
 
 
 def test_hashed_vectors_are_nearly_normal_and_told_apart():
-    vectors = text.hashed([f"word{i}" for i in range(2000)])
+    vectors = text.hash_words([f"word{i}" for i in range(2000)])
     assert vectors.dtype == np.float32 and len(np.unique(vectors, axis=0)) == 2000
-    assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - text.DEVIATION) < 0.002
+    assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - text.HASH_STD) < 0.002
     assert abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02  # the kurtosis of four uniform numbers; 3 if normal
     norms = np.linalg.norm(vectors, axis=1)
     cosines = vectors[:1000] @ vectors[1000:].T / np.outer(norms[:1000], norms[1000:])
@@ -79,9 +79,9 @@ def test_hashed_vectors_are_nearly_normal_and_told_apart():
 
 def test_hashed_vectors_do_not_depend_on_process_order_or_company():
     words = ["happy", "sad", "日本語", HALF, "don't"]
-    vectors = text.hashed(words)
-    np.testing.assert_array_equal(vectors[::-1], text.hashed(words[::-1]))
-    np.testing.assert_array_equal(vectors[1:2], text.hashed(["sad"]))
+    vectors = text.hash_words(words)
+    np.testing.assert_array_equal(vectors[::-1], text.hash_words(words[::-1]))
+    np.testing.assert_array_equal(vectors[1:2], text.hash_words(["sad"]))
     code = "import sys; from fedjax_cfl import text; sys.stdout.buffer.write(text.hashed(['happy', 'sad']).tobytes())"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
@@ -93,10 +93,10 @@ def test_hashed_vectors_do_not_depend_on_process_order_or_company():
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.text(max_size=80), max_size=6), st.sampled_from(["front", "end"]))
 def test_any_text_becomes_a_sequence(texts, pad):
-    x = text.sequences(texts, pad=pad)
+    x = text.embed_texts(texts, pad=pad)
     assert x.shape == (len(texts), 25, 300) and np.isfinite(x).all()
     filled = x.any(axis=2)
-    assert filled.sum(axis=1).tolist() == [min(25, len(text.tokens(each))) for each in texts]
+    assert filled.sum(axis=1).tolist() == [min(25, len(text.tokenize(each))) for each in texts]
     order = np.diff(filled.astype(int), axis=1)
     assert (order >= 0).all() if pad == "front" else (order <= 0).all()
 
@@ -106,13 +106,13 @@ def test_glove(tmp_path):
     for name, content in {"a.txt": "\n".join(lines), "b.txt": "\r\n".join(lines) + "\r\n", "c.gz": "\n".join(lines) + "\n"}.items():
         raw = content.encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-        table = text.glove(tmp_path / name, ["unknown", "sad", "the", "café"])
+        table = text.read_glove(tmp_path / name, ["unknown", "sad", "the", "café"])
         assert table.dtype == np.float32 and not table[0].any()
         np.testing.assert_array_equal(table[1], np.float32([0.5] * 299 + [-0.2]))
         assert (table[2] == 1).all() and (table[3] == 2).all()  # the first of two lines for a word
-    x = text.sequences(["The the", "sad"], tmp_path / "a.txt")
+    x = text.embed_texts(["The the", "sad"], tmp_path / "a.txt")
     assert not x[0, :24].any() and (x[0, 24] == 1).all()  # GloVe.6B has no capitals: unknown
-    assert (text.sequences(["The the"], str(tmp_path / "a.txt"), lower=True)[0, 23:] == 1).all()
+    assert (text.embed_texts(["The the"], str(tmp_path / "a.txt"), lower=True)[0, 23:] == 1).all()
 
 
 GLOVE = {
@@ -148,7 +148,7 @@ def test_bad_glove(name, tmp_path):
     (tmp_path / "vectors.txt").write_bytes(content)
     tracemalloc.start()
     try:
-        one_line(f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}", text.glove, tmp_path / "vectors.txt", ["the", "sad"])
+        one_line(f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}", text.read_glove, tmp_path / "vectors.txt", ["the", "sad"])
         assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     finally:
         tracemalloc.stop()
@@ -156,7 +156,7 @@ def test_bad_glove(name, tmp_path):
 
 def test_glove_that_cannot_be_opened(tmp_path):
     for path in (tmp_path / "none.txt", tmp_path, "a\0b", 5):
-        one_line("cannot be read", text.glove, path, ["the"])
+        one_line("cannot be read", text.read_glove, path, ["the"])
 
 
 def leaf(counts, label=lambda i: i % 2, first=0, **changes):
@@ -179,8 +179,8 @@ def put(folder, shard):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """Returns sent140/ of an empty data root."""
-    monkeypatch.setattr(download, "cache", lambda: tmp_path / "cache")
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     return tmp_path / "sent140"
 
 
@@ -192,7 +192,7 @@ def test_sent140_of_one_part(root, name):
     pool = sent140()
     assert pool.x.shape == (71, 25, 300) and pool.x.dtype == np.float32 and pool.num_classes == 2 and pool.test is None
     assert np.bincount(pool.client).tolist() == [40, 31]  # bob has not more than 30; eve comes before ida
-    np.testing.assert_array_equal(pool.x[40, 23:], text.hashed(["ida", "0"]))
+    np.testing.assert_array_equal(pool.x[40, 23:], text.hash_words(["ida", "0"]))
     assert pool.y[40:].tolist() == [i % 2 for i in range(31)]
     held = partition.by_user(pool, test_fraction=0.2)
     assert np.bincount(held.owner[~held.test]).tolist() == [int(0.8 * 40), int(0.8 * 31)]

@@ -8,8 +8,8 @@ import numpy as np
 from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, population
 
 import fedjax_cfl as cfl
-from fedjax_cfl.models.layers import Conv, dense, flat, images, max_pool
-from fedjax_cfl.sharding import replicated
+from fedjax_cfl.models.layers import Conv, add_channel_axis, dense, flatten, max_pool
+from fedjax_cfl.sharding import replicated_sharding
 from peers import Trained
 
 
@@ -21,10 +21,10 @@ class TwoConvolutions(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for layer, features in enumerate((32, 64)):
             x = max_pool(nn.relu(Conv(features, 5, name=f"conv_{layer}")(x)))
-        return dense(self.num_classes, "head")(flat(x))
+        return dense(self.num_classes, "head")(flatten(x))
 
 
 NAMES = {"mlp": ["hidden_0", "head"], "mclr": ["head"], "cnn": ["conv_0", "conv_1", "head"]}  # of the layers, first to last
@@ -38,15 +38,15 @@ def module(model: str) -> nn.Module:
 def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "auto") -> Trained:
     """Runs FedAvg with `count` clients a round from the given first model; `jit` of the whole round is what the engine's users run."""
     cfl.use_cpu_cores()
-    mesh, names = cfl.mesh_of(), NAMES[work.model]
+    mesh, names = cfl.make_mesh(), NAMES[work.model]
     x, y, start = population(work.model)
     owner = np.repeat(np.arange(work.clients), np.diff(start)).astype(np.int32)
-    held = cfl.Holdings(np.arange(y.size), owner, np.zeros(y.size, bool))
-    everywhere = replicated(mesh)
+    held = cfl.Partition(np.arange(y.size), owner, np.zeros(y.size, bool))
+    everywhere = replicated_sharding(mesh)
     data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
     task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
     local = cfl.Local(LR, work.epochs, work.batch, None, mesh, first_layer=first_layer)
-    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.listed(cohorts(work, rounds, count)))
+    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.from_table(cohorts(work, rounds, count)))
     key = jax.device_put(jax.random.key(0), everywhere)
     state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
     given = {name: {"kernel": kernel[None], "bias": bias[None]} for name, (kernel, bias) in zip(names, initial(work.model), strict=True)}

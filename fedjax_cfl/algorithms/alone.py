@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from fedjax_cfl.errors import require
 from fedjax_cfl.round.engine import Start, federated
-from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State, Upload
 
 
@@ -23,15 +23,15 @@ def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False
     its auxiliary accuracy is that of the mean of all models. Raises InputError for a value of `trains` that is not listed here.
     """
     require("algorithm.trains", trains, ("all", "cohort"))
-    local = local.resolved()
+    local = local.resolve()
     algorithm = federated(
         task,
         local,
-        select=everybody() if trains == "all" else select,
+        select=full_participation() if trains == "all" else select,
         solve=sgd(task, local),
-        start=alike(task, ship_start),
-        assign=itself,
-        aggregate=own_delta,
+        start=shared_model(task, ship_start),
+        assign=assign_client_id,
+        aggregate=client_delta,
     )
 
     def silent_round(key, state: State, data: FederatedData):
@@ -41,23 +41,23 @@ def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False
     return algorithm._replace(round=silent_round, clustered=False)  # everybody has a model from the start
 
 
-def alike(task, ship_start: bool):
+def shared_model(task, ship_start: bool):
     """Starts every client from the same random model."""
 
     def start(key, data: FederatedData):
         count = data.num_clients
         models = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), task.init(key))
-        return Start(models, jnp.arange(count, dtype=jnp.int32), spent=traffic(units_down=count if ship_start else 0))
+        return Start(models, jnp.arange(count, dtype=jnp.int32), traffic=make_traffic(units_down=count if ship_start else 0))
 
     return start
 
 
-def itself(key, state: State, data: FederatedData, cohort: Cohort):
+def assign_client_id(key, state: State, data: FederatedData, cohort: Cohort):
     """Each client is its own group."""
-    return jnp.minimum(cohort.ids, data.num_clients - 1), traffic()
+    return jnp.minimum(cohort.ids, data.num_clients - 1), make_traffic()
 
 
-def own_delta(upload: Upload, gid, cohort: Cohort, extra, state: State):
+def client_delta(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
     """Each client's own update: a scatter, where a mean over K groups would be a product with a [S, K] matrix."""
     rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
     step = jax.tree.map(lambda leaf, delta: jnp.zeros_like(leaf).at[rows].set(delta, mode="drop"), state.groups, upload.delta)

@@ -22,10 +22,10 @@ from fedjax_cfl.errors import require
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import Start, federated
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import traffic
-from fedjax_cfl.round.tree import group_mean, members, squares
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 LINKAGES = ("single", "complete", "average")
@@ -33,15 +33,15 @@ WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 @struct.dataclass
-class Tree:
+class SplitTree:
     """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h], and later cuts have higher numbers."""
 
     parent: jax.Array  # [m] int32, -1 where there has been no cut
     models: Params  # [m, ...], the parent's model when it was cut
-    stayed: Params  # [m, ...], mean update of the members that stayed with the parent
-    moved: Params  # [m, ...], mean update of those that left
-    passed: jax.Array  # [K] int32, the last cut that the client has taken its side in
-    latest: Any = ()  # [K, ...], every client's last update, only with stale updates
+    parent_update: Params  # [m, ...], mean update of the members that stayed with the parent
+    split_update: Params  # [m, ...], mean update of those that left
+    last_split: jax.Array  # [K] int32, the last cut that the client has taken its side in
+    last_update: Any = ()  # [K, ...], every client's last update, only with stale updates
     known: Any = ()  # [K] bool, it has sent one
 
 
@@ -71,7 +71,7 @@ def cfl(
     """
     require("algorithm.linkage", linkage, LINKAGES)
     require("algorithm.weighting", weighting, WEIGHTINGS)
-    local = local.resolved()
+    local = local.resolve()
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size):
@@ -82,21 +82,21 @@ def cfl(
         local,
         select=select,
         solve=solve,
-        start=root(task, m, stale_updates),
-        assign=descent(over_clients(solve, local)),
+        start=single_active_group(task, m, stale_updates),
+        assign=descend_splits(over_clients(solve, local)),
         regroup=bipartition(due, linkage, gamma_max, stale_updates),
         aggregate=WEIGHTINGS[weighting],
     )
 
 
-def root(task, m: int, stale_updates: bool):
+def single_active_group(task, m: int, stale_updates: bool):
     """Starts from one random model in group 0; the others wait."""
 
     def start(key, data: FederatedData):
         groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), task.init(key))
         nothing = jax.tree.map(jnp.zeros_like, groups)
         clients = data.num_clients
-        tree = Tree(jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32))
+        tree = SplitTree(jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32))
         if stale_updates:
             latest = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups)
             tree = tree.replace(latest=latest, known=jnp.zeros(clients, bool))
@@ -105,7 +105,7 @@ def root(task, m: int, stale_updates: bool):
     return start
 
 
-def descent(train):
+def descend_splits(train):
     """Lets clients pass the cuts made without them: they train from the model that was cut and join the half of the more similar update.
 
     `train` is the solver of a cohort. (Algorithm 3 of the paper; newcomers begin in group 0.) Each cut costs 1 model down and 1 up.
@@ -113,16 +113,18 @@ def descent(train):
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
-        real, passed = cohort.ids < data.num_clients, tree.passed[clients]
+        real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
 
         def cut(h, carry):
             here, walked = carry
             asked = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
-                model, stayed, moved = (jax.tree.map(lambda leaf: leaf[h][None], each) for each in (tree.models, tree.stayed, tree.moved))
+                model, stayed, moved = (
+                    jax.tree.map(lambda leaf: leaf[h][None], each) for each in (tree.models, tree.parent_update, tree.split_update)
+                )
                 walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
-                upload = train(walkers, data, (jax.random.fold_in(key, h), model), full(jnp.zeros_like(here)))
+                upload = train(walkers, data, (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here)))
                 return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0]
 
             leaves = asked & lax.cond(jnp.any(asked), sides, lambda: jnp.zeros_like(asked))
@@ -130,7 +132,7 @@ def descent(train):
 
         begin = jnp.maximum(state.assignment[clients], 0), jnp.zeros((), jnp.int32)
         gid, walked = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, traffic(units_down=walked, units_up=walked)
+        return gid, make_traffic(units_down=walked, units_up=walked)
 
     return assign
 
@@ -143,23 +145,23 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         tree, m = state.memory, state.active.size
-        passed = tree.passed.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")
+        passed = tree.last_split.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, data.num_clients)
-            latest = jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.latest, delta)
+            latest = jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.last_update, delta)
             tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
             ids, group = jnp.arange(data.num_clients), state.assignment.at[ids].set(gid, mode="drop")
             sent, delta = tree.known, latest
-        square = squares(delta).sum(0)
+        square = squared_norms(delta).sum(0)
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
-        mean_square = squares(mean).sum(0)
-        longest = jnp.max(members(jnp.where(sent, square, 0.0), group, m), axis=0)
+        mean_square = squared_norms(mean).sum(0)
+        longest = jnp.max(membership_weights(jnp.where(sent, square, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
         state = state.replace(memory=tree.replace(passed=passed))
 
         def cut():
-            half, gamma = halves(ids, jnp.where(sent, group, -1), seen(delta), ready, linkage)
+            half, gamma = bisect_updates(ids, jnp.where(sent, group, -1), seen(delta), ready, linkage)
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
         state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))
@@ -171,7 +173,7 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
     return regroup
 
 
-def halves(ids, group, delta, ready, linkage: str):
+def bisect_updates(ids, group, delta, ready, linkage: str):
     """Returns the half [R] int32, 0 or 1, that each of R updates falls in, and gamma [m] = sqrt((1 - alpha) / 2) of each `ready` group.
 
     alpha is the largest cosine across. Half 0 holds the client of lowest id; rows of group -1 are masked.
@@ -195,7 +197,7 @@ def halves(ids, group, delta, ready, linkage: str):
 
 
 def split(state: State, ids, group, sent, delta, half, chosen):
-    """Gives half 1 of every `chosen` [m] group the lowest free group, while there is one; returns (state, groups [R] of the updates).
+    """Gives half 1 of every `match_names` [m] group the lowest free group, while there is one; returns (state, groups [R] of the updates).
 
     The new group inherits model and optimizer state; the tree remembers the cut.
     """
@@ -218,9 +220,9 @@ def split(state: State, ids, group, sent, delta, half, chosen):
     tree = tree.replace(
         parent=jnp.where(created, source, tree.parent),
         models=recorded(jax.tree.map(inherited, state.groups), tree.models),
-        stayed=recorded(jax.tree.map(inherited, mean), tree.stayed),
-        moved=recorded(mean, tree.moved),
-        passed=tree.passed.at[jnp.where(sent, ids, tree.passed.size)].set(jnp.sum(active) - 1, mode="drop"),
+        stayed=recorded(jax.tree.map(inherited, mean), tree.parent_update),
+        moved=recorded(mean, tree.split_update),
+        passed=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(jnp.sum(active) - 1, mode="drop"),
     )
     groups, server = jax.tree.map(inherited, (state.groups, state.server))
     return state.replace(groups=groups, server=server, active=active, memory=tree), now

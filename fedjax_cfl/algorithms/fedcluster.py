@@ -11,12 +11,12 @@ not from each group, a group that was not cut trains on and is tested again at i
 import jax
 from jax import lax
 
-from fedjax_cfl.algorithms.cfl import bipartition, descent, root
+from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, single_active_group
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
@@ -30,7 +30,7 @@ def fedcluster(task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min
     """
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError("algorithm.name=fedcluster: the model has no dense layer named head, whose updates are compared")
-    local = local.resolved()
+    local = local.resolve()
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size):
@@ -42,13 +42,13 @@ def fedcluster(task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min
             local,
             select=select,
             solve=solve,
-            start=root(task, m, False),
-            assign=descent(over_clients(solve, local)),
+            start=single_active_group(task, m, False),
+            assign=descend_splits(over_clients(solve, local)),
             regroup=bipartition(due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]),
             aggregate=weighted_mean,
         )
 
-    some, whole = drawn(select), drawn(everybody())
+    some, whole = drawn(select), drawn(full_participation())
 
     def round(key, state, data):
         return lax.cond(state.round % (rounds + 1) == rounds, whole.round, some.round, key, state, data)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round import faults
-from fedjax_cfl.round.cohort import dealt, over_clients
-from fedjax_cfl.round.engine import everybody, federated, one_group
-from fedjax_cfl.round.local import full
-from fedjax_cfl.round.objective import erm, proximal, tilted
-from fedjax_cfl.round.sgd import one_gradient, sgd
-from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import assign_single_group, federated, serve_global
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.objective import add_linear_term, erm, proximal
+from fedjax_cfl.round.sgd import gradient_step, sgd
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
 
@@ -25,38 +25,38 @@ def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm
 
     Simulated faults strike in the second phase; gradients that are not finite are left out of the mean.
     """
-    local = local.resolved()
+    local = local.resolve()
     algorithm = federated(
         task,
         local,
         select=select,
-        solve=sgd(task, local, tilted(lambda extra: extra, proximal(mu, erm(task)))),
-        assign=charged(same_set),
-        prepare=correction(task, local, None if same_set else select),
+        solve=sgd(task, local, add_linear_term(lambda client_extra: client_extra, proximal(mu, erm(task)))),
+        assign=assign_with_s1_traffic(same_set),
+        prepare=gradient_correction(task, local, None if same_set else select),
     )
-    return algorithm._replace(serve=everybody, clustered=False)  # `assign` only adds to the bill
+    return algorithm._replace(serve=serve_global, clustered=False)  # `assign` only adds to the bill
 
 
-def correction(task, local, select):
+def gradient_correction(task, local, select):
     """Returns prepare(...) -> g_t - grad F_i(w_t) [S, ...]; `select` draws S1, None: S1 is the cohort. Zero if nobody in S1 has samples."""
-    gradient = over_clients(one_gradient(task, local), local)
+    gradient = over_clients(gradient_step(task, local), local)
 
     def prepare(key, state: State, data: FederatedData, cohort: Cohort, gid):
         draw, noise = jax.random.split(key)
 
         def asked(cohort):
-            return gradient(cohort, data, (noise, state.groups), full(jnp.zeros_like(cohort.ids)))  # delta = -lr grad F_i(w_t)
+            return gradient(cohort, data, (noise, state.groups), full_work(jnp.zeros_like(cohort.ids)))  # delta = -lr grad F_i(w_t)
 
         own = asked(cohort)
-        first = own if select is None else asked(dealt(select(draw, state.round, data.num_clients), data, local))
-        first, *_ = faults.screened("skip", first)
+        first = own if select is None else asked(make_cohort(select(draw, state.round, data.num_clients), data, local))
+        first, *_ = faults.guard_nonfinite("skip", first)
         mean, mass = group_mean(first.weight, jnp.zeros(first.weight.shape, jnp.int32), first.delta, 1)
         return jax.tree.map(lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean)
 
     return prepare
 
 
-def charged(same_set: bool):
+def assign_with_s1_traffic(same_set: bool):
     """Returns assign(...): everybody trains group 0; the bill of what FedAvg does not send.
 
     With K clients in each phase that is a gradient up, and g_t down next to w_t: 4 K in all if the same clients serve both phases and
@@ -64,8 +64,8 @@ def charged(same_set: bool):
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        gid, _ = one_group(key, state, data, cohort)
+        gid, _ = assign_single_group(key, state, data, cohort)
         clients = jnp.sum(cohort.ids < data.num_clients)
-        return gid, traffic(units_down=clients * (1 if same_set else 2), units_up=clients)
+        return gid, make_traffic(units_down=clients * (1 if same_set else 2), units_up=clients)
 
     return assign

@@ -17,26 +17,26 @@ from fedjax_cfl.types import Algorithm
 
 def feddist(task, local, select, *, epsilon=0.6) -> Algorithm:
     """FedDist: plain means, step `epsilon` (None: 1 / |S|, the clients that answered)."""
-    return towards(task, local, select, uniform_mean, epsilon)
+    return step_towards(task, local, select, uniform_mean, epsilon)
 
 
 def feddws(task, local, select, *, epsilon=None) -> Algorithm:
     """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, the clients that answered)."""
-    return towards(task, local, select, weighted_mean, epsilon)
+    return step_towards(task, local, select, weighted_mean, epsilon)
 
 
-def towards(task, local, select, mean, epsilon) -> Algorithm:
+def step_towards(task, local, select, mean, epsilon) -> Algorithm:
     """FedAvg that goes `epsilon` of the way to `mean`, an aggregate."""
-    local = local.resolved()
-    aggregate, server = (per_client(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
+    local = local.resolve()
+    aggregate, server = (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
     return federated(task, local, select=select, solve=sgd(task, local), aggregate=aggregate, server=server)
 
 
-def per_client(mean):
+def divide_by_cohort(mean):
     """Divides the steps of `mean` by the number of clients that answered."""
 
-    def aggregate(upload, gid, cohort, extra, state):
-        step, mass = mean(upload, gid, cohort, extra, state)
+    def aggregate(upload, gid, cohort, client_extra, state):
+        step, mass = mean(upload, gid, cohort, client_extra, state)
         return jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step), mass
 
     return aggregate

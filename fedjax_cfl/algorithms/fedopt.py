@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.engine import federated, no_clients
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
@@ -39,8 +39,8 @@ def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
 
 def with_server(task, local, select, server) -> Algorithm:
     """FedAvg with a server optimizer."""
-    local = local.resolved()
-    return federated(task, local, select=select, solve=sgd(task, local), server=server, founders=nobody)
+    local = local.resolve()
+    return federated(task, local, select=select, solve=sgd(task, local), server=server, founders=no_clients)
 
 
 def fedavgm(task, local, select, *, server_lr=1.0, momentum: float = 0.9) -> Algorithm:

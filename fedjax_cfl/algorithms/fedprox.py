@@ -7,7 +7,7 @@ FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.engine import federated, no_clients
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
@@ -15,13 +15,13 @@ from fedjax_cfl.types import Algorithm
 
 def fedprox(task, local, select, *, mu=1.0, drop_percent: float = 0.0) -> Algorithm:
     """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs, uniformly drawn, and are kept."""
-    local = local.resolved()
+    local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
-    slow = stragglers(drop_percent, local.epochs) if drop_percent else None
-    return federated(task, local, select=select, solve=solve, effort=slow, founders=nobody)
+    slow = partial_epochs(drop_percent, local.epochs) if drop_percent else None
+    return federated(task, local, select=select, solve=solve, effort=slow, founders=no_clients)
 
 
-def stragglers(drop_percent: float, epochs: int):
+def partial_epochs(drop_percent: float, epochs: int):
     """Returns effort(key, data, cohort) -> [S], the share of its E epochs each client manages this round."""
 
     def effort(key, data, cohort):

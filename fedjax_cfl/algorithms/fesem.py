@@ -17,28 +17,30 @@ from jax import lax
 
 from fedjax_cfl.clustering.distances import gram
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import DETECTORS, on_shift, watch
+from fedjax_cfl.clustering.migrate import DETECTORS, init_reference, on_shift
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.aggregate import first_client, uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import Start, federated, random_groups
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import traffic
-from fedjax_cfl.round.tree import group_mean, group_sum, members
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
-DIMENSIONS = 256  # of the points that are clustered at the start: exact for up to as many clients, beyond that their principal directions
+MAX_EMBEDDING_DIMENSIONS = (
+    256  # of the points that are clustered at the start: exact for up to as many clients, beyond that their principal directions
+)
 
 
 @struct.dataclass
-class Solutions:
+class ClientModels:
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent
     known: jax.Array  # [K] bool, False: it never trained, takes no part in the means and stays in its group
-    watch: Any = ()  # migrate.Watch, only where clients migrate
+    init_reference: Any = ()  # migrate.Watch, only where clients migrate
 
 
 def fesem(
@@ -69,7 +71,7 @@ def fesem(
     it: with estep=all nothing changes; with estep=selected such a client moves only if centers have, since it was last selected.
     Raises InputError for a value that is not listed here, or last_layer for a model without a dense layer `head`.
     """
-    starts = {"local": pure_clustering(task, local, m, restarts), "random_models": random_models(task, m)}
+    starts = {"local": cluster_local_models(task, local, m, restarts), "random_models": random_models(task, m)}
     averages = {
         "stored": stored_mean,
         "cohort": uniform_mean,
@@ -84,9 +86,9 @@ def fesem(
     require("algorithm.detector", detector, DETECTORS)
     if distance == "last_layer" and "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError("algorithm.distance=last_layer: the model has no dense layer named head; use distance=full")
-    local = local.resolved()
+    local = local.resolve()
     nearest_of = partial(nearest_center, distance=distance)
-    choose = own_nearest(nearest_of)
+    choose = nearest_stored_center(nearest_of)
     pull = proximal(mu if form == "prox" else lambda mu_i: mu_i, erm(task))
     move = on_shift(choose, local, detector) if migrate else None
     return federated(
@@ -94,10 +96,10 @@ def fesem(
         local,
         select=select,
         solve=sgd(task, local, pull),
-        start=watched(starts[start]) if migrate else starts[start],
+        start=with_shift_reference(starts[start]) if migrate else starts[start],
         migrate=e_step_of_all(nearest_of, move) if estep == "all" else move,
-        assign=lambda *given: (choose(*given), traffic()),
-        prepare=scaled_pull(mu) if form == "eq8" else None,
+        assign=lambda *given: (choose(*given), make_traffic()),
+        prepare=client_mu(mu) if form == "eq8" else None,
         aggregate=averages[average],
         remember=keep_models,
     )
@@ -121,7 +123,7 @@ def nearest_center(models, centers, distance: str = "full"):
     return jnp.argmin(sum(jax.tree.leaves(jax.tree.map(part, models, centers))), axis=1).astype(jnp.int32)
 
 
-def own_nearest(nearest_of):
+def nearest_stored_center(nearest_of):
     """Returns choose(key, state, data, cohort) -> [S]: the center `nearest_of(models, centers)` to each client's stored model."""
 
     def choose(key, state: State, data: FederatedData, cohort: Cohort):
@@ -137,7 +139,7 @@ def e_step_of_all(nearest_of, move=None):
 
     def migrate(key, state: State, data: FederatedData):
         before = state.assignment
-        state, _, walked = move(key, state, data) if move else (state, None, traffic())
+        state, _, walked = move(key, state, data) if move else (state, None, make_traffic())
         nearest = nearest_of(state.memory.models, state.groups)
         assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
         return state.replace(assignment=assignment), jnp.sum(assignment != before).astype(jnp.int32), walked
@@ -145,7 +147,7 @@ def e_step_of_all(nearest_of, move=None):
     return migrate
 
 
-def scaled_pull(mu):
+def client_mu(mu):
     """Returns prepare(...) -> mu_i [S] = 2 mu n / (K n_i): eq. 8 divided by the n_i / n in front of its loss."""
 
     def prepare(key, state: State, data: FederatedData, cohort: Cohort, gid):
@@ -155,14 +157,14 @@ def scaled_pull(mu):
     return prepare
 
 
-def stored_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
+def stored_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
     """Plain mean of all stored models of each group (eq. 10), the cohort's being those of this round.
 
     The old rows of the cohort are masked out and its new models added: one matrix product with the memory, which is left as it is.
     """
     m, memory, fresh = state.active.size, state.memory, upload.weight > 0
     old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
-    kept, new = members(old.astype(jnp.float32), state.assignment, m), members(fresh.astype(jnp.float32), gid, m)
+    kept, new = membership_weights(old.astype(jnp.float32), state.assignment, m), membership_weights(fresh.astype(jnp.float32), gid, m)
     mass = kept.sum(0) + new.sum(0)
 
     def step(stored, delta, center):
@@ -175,12 +177,12 @@ def stored_mean(upload: Upload, gid, cohort: Cohort, extra, state: State):
     return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
 
 
-def rows_of(cohort: Cohort, upload: Upload, memory: Solutions):
+def rows_of(cohort: Cohort, upload: Upload, memory: ClientModels):
     """Returns the rows [S] of the memory that the cohort's models go to; K, which is dropped, where there is none."""
     return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
 
 
-def keep_models(state: State, groups, cohort: Cohort, gid, upload: Upload) -> Solutions:
+def keep_models(state: State, groups, cohort: Cohort, gid, upload: Upload) -> ClientModels:
     """Stores the model of every client that trained."""
     rows = rows_of(cohort, upload, state.memory)
 
@@ -201,42 +203,42 @@ def random_models(task, num_groups: int):
         keys = jax.random.split(key)
         common = task.init(keys[1])
         models = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), common)
-        memory = Solutions(models, jnp.ones(data.num_clients, bool))
+        memory = ClientModels(models, jnp.ones(data.num_clients, bool))
         return random_groups(task, num_groups)(keys[0], data)._replace(memory=memory)
 
     return start
 
 
-def pure_clustering(task, local, num_groups: int, restarts: int):
+def cluster_local_models(task, local, num_groups: int, restarts: int):
     """Starts from K-means of the models all clients have after one local update of a common random model, the best of `restarts`.
 
     (Training settings of the paper's experiments; it does not say what W_i is before training.) It costs K models down and K up and meets
     everybody. A group without members starts from the common model.
     """
-    local = local.resolved()
+    local = local.resolve()
     train = over_clients(sgd(task, local), local)
 
     def start(key, data):
         keys = jax.random.split(key, 3)
         common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
-        upload = train(cohort, data, (keys[1], common), full(jnp.zeros_like(cohort.ids)))
+        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        upload = train(cohort, data, (keys[1], common), full_work(jnp.zeros_like(cohort.ids)))
         everyone = jax.tree.map(lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), upload.delta)
         delta = jax.tree.map(lambda whole, part: whole.at[cohort.ids].set(part, mode="drop"), everyone, upload.delta)
         known = data.train.size > 0
-        found = kmeans(keys[2], embedded(delta, known), num_groups, restarts, weight=known)
+        found = kmeans(keys[2], embed_deltas(delta, known), num_groups, restarts, weight=known)
         centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, num_groups)
         return Start(
             groups=jax.tree.map(jnp.add, common, centers),
             assignment=found.labels,
-            memory=Solutions(jax.tree.map(jnp.add, common, delta), known),
-            spent=traffic(units_down=data.num_clients, units_up=data.num_clients),
+            memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
+            traffic=make_traffic(units_down=data.num_clients, units_up=data.num_clients),
         )
 
     return start
 
 
-def embedded(delta, known):
+def embed_deltas(delta, known):
     """Returns points [K, min(K, DIMENSIONS)] with the distances of `delta [K, ...]`: K-means needs no more, however large the models.
 
     With G = Q diag(l) Q' the inner products of the centered updates, the rows of Q sqrt(l) have the same inner products. The top directions
@@ -248,14 +250,14 @@ def embedded(delta, known):
         return jax.vmap(jnp.where, (0, 0, None))(known, leaf - jnp.tensordot(weight, leaf, axes=1), 0.0)
 
     values, vectors = jnp.linalg.eigh(gram(jax.tree.map(centered, delta)))
-    return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :DIMENSIONS]
+    return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :MAX_EMBEDDING_DIMENSIONS]
 
 
-def watched(begin):
+def with_shift_reference(begin):
     """Adds to a start what `on_shift` compares with."""
 
     def start(key, data):
         begun = begin(key, data)
-        return begun._replace(memory=begun.memory.replace(watch=watch(data)))
+        return begun._replace(memory=begun.memory.replace(shift_reference=init_reference(data)))
 
     return start

@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2002.06440, inside each center (Xie et al., "Multi-Center Federated Learning", section 5.1).
 
 Two models can be the same up to the order of their hidden units, which neither a distance nor a mean by index sees. Hence the server first
-brings the units of every model it receives, layer by layer, into the order of the center the client trained from (`matching.aligned`).
+brings the units of every model it receives, layer by layer, into the order of the center the client trained from (`matching.align_to_center`).
 What it stores, compares and averages is the reordered model, the same function; all else is FeSEM.
 
 With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new model that fits no unit of its group opens one that is
@@ -21,21 +21,40 @@ import jax.numpy as jnp
 from flax import struct
 from jax.tree_util import Partial
 
-from fedjax_cfl.algorithms.fesem import e_step_of_all, keep_models, nearest_center, own_nearest, pure_clustering, rows_of, stored_mean
-from fedjax_cfl.algorithms.matching import TINY, Layer, aligned, atoms, in_use, layers_of, narrowed, parts, permuted, placed
+from fedjax_cfl.algorithms.fesem import (
+    cluster_local_models,
+    e_step_of_all,
+    keep_models,
+    nearest_center,
+    nearest_stored_center,
+    rows_of,
+    stored_mean,
+)
+from fedjax_cfl.algorithms.matching import (
+    MIN_VARIANCE_RATIO,
+    Layer,
+    align_to_center,
+    align_to_posterior,
+    atom_parts,
+    find_layers,
+    find_used_units,
+    layer_atoms,
+    permute_hidden_units,
+    zero_spare_units,
+)
 from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import add, traffic
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.round.tree import group_sum
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 
 @struct.dataclass
-class Solutions:
+class MatchedModels:
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent, its units in a center's order
@@ -56,59 +75,59 @@ def fesem_ma(
     """
     require("algorithm.average", average, ("stored", "cohort"))
     require("algorithm.head", head, ("classes", "plain"))
-    local, layers = local.resolved(), layers_of(task)
+    local, layers = local.resolve(), find_layers(task)
     words = int(head == "classes")
     if spare and any(layer.norms for layer in layers):
         raise InputError(f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all units of a layer")
-    solve, mean = sgd(task, local, proximal(mu, erm(task))), by_class(layers[-1].name) if words else stored_mean
+    solve, mean = sgd(task, local, proximal(mu, erm(task))), class_weighted_mean(layers[-1].name) if words else stored_mean
     if spare:
-        begin = task._replace(init=lambda key: narrowed(layers, task.init(key), spare))
-        nearest_of = partial(nearest_where_used, layers)
-        own = {"solve": solve, "regroup": store_placed(layers)}
-        mean = over_owners(mean, layers)
+        begin = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
+        nearest_of = partial(nearest_center_in_use, layers)
+        own = {"solve": solve, "regroup": store_matched_models(layers)}
+        mean = mean_over_owners(mean, layers)
     else:
         begin, nearest_of = task, nearest_center
-        own = {"solve": matched(solve, layers), "regroup": recount if words else None, "remember": keep_models}
-    choose = own_nearest(nearest_of)
+        own = {"solve": match_to_center(solve, layers), "regroup": recount if words else None, "remember": keep_models}
+    choose = nearest_stored_center(nearest_of)
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         sent = jnp.sum(cohort.ids < data.num_clients) * data.num_classes * words
-        return choose(key, state, data, cohort), traffic(words_up=sent)
+        return choose(key, state, data, cohort), make_traffic(words_up=sent)
 
     return federated(
         task,
         local,
         select=select,
-        start=counted(pure_clustering(begin, local, m, restarts), words),
+        start=with_class_counts(cluster_local_models(begin, local, m, restarts), words),
         migrate=e_step_of_all(nearest_of),
         assign=assign,
-        aggregate=of_cohort(mean) if average == "cohort" else mean,
+        aggregate=mean_over_cohort(mean) if average == "cohort" else mean,
         **own,
     )
 
 
-def matched(solve, layers):
+def match_to_center(solve, layers):
     """Returns the solver of one client whose update is that of the trained model with its hidden units in the order of its center's."""
 
     def visit(solve, client, bucket, data, shared, mine):
         upload = solve(client, bucket, data, shared, mine)
         center = jax.tree.map(lambda leaf: leaf[mine.group], shared[1])
-        orders = aligned(layers, jax.tree.map(jnp.add, center, upload.delta), center)
+        orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
         # Reordering is linear; this way an order that stays leaves the update as it was, to the last bit.
-        shift = jax.tree.map(jnp.subtract, permuted(layers, center, orders), center)
-        return upload.replace(delta=jax.tree.map(jnp.add, shift, permuted(layers, upload.delta, orders)))
+        shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
+        return upload.replace(delta=jax.tree.map(jnp.add, shift, permute_hidden_units(layers, upload.delta, orders)))
 
     return Partial(visit, solve)
 
 
-def counted(begin, words: int):
+def with_class_counts(begin, words: int):
     """Adds to FeSEM's start the class counts, which come with every client's first model."""
 
     def start(key, data: FederatedData):
         begun = begin(key, data)
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
-        memory = Solutions(begun.memory.models, begun.memory.known, counts)
-        return begun._replace(memory=memory, spent=add(begun.spent, traffic(words_up=counts.size * words)))
+        memory = MatchedModels(begun.memory.models, begun.memory.known, counts)
+        return begun._replace(memory=memory, traffic=add_traffic(begun.traffic, make_traffic(words_up=counts.size * words)))
 
     return start
 
@@ -120,15 +139,15 @@ def recount(key, state: State, data: FederatedData, cohort: Cohort, gid, upload:
     return state.replace(memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))), gid
 
 
-def nearest_where_used(layers, models: Params, centers: Params):
+def nearest_center_in_use(layers, models: Params, centers: Params):
     """Returns the center [N] nearest to each of `models [N, ...]` as `nearest_center` does, but for units that the model does not have.
 
     Otherwise a center would be the farther from its clients' earlier models the more it has grown.
     """
     total, before = 0.0, None
     for layer in layers:
-        own = jax.vmap(in_use, (None, 0))(layer, models) if layer is not layers[-1] else jnp.ones((1, layer.width))
-        for name, part in parts(layer, centers):
+        own = jax.vmap(find_used_units, (None, 0))(layer, models) if layer is not layers[-1] else jnp.ones((1, layer.width))
+        for name, part in atom_parts(layer, centers):
             model, center = models[name][part], centers[name][part]
             mean = jnp.mean(center, axis=0)
             apart = center - mean
@@ -140,7 +159,7 @@ def nearest_where_used(layers, models: Params, centers: Params):
     return jnp.argmin(total, axis=1).astype(jnp.int32)
 
 
-def store_placed(layers):
+def store_matched_models(layers):
     """Returns regroup(...): `recount`, and stores the cohort's models, the units of each where its group's posterior takes them.
 
     One after another, each with the group's models of earlier rounds and those just placed: two clients with the same new unit share one.
@@ -150,19 +169,23 @@ def store_placed(layers):
         state, gid = recount(key, state, data, cohort, gid, upload)
         memory, m, rows, trained = state.memory, state.active.size, rows_of(cohort, upload, state.memory), upload.weight > 0
         assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
-        others = tree.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
-        number = others.sum(0) + tree.members(trained.astype(jnp.float32), gid, m).sum(0)
-        owns = [jax.vmap(in_use, (None, 0))(layer, memory.models) for layer in layers[:-1]]
-        everyone = tree.members(memory.known.astype(jnp.float32), assignment, m)
-        spreads = [spread(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers[:-1], owns, strict=True)]
+        others = tree.membership_weights(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
+        number = others.sum(0) + tree.membership_weights(trained.astype(jnp.float32), gid, m).sum(0)
+        owns = [jax.vmap(find_used_units, (None, 0))(layer, memory.models) for layer in layers[:-1]]
+        everyone = tree.membership_weights(memory.known.astype(jnp.float32), assignment, m)
+        spreads = [
+            estimate_variances(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers[:-1], owns, strict=True)
+        ]
 
         def place(carry, one):
             sums, counts = carry
             group, delta, counted = one
             center, own_sums, own_counts, own_spreads = jax.tree.map(lambda leaf: leaf[group], (state.groups, sums, counts, spreads))
             model = jax.tree.map(jnp.add, center, delta)
-            model = permuted(layers, model, placed(layers, model, center, own_sums, own_counts, own_spreads, number[group]))
-            used = [in_use(layer, model) for layer in layers[:-1]]
+            model = permute_hidden_units(
+                layers, model, align_to_posterior(layers, model, center, own_sums, own_counts, own_spreads, number[group])
+            )
+            used = [find_used_units(layer, model) for layer in layers[:-1]]
             added = jax.tree.map(lambda leaf, new: leaf.at[group].add(jnp.where(counted, new, 0)), (sums, counts), (model, used))
             return added, model
 
@@ -174,12 +197,12 @@ def store_placed(layers):
     return regroup
 
 
-def spread(layer: Layer, models: Params, owns, groups: Params, members):
+def estimate_variances(layer: Layer, models: Params, owns, groups: Params, members):
     """Returns the prior mean [m, D] of a layer's atoms, and the variances [m] of a parameter around its atom and of atoms, by moments.
 
     Args: `models [K, ...]` that have the units `owns [K, W]`; a group's atoms are those of its center, `groups [m, ...]`; `members [K, m]`.
     """
-    centers, used = jax.vmap(atoms, (None, 0))(layer, groups), jax.vmap(in_use, (None, 0))(layer, groups)
+    centers, used = jax.vmap(layer_atoms, (None, 0))(layer, groups), jax.vmap(find_used_units, (None, 0))(layer, groups)
     count = jnp.maximum(used.sum(1), 1)
     mean = jnp.sum(centers, axis=1) / count[:, None]
     apart = jnp.sum(jnp.where(used[..., None], centers - mean[:, None], 0) ** 2, axis=(1, 2))
@@ -187,21 +210,21 @@ def spread(layer: Layer, models: Params, owns, groups: Params, members):
 
     def gap(model, owned, weight):
         center = jax.tree.map(lambda leaf: leaf[jnp.argmax(weight)], groups)
-        return jnp.sum(jnp.where(owned[:, None], atoms(layer, model) - atoms(layer, center), 0) ** 2)
+        return jnp.sum(jnp.where(owned[:, None], layer_atoms(layer, model) - layer_atoms(layer, center), 0) ** 2)
 
     within = members.T @ jax.lax.map(lambda one: gap(*one), (models, owns, members))
     sigma = within / (mean.shape[1] * jnp.maximum((members.T @ owns).sum(1) - count, 1))
-    return mean, jnp.maximum(sigma, TINY * sigma0), jnp.maximum(sigma0, TINY**2)
+    return mean, jnp.maximum(sigma, MIN_VARIANCE_RATIO * sigma0), jnp.maximum(sigma0, MIN_VARIANCE_RATIO**2)
 
 
-def over_owners(mean, layers):
-    """Returns the aggregation `mean` of what `store_placed` has stored, but that a hidden unit is averaged over the models that have it."""
+def mean_over_owners(mean, layers):
+    """Returns the aggregation `mean` of what `store_matched_models` has stored, but that a hidden unit is averaged over the models that have it."""
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
-        step, mass = mean(upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, extra, state)
-        members = tree.members(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
+    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+        step, mass = mean(upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, client_extra, state)
+        members = tree.membership_weights(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
         for layer in layers[:-1]:
-            owners = members.T @ jax.vmap(in_use, (None, 0))(layer, state.memory.models)
+            owners = members.T @ jax.vmap(find_used_units, (None, 0))(layer, state.memory.models)
             share = jnp.maximum(owners, 1) / jnp.maximum(mass, 1)[:, None]
 
             def shared(center, part, share=share):
@@ -213,28 +236,28 @@ def over_owners(mean, layers):
     return aggregated
 
 
-def of_cohort(mean):
+def mean_over_cohort(mean):
     """Returns the aggregation `mean` of stored models, but of those alone that arrived in this round."""
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
+    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         memory = state.memory
         arrived = jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
-        return mean(upload, gid, cohort, extra, state.replace(memory=memory.replace(known=arrived)))
+        return mean(upload, gid, cohort, client_extra, state.replace(memory=memory.replace(known=arrived)))
 
     return aggregated
 
 
-def by_class(head: str):
+def class_weighted_mean(head: str):
     """Plain means as in eq. 10 of FeSEM, but for the output layer `head`, whose class c is weighted by the samples of class c (FedMA).
 
     A class that no model of a group has a sample of gets the plain mean.
     """
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, extra, state: State):
-        step, mass = stored_mean(upload, gid, cohort, extra, state)
+    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+        step, mass = stored_mean(upload, gid, cohort, client_extra, state)
         m, memory, rows = state.active.size, state.memory, rows_of(cohort, upload, state.memory)
-        old = tree.members(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m)
-        new = tree.members((upload.weight > 0).astype(jnp.float32), gid, m)
+        old = tree.membership_weights(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m)
+        new = tree.membership_weights((upload.weight > 0).astype(jnp.float32), gid, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
         came = new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]  # [S, m, C]

@@ -18,22 +18,22 @@ from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import Start, federated, one_group
-from fedjax_cfl.round.local import full
-from fedjax_cfl.round.select import everybody
+from fedjax_cfl.round.engine import Start, assign_single_group, federated
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import traffic
-from fedjax_cfl.round.tree import group_mean, members
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, Served, State, Upload
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import group_mean, membership_weights
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, ServedModels, State, Upload
 
 WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 @struct.dataclass
-class Founding:
+class GroupDirections:
     """What clients that missed the clustering are compared with; zeros before."""
 
-    start: Params  # [1, ...], the model that everybody trained from
+    initial: Params  # [1, ...], the model that everybody trained from
     directions: Params  # [m, ...], mean update of each group's founders
 
 
@@ -63,36 +63,38 @@ def fl_hc(
     require("algorithm.weighting", weighting, WEIGHTINGS)
     if linkage == "ward" and metric != "L2":
         raise InputError(f"algorithm.metric={metric}: linkage=ward is defined for metric=L2")
-    local = local.resolved()
-    solve, start = sgd(task, local), common_model(task, m)
-    assign = joining(over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else kept
-    found = founded(m, metric, linkage, threshold, newcomers)
+    local = local.resolve()
+    solve, start = sgd(task, local), single_active_group(task, m)
+    assign = join_nearest_direction(over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else assign_previous_group
+    found = cluster_updates(m, metric, linkage, threshold, newcomers)
     grouped = federated(task, local, select=select, solve=solve, start=start, assign=assign, aggregate=WEIGHTINGS[weighting])
-    clustering = federated(task, local, select=everybody(), solve=solve, start=start, assign=one_group, regroup=found, aggregate=unmoved)
+    clustering = federated(
+        task, local, select=full_participation(), solve=solve, start=start, assign=assign_single_group, regroup=found, aggregate=zero_step
+    )
 
     def round(key, state, data):
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
 
     def serve(state: State):
         """Serves all clients group 0 until they are clustered."""
-        return Served(state.groups, jnp.where(state.round > warm_up, state.assignment, 0))
+        return ServedModels(state.groups, jnp.where(state.round > warm_up, state.assignment, 0))
 
     return Algorithm(grouped.init, round, serve, nonfinite=grouped.nonfinite)
 
 
-def common_model(task, m: int):
+def single_active_group(task, m: int):
     """Starts from one random model in group 0; the others wait."""
 
     def start(key, data):
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(key))
         groups = jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial)
-        memory = Founding(*(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups)))
+        memory = GroupDirections(*(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups)))
         return Start(groups, memory=memory, active=jnp.arange(m) == 0)
 
     return start
 
 
-def founded(m: int, metric: str, linkage: str, threshold, newcomers: str):
+def cluster_updates(m: int, metric: str, linkage: str, threshold, newcomers: str):
     """Returns regroup(...): clusters the updates into groups, numbered by their lowest client, that all start from group 0's model."""
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
@@ -104,42 +106,42 @@ def founded(m: int, metric: str, linkage: str, threshold, newcomers: str):
         if newcomers == "largest":
             gid = jnp.where(gid < 0, jnp.argmax(size), gid).astype(jnp.int32)
         groups, server = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server))
-        memory = Founding(jax.tree.map(lambda leaf: leaf[:1], groups), directions)
+        memory = GroupDirections(jax.tree.map(lambda leaf: leaf[:1], groups), directions)
         active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
         return state.replace(groups=groups, server=server, active=active, memory=memory), gid
 
     return regroup
 
 
-def unmoved(upload: Upload, gid, cohort: Cohort, extra, state: State):
+def zero_step(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
     """Leaves every group where it is: the clustering round only finds out who is alike."""
-    return jax.tree.map(jnp.zeros_like, state.groups), members(upload.weight, gid, state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(upload.weight, gid, state.active.size).sum(0)
 
 
-def kept(key, state: State, data: FederatedData, cohort: Cohort):
+def assign_previous_group(key, state: State, data: FederatedData, cohort: Cohort):
     """Leaves clients in their group, 0 before there are any."""
-    return jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0), traffic()
+    return jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0), make_traffic()
 
 
-def joining(train, metric: str, warm_up: int):
+def join_nearest_direction(train, metric: str, warm_up: int):
     """Lets clients that missed the clustering train from its model, once, and join the group of the nearest mean update.
 
     `train` is the solver of a cohort. Costs a newcomer 1 model down and 1 up more.
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        gid, _ = kept(key, state, data, cohort)
+        gid, _ = assign_previous_group(key, state, data, cohort)
         waiting = is_cold(state, cohort) & (state.round > warm_up)
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload = train(newcomers, data, (key, state.memory.start), full(jnp.zeros_like(gid)))
+            upload = train(newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(gid)))
             both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions)
             distance = METRICS[metric](both)[: gid.size, gid.size :]
             return jnp.argmin(jnp.where(state.active, distance, jnp.inf), axis=1).astype(jnp.int32)
 
         count = jnp.sum(waiting)
         joined = lax.cond(jnp.any(waiting), nearest, lambda: gid)
-        return jnp.where(waiting, joined, gid), traffic(units_down=count, units_up=count)
+        return jnp.where(waiting, joined, gid), make_traffic(units_down=count, units_up=count)
 
     return assign

@@ -23,27 +23,27 @@ from fedjax_cfl.clustering.assign import cold_start, nearest_direction, random_g
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import DETECTORS, Watch, on_shift, reassigned, watch
+from fedjax_cfl.clustering.migrate import DETECTORS, ShiftReference, init_reference, on_shift, reassign
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.aggregate import inter_group
-from fedjax_cfl.round.cohort import dealt, over_clients
+from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import Start, federated
-from fedjax_cfl.round.local import full
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import add, traffic
-from fedjax_cfl.round.tree import group_mean, group_sum, members
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Algorithm, FederatedData, Params, State
 
 
 @struct.dataclass
-class Directions:
+class ColdStartMemory:
     """What newcomers are compared with: frozen after the group cold start, unless groups are founded anew."""
 
-    start: Params  # [1, ...], the common initial model
+    initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
-    planted: jax.Array  # [m] bool, the group has founders
-    watch: Watch  # label counts when each client was last assigned
+    has_founders: jax.Array  # [m] bool, the group has founders
+    init_reference: ShiftReference  # label counts when each client was last assigned
     temperature: Any = ()  # [K] float32, 0 .. T_max, only where temperatures are on
 
 
@@ -91,34 +91,34 @@ def flexcfl(
         raise InputError(f"algorithm.recluster={recluster}: must be a list of rounds, whole numbers >= 0, as [50,100]")
     if not temperature_max > 1:
         raise InputError(f"algorithm.temperature_max={temperature_max}: must be a finite number > 1")
-    local = local.resolved()
-    trial = over_clients(pretraining(task, local, pretrain), local)
+    local = local.resolve()
+    trial = over_clients(make_pretrain_solver(task, local, pretrain), local)
     mixing = None if isinstance(eta_g, int | float) and eta_g == 0 else inter_group(eta_g, mix)
-    found = founding(trial, local, m, measure, restarts)
+    found = make_found_groups(trial, local, m, measure, restarts)
     count = m if measure == "none" else alpha * m
     start = group_cold_start(task, found, count, m, group_start)
     move = on_shift(nearest_direction(trial), local, detector) if dynamic else None
     parts = {}
     if temperature != "none":
-        start = heat.heated(start, temperature_max)
-        move = heat.reheated(move, temperature_max) if move else None
-        parts["aggregate"] = heat.tempered_mean(temperature_max, temperature_floor)
-        parts["remember"] = heat.remembered(temperature, temperature_max, temperature_bias)
+        start = heat.init_temperatures(start, temperature_max)
+        move = heat.reset_shifted(move, temperature_max) if move else None
+        parts["aggregate"] = heat.temperature_mean(temperature_max, temperature_floor)
+        parts["remember"] = heat.update_temperatures(temperature, temperature_max, temperature_bias)
     return federated(
         task,
         local,
         select=select,
         solve=sgd(task, local, proximal(mu, erm(task))),
         start=start,
-        migrate=founded_anew(found, trial, local, count, recluster, temperature_max, move) if recluster else move,
+        migrate=recluster_at(found, trial, local, count, recluster, temperature_max, move) if recluster else move,
         assign=cold_start(nearest_direction(trial) if newcomers == "nearest" else random_group),
         mix=mixing,
-        founders=None if dynamic or recluster or parts else lambda key, clients: founders_of(jax.random.split(key, 4)[1], clients, count),
+        founders=None if dynamic or recluster or parts else lambda key, clients: draw_founders(jax.random.split(key, 4)[1], clients, count),
         **parts,
     )
 
 
-def pretraining(task, local, length: str):
+def make_pretrain_solver(task, local, length: str):
     """Returns the solver of a client's first update, by `length`: iters:N | epochs:N | epochs:E (D1)."""
     kind, _, number = str(length).partition(":")
     if kind == "epochs" and number == "E":
@@ -130,7 +130,7 @@ def pretraining(task, local, length: str):
     return sgd(task, local, iterations=int(number))
 
 
-def founding_groups(key, upload, founders, m: int, measure: str, restarts: int):
+def cluster_founders(key, upload, founders, m: int, measure: str, restarts: int):
     """Returns the group [len(founders)] of each founder's update; `founders` are their slots. Founders without data get -1."""
     valid = upload.weight[founders] > 0
     if measure == "none":
@@ -146,17 +146,17 @@ def founding_groups(key, upload, founders, m: int, measure: str, restarts: int):
     return jnp.where(valid, found.labels, -1)
 
 
-def founding(trial, local, m: int, measure: str, restarts: int):
+def make_found_groups(trial, local, m: int, measure: str, restarts: int):
     """Returns found(keys [2], ids, initial [1, ...], data) -> (cohort, gid [S], directions [m, ...], founders [m]) of newly founded groups.
 
     The clients `ids` pre-train from the initial model and are clustered; directions are mean updates. Slots without a founder have gid -1.
     """
 
     def found(keys, ids, initial, data: FederatedData):
-        cohort = dealt(ids, data, local)
-        upload = trial(cohort, data, (keys[0], initial), full(jnp.zeros_like(cohort.ids)))
+        cohort = make_cohort(ids, data, local)
+        upload = trial(cohort, data, (keys[0], initial), full_work(jnp.zeros_like(cohort.ids)))
         founders = jnp.argsort(cohort.rank)[: ids.size]  # slots in the order of selection, whatever the devices
-        labels = founding_groups(keys[1], upload, founders, m, measure, restarts)
+        labels = cluster_founders(keys[1], upload, founders, m, measure, restarts)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[founders].set(labels.astype(jnp.int32))
         return cohort, gid, *group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
 
@@ -172,25 +172,25 @@ def group_cold_start(task, found, count: int, m: int, group_start: str):
     def start(key, data):
         keys = jax.random.split(key, 4)
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        ids = founders_of(keys[1], data.num_clients, count)
+        ids = draw_founders(keys[1], data.num_clients, count)
         cohort, gid, directions, founders = found(keys[2:], ids, initial, data)
         began = directions if group_start == "pretrained" else jax.tree.map(jnp.zeros_like, directions)
         return Start(
             groups=jax.tree.map(jnp.add, initial, began),
             assignment=jnp.full(data.num_clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop"),
-            memory=Directions(initial, directions, founders > 0, watch(data)),
-            spent=traffic(units_down=ids.size * (1 + m), units_up=ids.size),
+            memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
+            traffic=make_traffic(units_down=ids.size * (1 + m), units_up=ids.size),
         )
 
     return start
 
 
-def founders_of(key, num_clients: int, count: int):
+def draw_founders(key, num_clients: int, count: int):
     """Returns the clients that found the groups, drawn uniformly."""
     return jax.random.permutation(key, num_clients)[:count].astype(jnp.int32)
 
 
-def founded_anew(found, trial, local, count: int, rounds: Sequence[int], highest: float, move=None):
+def recluster_at(found, trial, local, count: int, rounds: Sequence[int], highest: float, move=None):
     """Returns migrate(key, state, data): after `move`, if any, the groups are founded anew in the listed rounds (D38).
 
     Up to `count` random clients met pre-train from the auxiliary model, the mean of the group models in use, and are clustered; all others
@@ -204,27 +204,27 @@ def founded_anew(found, trial, local, count: int, rounds: Sequence[int], highest
         lots = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
         drawn = jnp.argsort(lots)[:count].astype(jnp.int32)
         ids = jnp.where(met[drawn], drawn, clients)
-        old = members(met.astype(jnp.float32), state.assignment, m)
+        old = membership_weights(met.astype(jnp.float32), state.assignment, m)
         used = (old.sum(0) > 0).astype(jnp.float32)
         auxiliary = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
         cohort, gid, directions, founders = found(keys[1:3], ids, auxiliary, data)
         founded = jnp.full(clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop")
-        memory = state.memory.replace(start=auxiliary, directions=directions, planted=founders > 0)
+        memory = state.memory.replace(initial=auxiliary, directions=directions, has_founders=founders > 0)
         memory = memory.replace(temperature=jax.tree.map(lambda t: jnp.full_like(t, highest), memory.temperature))
         begun = state.replace(assignment=founded, memory=memory)
-        assignment = reassigned(nearest_direction(trial), local, keys[3], begun, data, met & (founded < 0))
-        joined = old.T @ members(met.astype(jnp.float32), assignment, m)  # [old, new] clients
+        assignment = reassign(nearest_direction(trial), local, keys[3], begun, data, met & (founded < 0))
+        joined = old.T @ membership_weights(met.astype(jnp.float32), assignment, m)  # [old, new] clients
         size = joined.sum(0)
         means = group_sum(jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(m)), state.groups)
         drawn_count = jnp.sum(met[drawn])
-        sent = traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)  # the start, then m directions to everybody met
+        sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)  # the start, then m directions to everybody met
         return begun.replace(assignment=assignment, groups=means), sent
 
     def migrate(key, state: State, data: FederatedData):
-        state, moved, walked = move(key, state, data) if move else (state, jnp.zeros((), jnp.int32), traffic())
+        state, moved, walked = move(key, state, data) if move else (state, jnp.zeros((), jnp.int32), make_traffic())
         due = jnp.any(jnp.array(tuple(rounds)) == state.round)
-        state, sent = jax.lax.cond(due, anew, lambda key, state, data: (state, traffic()), key, state, data)
-        return state, moved, add(walked, sent)
+        state, sent = jax.lax.cond(due, anew, lambda key, state, data: (state, make_traffic()), key, state, data)
+        return state, moved, add_traffic(walked, sent)
 
     return migrate
 

@@ -11,22 +11,22 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.clustering.assign import best_model, every_round, training_loss
-from fedjax_cfl.clustering.migrate import DETECTORS, Watch, on_shift, watch
+from fedjax_cfl.clustering.migrate import DETECTORS, ShiftReference, init_reference, on_shift
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round import traffic
-from fedjax_cfl.round.aggregate import first_client, over_cohort, uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import dealt, over_clients
-from fedjax_cfl.round.engine import SELECT, START, TRAIN, Start, federated, nobody, random_groups, stream
-from fedjax_cfl.round.local import full
-from fedjax_cfl.round.sgd import one_gradient, sgd
+from fedjax_cfl.round.aggregate import cohort_mean, first_client, uniform_mean, weighted_mean
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import SELECT, START, TRAIN, Start, derive_key, federated, no_clients, random_groups
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.types import Algorithm
 
 
 @struct.dataclass
-class Choices:
+class ShiftMemory:
     """The memory of IFCA-MIG."""
 
-    watch: Watch
+    init_reference: ShiftReference
 
 
 WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean, "first_client": first_client}
@@ -69,40 +69,40 @@ def ifca(
     require("algorithm.charge", charge, ("detected", "swapped"))
     if average == "gradient" and weighting != "uniform":
         raise InputError(f"algorithm.weighting={weighting}: gradient averaging divides by the participants; use weighting=uniform")
-    local = local.resolved()
+    local = local.resolve()
     by_gradient = average == "gradient"
-    solve = one_gradient(task, local) if by_gradient else sgd(task, local)
-    combine = over_cohort if by_gradient else WEIGHTINGS[weighting]
+    solve = gradient_step(task, local) if by_gradient else sgd(task, local)
+    combine = cohort_mean if by_gradient else WEIGHTINGS[weighting]
     choose = best_model(task, local, with_l2)
     move = on_shift(choose, local, detector, units_each=m, charge=charge) if migrate else None
 
     def build(begin):
         parts = {"start": begin, "migrate": move, "assign": every_round(choose), "aggregate": combine}
         plain = start == "random" and restarts == 1 and not migrate
-        return federated(task, local, select=select, solve=solve, founders=nobody if plain else None, **parts)
+        return federated(task, local, select=select, solve=solve, founders=no_clients if plain else None, **parts)
 
-    begin = watched(starts[start](task, m)) if migrate else starts[start](task, m)
-    return build(begin) if restarts == 1 else build(best_of(restarts, restart_rounds, begin, build(begin)))
+    begin = with_shift_reference(starts[start](task, m)) if migrate else starts[start](task, m)
+    return build(begin) if restarts == 1 else build(best_of_restarts(restarts, restart_rounds, begin, build(begin)))
 
 
-def watched(begin):
+def with_shift_reference(begin):
     """Adds to a start the memory that `on_shift` needs."""
 
     def start(key, data):
-        return begin(key, data)._replace(memory=Choices(watch(data)))
+        return begin(key, data)._replace(memory=ShiftMemory(init_reference(data)))
 
     return start
 
 
 def first_cohort(local, select, key, data):
     """Returns the clients that the method's first round would select, dealt to devices."""
-    ids = select(stream(key, SELECT, 0), 0, data.num_clients)
-    return dealt(ids, data, local)
+    ids = select(derive_key(key, SELECT, 0), 0, data.num_clients)
+    return make_cohort(ids, data, local)
 
 
 def reject_unbalanced(local, select, share: float, tries: int = 100):
     """Redraws m random models until each attracts at least `share` of the first cohort (IFCA's CIFAR code); the last draw stands."""
-    local = local.resolved()
+    local = local.resolve()
 
     def with_task(task, num_groups):
         losses = over_clients(training_loss(task), local)
@@ -124,7 +124,7 @@ def reject_unbalanced(local, select, share: float, tries: int = 100):
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, draw(key, data).groups)))
             asked = drawn * real.sum()
-            return Start(groups, spent=traffic.traffic(units_down=asked * num_groups, words_up=asked))
+            return Start(groups, traffic=traffic.make_traffic(units_down=asked * num_groups, words_up=asked))
 
         return start
 
@@ -133,7 +133,7 @@ def reject_unbalanced(local, select, share: float, tries: int = 100):
 
 def spread_models(local, select):
     """Models of trained clients of the first cohort: a random one, then again and again the client whose best loss is largest."""
-    local = local.resolved()
+    local = local.resolve()
 
     def with_task(task, num_groups):
         train = over_clients(sgd(task, local), local)
@@ -143,7 +143,7 @@ def spread_models(local, select):
             cohort = first_cohort(local, select, key, data)
             real = cohort.ids < data.num_clients
             common = random_groups(task, 1)(key, data).groups
-            upload = train(cohort, data, (stream(key, TRAIN), common), full(jnp.zeros_like(cohort.ids)))
+            upload = train(cohort, data, (derive_key(key, TRAIN), common), full_work(jnp.zeros_like(cohort.ids)))
             models = jax.tree.map(jnp.add, common, upload.delta)
             first = jnp.argmin(jnp.where(real, cohort.rank, cohort.rank.size))
 
@@ -155,27 +155,27 @@ def spread_models(local, select):
 
             _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=num_groups)
             clients = real.sum()
-            spent = traffic.traffic(units_down=clients * (1 + num_groups), units_up=clients, words_up=clients * num_groups)
-            return Start(jax.tree.map(lambda leaf: leaf[chosen], models), spent=spent)
+            spent = traffic.make_traffic(units_down=clients * (1 + num_groups), units_up=clients, words_up=clients * num_groups)
+            return Start(jax.tree.map(lambda leaf: leaf[chosen], models), traffic=spent)
 
         return start
 
     return with_task
 
 
-def best_of(restarts: int, rounds: int, begin, algorithm: Algorithm):
+def best_of_restarts(restarts: int, rounds: int, begin, algorithm: Algorithm):
     """Begins from the one of `restarts` starts whose short training ended with the lowest training loss; all of them are charged."""
 
     def start(key, data):
         def attempt(number):
             attempt_key = jax.random.fold_in(key, number)
             state = algorithm.init(attempt_key, data)
-            begun = begin(stream(attempt_key, START), data).groups
+            begun = begin(derive_key(attempt_key, START), data).groups
             state, info = lax.scan(lambda state, _: algorithm.round(attempt_key, state, data), state, length=rounds)
             return begun, info.last_loss[-1], state.traffic
 
         groups, loss, spent = lax.map(attempt, jnp.arange(restarts))
         chosen = jax.tree.map(lambda leaf: leaf[jnp.argmin(loss)], groups)
-        return begin(key, data)._replace(groups=chosen, spent=jax.tree.map(jnp.sum, spent))
+        return begin(key, data)._replace(groups=chosen, traffic=jax.tree.map(jnp.sum, spent))
 
     return start

@@ -8,7 +8,7 @@ Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks"
 Yurochkin et al., "Statistical Model Aggregation via Parameter Matching", NeurIPS 2019, https://arxiv.org/abs/1911.00218 (SPAHM);
 Wang et al., "Federated Learning with Matched Averaging", ICLR 2020, https://arxiv.org/abs/2002.06440 (FedMA).
 
-All shapes are static, for use inside a round: `aligned` keeps the width, `placed` lets a layer grow into units that are not in use, which
+All shapes are static, for use inside a round: `align_to_center` keeps the width, `align_to_posterior` lets a layer grow into units that are not in use, which
 are units all of whose weights are 0. W units of a layer, J models.
 """
 
@@ -22,8 +22,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
 
 FARTHEST = 1e30  # stands in for infinite and NaN costs
-TINY = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
-POPULAR = 10  # models of an atom that count in its prior, at most (the PFNM code)
+MIN_VARIANCE_RATIO = 1e-6  # least variance of a parameter around its atom, relative to that of the atoms
+MAX_PRIOR_COUNT = 10  # models of an atom that count in its prior, at most (the PFNM code)
 
 
 class Layer(NamedTuple):
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     width: int  # W
 
 
-def layers_of(task: Task) -> tuple[Layer, ...]:
+def find_layers(task: Task) -> tuple[Layer, ...]:
     """Returns the layers of a chain of convolutions and dense layers in the order in which the model calls them; the last is the output.
 
     Between layers may be what treats all units alike: activation, dropout, pooling, flattening with channels last. That nothing
@@ -69,7 +69,7 @@ def _follows(kernel: tuple[int, ...], width: int) -> bool:
     return kernel[-2] == width if len(kernel) > 2 else kernel[0] % width == 0  # a dense layer may see a flattened image [H W width]
 
 
-def assignment(cost: jax.Array) -> jax.Array:
+def solve_assignment(cost: jax.Array) -> jax.Array:
     """Returns the column [n] int32 of each row such that the sum over `cost [n, n]` is least: O(n^3), exact, jittable.
 
     Jonker and Volgenant, "A shortest augmenting path algorithm for dense and sparse linear assignment problems", Computing 1987: columns
@@ -113,19 +113,19 @@ def assignment(cost: jax.Array) -> jax.Array:
     return lax.while_loop(lambda carry: jnp.any(carry[2] == n), augment, begin)[2]
 
 
-def parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
+def atom_parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
     """Returns where an atom's numbers stand, in order: kernel, bias, normalisations."""
     own = [(layer.name, part) for part in ("kernel", "bias") if part in params[layer.name]]
     return own + [(norm, part) for norm in layer.norms for part in sorted(params[norm])]
 
 
-def atoms(layer: Layer, params: Params) -> jax.Array:
+def layer_atoms(layer: Layer, params: Params) -> jax.Array:
     """Returns the atoms [W, D] of a layer."""
-    leaves = [params[name][part] for name, part in parts(layer, params)]
+    leaves = [params[name][part] for name, part in atom_parts(layer, params)]
     return jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]).T
 
 
-def reordered(layer: Layer, params: Params, before, order) -> Params:
+def reorder_units(layer: Layer, params: Params, before, order) -> Params:
     """Returns a model with the units of one layer in another `order [W]`, and its inputs in that of the layer `before [W before]`.
 
     None leaves them as they are. Channels come last in an image, so that a dense layer's kernel [H W channels, out] is cut into blocks
@@ -140,14 +140,14 @@ def reordered(layer: Layer, params: Params, before, order) -> Params:
     return {**params, **{name: jax.tree.map(moved, params[name]) for name in (layer.name, *layer.norms)}}
 
 
-def permuted(layers: tuple[Layer, ...], params: Params, orders) -> Params:
+def permute_hidden_units(layers: tuple[Layer, ...], params: Params, orders) -> Params:
     """Returns the same function with the units of each hidden layer in the order `orders[l] [W]`; the output layer's classes stay."""
     for layer, before, order in zip(layers, (None, *orders), (*orders, None), strict=True):
-        params = reordered(layer, params, before, order)
+        params = reorder_units(layer, params, before, order)
     return params
 
 
-def aligned(layers: tuple[Layer, ...], params: Params, center: Params) -> list[jax.Array]:
+def align_to_center(layers: tuple[Layer, ...], params: Params, center: Params) -> list[jax.Array]:
     """Returns the orders [W] of a model's hidden units that bring each layer's atoms, one layer after the other, nearest to the center's.
 
     The sum of squared distances is least. With as many atoms as the center has, all of the same count, and none to open, that is the
@@ -155,21 +155,21 @@ def aligned(layers: tuple[Layer, ...], params: Params, center: Params) -> list[j
     """
     orders: list[jax.Array] = []
     for layer in layers[:-1]:
-        mine = atoms(layer, reordered(layer, params, orders[-1] if orders else None, None))
-        theirs = atoms(layer, center)
+        mine = layer_atoms(layer, reorder_units(layer, params, orders[-1] if orders else None, None))
+        theirs = layer_atoms(layer, center)
         middle = jnp.mean(theirs, axis=0)  # distances from inner products about it cancel less
         mine, theirs = mine - middle, theirs - middle
         product = jnp.matmul(theirs, mine.T, precision=lax.Precision.HIGHEST)
-        orders.append(assignment(jnp.sum(theirs**2, axis=1)[:, None] + jnp.sum(mine**2, axis=1) - 2 * product))
+        orders.append(solve_assignment(jnp.sum(theirs**2, axis=1)[:, None] + jnp.sum(mine**2, axis=1) - 2 * product))
     return orders
 
 
-def in_use(layer: Layer, params: Params) -> jax.Array:
+def find_used_units(layer: Layer, params: Params) -> jax.Array:
     """Returns which units [W] of a layer have a weight that is not 0."""
-    return jnp.any(atoms(layer, params) != 0, axis=1)
+    return jnp.any(layer_atoms(layer, params) != 0, axis=1)
 
 
-def narrowed(layers: tuple[Layer, ...], params: Params, spare) -> Params:
+def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare) -> Params:
     """Returns a model whose hidden layers use all but the last `spare` (a share) of their units; all weights to and from the others are 0.
 
     Without normalisations, such a unit stays as it is in training if its activation is 0 at 0: no gradient reaches its weights.
@@ -188,7 +188,7 @@ def narrowed(layers: tuple[Layer, ...], params: Params, spare) -> Params:
     return params
 
 
-def gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp):
+def posterior_gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp):
     """Returns the gain [W, L] in log posterior of taking each of `rows [W, D]` for each of L atoms, but for a number per row.
 
     An atom is the sum [L, D] of its `counts [L]` members, all minus the prior mean; those of 0 are new ones, of which each next costs more.
@@ -198,13 +198,13 @@ def gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp):
     mass = counts * sigma0 + sigma
     means, variance = sums * (sigma0 / mass)[:, None], sigma + sigma * sigma0 / mass
     gap = xp.sum(rows**2, axis=1)[:, None] + xp.sum(means**2, axis=1) - 2 * xp.matmul(rows, means.T)
-    popular, new = xp.clip(counts, 1, POPULAR), counts == 0
+    popular, new = xp.clip(counts, 1, MAX_PRIOR_COUNT), counts == 0
     held = xp.log(popular / xp.maximum(models - popular, 1))
     prior = xp.where(new, xp.log(gamma / models) - xp.log(xp.maximum(xp.cumsum(new), 1)), held)
     return 2 * prior - gap / variance - rows.shape[1] * xp.log(variance)
 
 
-def placed(layers: tuple[Layer, ...], params: Params, center: Params, sums: Params, counts, spreads, models) -> list[jax.Array]:
+def align_to_posterior(layers: tuple[Layer, ...], params: Params, center: Params, sums: Params, counts, spreads, models) -> list[jax.Array]:
     """Returns the orders [W] of a model's hidden units that put each where the posterior takes it: with an atom of its group, or a new one.
 
     Args: `sums` of the group's other models, `counts[l] [W]` of them that use a unit; where they are none, the center stands for one;
@@ -212,11 +212,11 @@ def placed(layers: tuple[Layer, ...], params: Params, center: Params, sums: Para
     """
     orders: list[jax.Array] = []
     for layer, count, (mean, sigma, sigma0) in zip(layers[:-1], counts, spreads, strict=True):
-        rows = atoms(layer, reordered(layer, params, orders[-1] if orders else None, None))
+        rows = layer_atoms(layer, reorder_units(layer, params, orders[-1] if orders else None, None))
         alone, used = count == 0, jnp.any(rows != 0, axis=1)
-        total = jnp.where(alone[:, None], atoms(layer, center), atoms(layer, sums))
-        count = jnp.where(alone, in_use(layer, center), count).astype(jnp.float32)
-        gain = gains(rows - mean, total - count[:, None] * mean, count, models, sigma, sigma0)
+        total = jnp.where(alone[:, None], layer_atoms(layer, center), layer_atoms(layer, sums))
+        count = jnp.where(alone, find_used_units(layer, center), count).astype(jnp.float32)
+        gain = posterior_gains(rows - mean, total - count[:, None] * mean, count, models, sigma, sigma0)
         loss = jnp.max(gain, axis=1, keepdims=True) - gain  # small numbers, where it matters
-        orders.append(assignment(jnp.where(used[:, None], loss, 0).T))
+        orders.append(solve_assignment(jnp.where(used[:, None], loss, 0).T))
     return orders

@@ -8,17 +8,19 @@ import jax.numpy as jnp
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import federated, nobody
+from fedjax_cfl.round.engine import federated, no_clients
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 
 def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
     """q-FedAvg; each client also uploads its loss, one word."""
-    local = local.resolved()
+    local = local.resolve()
     loss = over_clients(training_loss(task), local)
 
     def prepare(key, state, data, cohort, gid):
         return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]
 
-    return federated(task, local, select=select, solve=sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr), founders=nobody)
+    return federated(
+        task, local, select=select, solve=sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr), founders=no_clients
+    )

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl.round.engine import SELECT, stream
-from fedjax_cfl.types import Algorithm, FederatedData, Params, Served, State
+from fedjax_cfl.round.engine import SELECT, derive_key
+from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State
 
 
 @struct.dataclass
-class Received:
+class ReceivedModels:
     """The memory of an algorithm, and what its clients have received."""
 
-    own: Any
+    algorithm_memory: Any
     models: Params  # [K, ...], at the beginning of the round in which the client last took part; the initial one before that
 
 
-def on_received(algorithm: Algorithm, select) -> Algorithm:
+def evaluate_received(algorithm: Algorithm, select) -> Algorithm:
     """Returns the same algorithm, tested on the models received; `select` is the one it draws its cohorts with. It stores K models more.
 
     A client that is served no model (it never met the server) is not tested.
@@ -31,25 +31,25 @@ def on_received(algorithm: Algorithm, select) -> Algorithm:
         state = algorithm.init(key, data)
         served = algorithm.serve(state)
         models = jax.tree.map(lambda leaf: leaf[jnp.maximum(served.index, 0)], served.models)
-        return state.replace(memory=Received(state.memory, models))
+        return state.replace(memory=ReceivedModels(state.memory, models))
 
     def round(key, state: State, data: FederatedData):
         before = inner(state)
         after, info = algorithm.round(key, before, data)
         sent = algorithm.serve(before.replace(assignment=after.assignment))
-        ids = select(stream(key, SELECT, state.round), state.round, data.num_clients)
+        ids = select(derive_key(key, SELECT, state.round), state.round, data.num_clients)
         own = sent.index.at[ids].get(mode="clip")
         models = jax.tree.map(lambda old, new: old.at[ids].set(new[own], mode="drop"), state.memory.models, sent.models)
-        return after.replace(memory=Received(after.memory, models)), info
+        return after.replace(memory=ReceivedModels(after.memory, models)), info
 
     def inner(state: State) -> State:
-        return state.replace(memory=state.memory.own)
+        return state.replace(memory=state.memory.algorithm_memory)
 
-    def serve(state: State) -> Served:
+    def serve(state: State) -> ServedModels:
         return algorithm.serve(inner(state))
 
-    def test(state: State) -> Served:
+    def test(state: State) -> ServedModels:
         index = serve(state).index
-        return Served(state.memory.models, jnp.where(index >= 0, jnp.arange(index.size), -1))
+        return ServedModels(state.memory.models, jnp.where(index >= 0, jnp.arange(index.size), -1))
 
-    return algorithm._replace(init=init, round=round, serve=serve, test=test)
+    return algorithm._replace(init=init, round=round, serve=serve, eval_models=test)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import deviation
-from fedjax_cfl.round.tree import group_mean, group_sum, members
+from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, State, Upload
 
-SMALL = 1e-5  # the code's guard of divisions
+EPSILON = 1e-5  # the code's guard of divisions
 
 
 def step(temperature, bias, mean, highest):
@@ -21,10 +21,10 @@ def step(temperature, bias, mean, highest):
 
 def linear(temperature, bias, mean, highest):
     """T + (1 - b / b_g) T_max."""
-    return temperature + (1.0 - bias / (mean + SMALL)) * highest
+    return temperature + (1.0 - bias / (mean + EPSILON)) * highest
 
 
-def surge(times, highest):
+def exponential_change(times, highest):
     """Returns (T_max^(min(x, 10) - 1) - 1) 2 T_max / (T_max - 1), which is 0 at x = 1 and 2 T_max at x = 2."""
     return (highest ** (jnp.minimum(times, 10.0) - 1.0) - 1.0) * 2.0 * highest / (highest - 1.0)
 
@@ -33,12 +33,12 @@ def lied(temperature, bias, mean, highest):
     """Linear increase, exponential decrease: by the surge of b / b_g above the mean."""
     above = bias > mean
     ratio = jnp.where(above, bias, 1.0) / jnp.where(above & (mean > 0), mean, 1.0)
-    return jnp.where(above, temperature - surge(ratio, highest), linear(temperature, bias, mean, highest))
+    return jnp.where(above, temperature - exponential_change(ratio, highest), linear(temperature, bias, mean, highest))
 
 
 def eied(temperature, bias, mean, highest):
     """Exponential increase, exponential decrease: by the surge of |b - b_g|, which is negative below 1, as the code has it."""
-    change = surge(jnp.abs(bias - mean), highest)
+    change = exponential_change(jnp.abs(bias - mean), highest)
     return jnp.where(bias > mean, temperature - change, temperature + change)
 
 
@@ -49,27 +49,27 @@ BIASES = {
 }
 
 
-def updated(strategy: str, temperature, bias, mean, highest):
+def next_temperature(strategy: str, temperature, bias, mean, highest):
     """Returns the new temperatures of clients that trained, given their own bias and their group's mean; all of one shape."""
     new = jnp.clip(STRATEGIES[strategy](temperature, bias, mean, highest), 0.0, highest)
     return jnp.where(temperature > 0, new, temperature)
 
 
-def tempered_mean(highest: float, floor: bool = False):
+def temperature_mean(highest: float, floor: bool = False):
     """Means weighted by n_i T_i / T_max; with `floor` by the code's floor(n_i T_i / (T_max + 1e-5)), which is n_i - 1 for T_i = T_max."""
 
-    def aggregate(upload: Upload, gid, cohort: Cohort, extra, state: State):
+    def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         temperature = state.memory.temperature[jnp.minimum(cohort.ids, state.assignment.size - 1)]
         if not floor:
-            return weighted_mean(upload.replace(weight=upload.weight * (temperature / highest)), gid, cohort, extra, state)
-        coefficient = members(jnp.floor(upload.weight * temperature / (highest + SMALL)), gid, state.active.size)
+            return weighted_mean(upload.replace(weight=upload.weight * (temperature / highest)), gid, cohort, client_extra, state)
+        coefficient = membership_weights(jnp.floor(upload.weight * temperature / (highest + EPSILON)), gid, state.active.size)
         mass = coefficient.sum(0)
-        return group_sum(coefficient / (mass + SMALL), upload.delta), mass
+        return group_sum(coefficient / (mass + EPSILON), upload.delta), mass
 
     return aggregate
 
 
-def remembered(strategy: str, highest: float, bias: str):
+def update_temperatures(strategy: str, highest: float, bias: str):
     """Returns remember(state, groups, cohort, gid, upload): the memory with new temperatures of the clients that trained."""
 
     def remember(state: State, groups, cohort: Cohort, gid, upload: Upload):
@@ -77,14 +77,14 @@ def remembered(strategy: str, highest: float, bias: str):
         own = BIASES[bias](*deviation(state, groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
         old = state.memory.temperature[jnp.minimum(cohort.ids, num_clients - 1)]
-        new = updated(strategy, old, own, mean[gid], highest)
+        new = next_temperature(strategy, old, own, mean[gid], highest)
         rows = jnp.where(trained, cohort.ids, num_clients)
         return state.memory.replace(temperature=state.memory.temperature.at[rows].set(new, mode="drop"))
 
     return remember
 
 
-def heated(begin, highest: float):
+def init_temperatures(begin, highest: float):
     """Adds to a start the temperatures of all clients."""
 
     def start(key, data: FederatedData):
@@ -94,12 +94,12 @@ def heated(begin, highest: float):
     return start
 
 
-def reheated(move, highest: float):
+def reset_shifted(move, highest: float):
     """Sets to T_max the clients that `migrate.on_shift` lets start cold again: those whose reference it has renewed."""
 
     def migrate(key, state: State, data: FederatedData):
         after, moved, walked = move(key, state, data)
-        renewed = jnp.any(after.memory.watch.reference != state.memory.watch.reference, axis=1)
+        renewed = jnp.any(after.memory.shift_reference.reference != state.memory.shift_reference.reference, axis=1)
         temperature = jnp.where(renewed, jnp.float32(highest), after.memory.temperature)
         return after.replace(memory=after.memory.replace(temperature=temperature)), moved, walked
 

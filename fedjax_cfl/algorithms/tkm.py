@@ -16,12 +16,12 @@ from jax import lax
 
 from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.round import faults
-from fedjax_cfl.round.aggregate import dropped, trimmed_group_mean, trimmed_mean
-from fedjax_cfl.round.cohort import dealt, over_clients
-from fedjax_cfl.round.engine import HOSTILE, START, federated, random_groups, stream
+from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import BYZANTINE, START, derive_key, federated, random_groups
 from fedjax_cfl.round.local import Work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
 
 
@@ -43,23 +43,23 @@ def tkm(
     the median; `erm_epochs` local epochs of the first stage, near convergence (None: 10 E); `iterations` of K-means at most, from
     `restarts` draws of m clients. It holds K models at the start, and the first stage costs K models up.
     """
-    local = local.resolved()
+    local = local.resolve()
     rounds = federated(
         task,
         local,
         select=select,
         solve=sgd(task, local),
         start=random_groups(task, m),
-        assign=settled,
+        assign=assign_fixed_group,
         aggregate=trimmed_mean(beta),
     )
     learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
 
     def init(key, data: FederatedData):
         state = rounds.init(key, data)
-        keys = jax.random.split(stream(key, START), m + 3)[m:]  # the first m drew the models
+        keys = jax.random.split(derive_key(key, START), m + 3)[m:]  # the first m drew the models
         begin = jax.tree.map(lambda leaf: leaf[:1], state.groups)
-        models, known, sent = learn(keys[:2], begin, data, stream(key, HOSTILE))
+        models, known, sent = learn(keys[:2], begin, data, derive_key(key, BYZANTINE))
         labels, centers = trimmed_kmeans(keys[2], models, known, m, theta, restarts, iterations)
         return state.replace(groups=centers, assignment=labels, traffic=sent)
 
@@ -71,21 +71,21 @@ def local_erm(task, local):
 
     Simulated faults strike as in a round; the model of a client without samples or answer is the start, and not known.
     """
-    troubles = local.faults.checked()
-    train = over_clients(faults.suffering(troubles, sgd(task, local)), local)
+    fault_model = local.faults.validate()
+    train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local)
 
     def learn(keys, start, data: FederatedData, hostile_key):
-        cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
-        attackers = faults.hostile(troubles, hostile_key, data.num_clients)
-        work = Work(jnp.zeros_like(cohort.ids), faults.slowed(troubles, keys[1], cohort, jnp.ones(cohort.ids.shape)))
-        upload, lost = train(cohort, faults.flipped(troubles, attackers, data), ((keys[0], start), (keys[1], attackers)), work)
+        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        attackers = faults.draw_byzantine(fault_model, hostile_key, data.num_clients)
+        work = Work(jnp.zeros_like(cohort.ids), faults.apply_stragglers(fault_model, keys[1], cohort, jnp.ones(cohort.ids.shape)))
+        upload, lost = train(cohort, faults.flip_labels(fault_model, attackers, data), ((keys[0], start), (keys[1], attackers)), work)
 
         def model(began, delta):
             models = jnp.broadcast_to(began, (data.num_clients, *began.shape[1:]))
             return models.at[cohort.ids].add(delta, mode="drop")
 
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
-        sent = traffic(units_up=data.num_clients - lost.dropped.sum())
+        sent = make_traffic(units_up=data.num_clients - lost.dropped.sum())
         return jax.tree.map(model, start, upload.delta), known, sent
 
     return learn
@@ -110,22 +110,22 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
 
         begin = (0, jnp.full(known.size, -1, jnp.int32), jax.tree.map(lambda leaf: leaf[seeds], models), True)
         _, _, centers, _ = lax.while_loop(lambda carry: carry[3] & (carry[0] < iterations), improve, begin)
-        return centers, spread(models, known, centers, theta)
+        return centers, trimmed_inertia(models, known, centers, theta)
 
     centers, spreads = lax.map(attempt, jax.random.split(key, restarts))  # one after another: each sorts all models
     best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
     return nearest_center(models, best), best
 
 
-def spread(models, known, centers, theta):
+def trimmed_inertia(models, known, centers, theta):
     """Returns the sum [] of squared distances of the known models to their nearest centers, without the farthest fraction `theta`."""
     own = nearest_center(models, centers)
     gaps = jax.tree.map(lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))), models, centers)
     ascending = jnp.sort(jnp.where(known, sum(jax.tree.leaves(gaps)), jnp.inf))
     count = jnp.sum(known)
-    return jnp.sum(jnp.where(jnp.arange(known.size) < count - dropped(count, theta), ascending, 0.0))
+    return jnp.sum(jnp.where(jnp.arange(known.size) < count - count_trimmed(count, theta), ascending, 0.0))
 
 
-def settled(key, state: State, data: FederatedData, cohort: Cohort):
+def assign_fixed_group(key, state: State, data: FederatedData, cohort: Cohort):
     """Every client stays in its cluster."""
-    return state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], traffic()
+    return state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], make_traffic()

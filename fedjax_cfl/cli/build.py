@@ -12,27 +12,27 @@ from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl import distributed
-from fedjax_cfl.algorithms.received import on_received
+from fedjax_cfl.algorithms.received import evaluate_received
 from fedjax_cfl.cli.config_check import check_sizes
-from fedjax_cfl.cli.overrides import CONF, check
+from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
 
 
-def checked(overrides: list[str]) -> dict:
+def resolve_settings(overrides: list[str]) -> dict:
     """Returns the settings of the run that these overrides describe, as a dict. Raises InputError for what is not allowed."""
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return check(overrides)
+        return check_overrides(overrides)
 
 
 def assemble(overrides: list[str]) -> tuple:
     """Returns (settings as a dict, task, data, local) of the run that these overrides describe, without running it."""
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        resolved = check(overrides)
+        resolved = check_overrides(overrides)
         config = hydra.compose("config", overrides)
     _, task, data, _, mesh = build(config, resolved)
-    return resolved, task, data, local_of(config, resolved, task, data, mesh)
+    return resolved, task, data, build_local(config, resolved, task, data, mesh)
 
 
 def build(config: DictConfig, resolved: dict):
@@ -41,44 +41,46 @@ def build(config: DictConfig, resolved: dict):
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
         cfl.use_cpu_cores()
     jax.config.update("jax_default_matmul_precision", config.precision)  # by default accelerators round inputs to TF32 or bfloat16
-    mesh = cfl.mesh_of(config.devices)
-    pool = made("dataset.source", config.dataset.source)
-    concept = functools.partial(made, "concept", config.concept) if config.concept else None
-    data = cfl.federate(pool, made("partition", config.partition, pool), concept, on_host=config.resident == "host")
+    mesh = cfl.make_mesh(config.devices)
+    pool = instantiate_target("dataset.source", config.dataset.source)
+    concept = functools.partial(instantiate_target, "concept", config.concept) if config.concept else None
+    data = cfl.federate(pool, instantiate_target("partition", config.partition, pool), concept, on_host=config.resident == "host")
     check_sizes(resolved, data.num_clients, int(data.test.size.sum()))
-    module = made("model.module", config.model.module, num_classes=pool.num_classes)
+    module = instantiate_target("model.module", config.model.module, num_classes=pool.num_classes)
     l2 = config.model.get("l2", 0.0) if config.preset.l2 is None else config.preset.l2
     try:
         task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
     except InputError as error:
         raise InputError(f"model={config.model.name}: {error}") from None
-    algorithm, drift = algorithm_of(config, resolved, task, data, mesh), made("drift", config.drift)
-    prefetch.check(data, algorithm, drift)
+    algorithm, drift = build_algorithm(config, resolved, task, data, mesh), instantiate_target("drift", config.drift)
+    prefetch.check_host_data(data, algorithm, drift)
     return algorithm, task, data, drift, mesh
 
 
-def algorithm_of(config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None):
+def build_algorithm(config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None):
     """Returns the algorithm; `values` replace those of the settings in which the runs of a grid differ, and may be traced."""
-    local = local_of(config, resolved, task, data, mesh)
+    local = build_local(config, resolved, task, data, mesh)
     if values is not None:
-        local = local._replace(members=True, lr=values.get("local.lr", local.lr))
+        local = local._replace(vmap_runs=True, lr=values.get("local.lr", local.lr))
     own = {name.partition(".")[2]: value for name, value in (values or {}).items() if name.startswith("algorithm.")}
     fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
-    select = made("algorithm.select", config.algorithm.select, **fixed)
+    select = instantiate_target("algorithm.select", config.algorithm.select, **fixed)
     rest = {name: value for name, value in resolved["algorithm"].items() if name not in ("name", "select")}
-    algorithm = made("algorithm", OmegaConf.create(rest), task, local, select, **own)
-    return on_received(algorithm, select) if config.test_on == "received" else algorithm
+    algorithm = instantiate_target("algorithm", OmegaConf.create(rest), task, local, select, **own)
+    return evaluate_received(algorithm, select) if config.test_on == "received" else algorithm
 
 
-def local_of(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Local:
+def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Local:
     """Returns how clients train."""
-    width = memory.width(resolved["local"], task, data, mesh)
-    batch_size = min(config.local.batch_size, data.capacity)  # more than anybody has is a full batch, and memory is taken for B samples
+    width = memory.choose_width(resolved["local"], task, data, mesh)
+    batch_size = min(
+        config.local.batch_size, data.max_client_samples
+    )  # more than anybody has is a full batch, and memory is taken for B samples
     faults = cfl.Faults(**resolved["faults"])
     return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer, config.local.momentum)
 
 
-def made(field: str, node: DictConfig, *arguments, **options):
+def instantiate_target(field: str, node: DictConfig, *arguments, **options):
     """Calls the function that a node's `_target_` names, with the node's other values; its own errors stay its own."""
     target = node.get("_target_")
     try:

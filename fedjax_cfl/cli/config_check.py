@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from fedjax_cfl.errors import InputError, nearest
-from fedjax_cfl.validation import RULES, _like, _written, allow, leaves
+from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.validation import RULES, _format_value, _like, check_value, flatten_settings
 
 
 def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
@@ -19,31 +19,31 @@ def check_name(given: str, name: str, known: Collection[str], removed: bool = Fa
         return
     siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
     namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
-    hint = f" (did you mean {min(namesakes, key=len)!r}?)" if namesakes else nearest(name, siblings or known)
+    hint = f" (did you mean {min(namesakes, key=len)!r}?)" if namesakes else suggest_nearest(name, siblings or known)
     own = sorted({other[len(parent) + 1 :].partition(".")[0] for other in siblings} - {"_target_", "_partial_", "name"})
     listed = f"; {parent} has {', '.join(own)}" if own else "; see --help"
     raise InputError(f"{given}: unknown setting{hint}{listed}")
 
 
-def check(config: dict, default: dict[str, Any], asked: Collection[str] = ()) -> None:
+def check_settings(config: dict, default: dict[str, Any], asked: Collection[str] = ()) -> None:
     """Raises InputError for the first setting of a resolved configuration that is not allowed, beginning with those `asked` for.
 
     `default` holds the value of every dotted name before it was changed: a setting without a rule of its own keeps its kind.
     """
-    check_shape(config, default)
-    for name, value in sorted(leaves(config), key=lambda leaf: leaf[0] not in asked):
+    check_nesting(config, default)
+    for name, value in sorted(flatten_settings(config), key=lambda leaf: leaf[0] not in asked):
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
-        allow(name, value, RULES.get(name) or _like(default.get(name)))
+        check_value(name, value, RULES.get(name) or _like(default.get(name)))
 
 
-def check_shape(config: dict, default: dict[str, Any]) -> None:
+def check_nesting(config: dict, default: dict[str, Any]) -> None:
     """Raises InputError where a single value has taken the place of a group of settings, or the other way round."""
     for name in default:
         path, value = "", config
         for part in name.split("."):
             if not isinstance(value, dict):
-                raise InputError(f"{path}={_written(value)}: is a group of settings; change one of them, as {path}.{part}=VALUE")
+                raise InputError(f"{path}={_format_value(value)}: is a group of settings; change one of them, as {path}.{part}=VALUE")
             if part not in value:
                 break  # removed by the user
             path, value = f"{path}.{part}".lstrip("."), value[part]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedjax_cfl.data.datasets.download import REGISTRY, VARIABLE, cache, locate, roots
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.errors import InputError
 
 ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "hydra-core")
@@ -62,13 +62,13 @@ def _place(name: str, folders: list[Path]) -> Path | None:
 
 def _data() -> list[Row]:
     try:
-        folders = roots()
+        folders = search_dirs()
     except InputError as error:
-        return [("data folders", str(error), "missing", f"create it, or correct or unset {VARIABLE}")]
+        return [("data folders", str(error), "missing", f"create it, or correct or unset {DATA_ENV_VAR}")]
     rows = []
     for folder in folders:
         found = ("ok", "") if folder.is_dir() else ("note", "made by the first download")
-        rows.append(("cache folder" if folder == cache() else f"data folder ({VARIABLE})", str(folder), *found))
+        rows.append(("cache folder" if folder == cache_dir() else f"data folder ({DATA_ENV_VAR})", str(folder), *found))
     for name in DATASETS:
         place = _place(name, folders)
         remedy = f"fedjax-cfl download {name}" if name in REGISTRY else f"only if you need it: put its files into {folders[0] / name}"

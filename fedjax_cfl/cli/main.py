@@ -19,18 +19,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.cli.build import algorithm_of, assemble, build, checked
+from fedjax_cfl.cli.build import assemble, build, build_algorithm, resolve_settings
 from fedjax_cfl.cli.overrides import CONF, precheck
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.lock import lock
-from fedjax_cfl.runs.results import replacing
-from fedjax_cfl.runs.resume import resumed, shared
+from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
-from fedjax_cfl.runs.session import train
+from fedjax_cfl.runs.session import train_run
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
-VERBS = {
+COMMANDS = {
     "compare": "fedjax_cfl.runs.compare",
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
@@ -43,17 +43,17 @@ def main() -> int:
     arguments = sys.argv[1:]
     sys.path.append(os.getcwd())  # for a `_target_` of the user's own; last, so that it shadows nothing
     try:
-        if arguments and arguments[0] in VERBS:
-            return verb(*arguments)
+        if arguments and arguments[0] in COMMANDS:
+            return run_command(*arguments)
         if arguments == ["--version"]:
             print(f"fedjax-cfl {importlib.metadata.version('fedjax-cfl')}")
             return 0
-        sys.argv[1:] = precheck(arguments, VERBS)
-        with folded() if {"--help", "-h"} & set(arguments) else contextlib.nullcontext():
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        sys.argv[1:] = precheck(arguments, COMMANDS)
+        with wrap_help() if {"--help", "-h"} & set(arguments) else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_config)()
         return 0
     except InputError as error:
-        return refuse(error)
+        return print_error(error)
     except KeyboardInterrupt:
         print("fedjax-cfl: interrupted", file=sys.stderr)
         return 130
@@ -62,14 +62,14 @@ def main() -> int:
         return 0
 
 
-def verb(name: str, *arguments: str) -> int:
+def run_command(name: str, *arguments: str) -> int:
     """Runs a verb, a module of its own that is imported only here: plotting alone takes a second to import."""
-    own = importlib.import_module(VERBS[name])
-    return own.main(list(arguments), CONF, checked, assemble) if name == "paper" else own.main(list(arguments))
+    own = importlib.import_module(COMMANDS[name])
+    return own.main(list(arguments), CONF, resolve_settings, assemble) if name == "paper" else own.main(list(arguments))
 
 
 @contextlib.contextmanager
-def folded():
+def wrap_help():
     """Folds what is printed meanwhile: Hydra gives each group of choices one line, however many there are."""
     try:
         with contextlib.redirect_stdout(io.StringIO()) as held:
@@ -79,31 +79,31 @@ def folded():
             print(textwrap.fill(line, 130, subsequent_indent="  ") if len(line) > 140 else line)
 
 
-def refuse(error: Exception | str) -> int:
+def print_error(error: Exception | str) -> int:
     """Prints bad input as one line and returns its exit status."""
     if str(error):  # empty: process 0 has said it
         print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
 
 
-def job(config: DictConfig) -> None:
+def run_config(config: DictConfig) -> None:
     """Builds and runs one configuration; Hydra calls it once, or once per run of a sweep."""
     resolved = OmegaConf.to_container(config, resolve=True)
     alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = Path(str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir).absolute()
     try:
         use_compile_cache()
-        axes = grid.axes(resolved)
+        axes = grid.grid_axes(resolved)
         status = run_grid(config, axes, run_dir) if axes else run_one(config, resolved, run_dir)
         if status:
             sys.exit(status)
     except (RunError, OSError) as error:
-        refuse(f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error)
+        print_error(f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error)
         sys.exit(1)
     except InputError as error:
         if not alone and sorted(path.name for path in run_dir.parent.rglob("*")) == sorted(["multirun.yaml", run_dir.name]):
             shutil.rmtree(run_dir.parent)  # of a sweep that never began Hydra has left just these two
-        sys.exit(refuse(error))
+        sys.exit(print_error(error))
 
 
 def run_one(config: DictConfig, resolved: dict, run_dir: Path) -> int:
@@ -114,19 +114,19 @@ def run_one(config: DictConfig, resolved: dict, run_dir: Path) -> int:
 
         def begin():
             locks.enter_context(lock(make_dir(run_dir)))
-            start = resumed(resolved, run_dir, *parts)
+            start = resume_run(resolved, run_dir, *parts)
             record(config, asked, run_dir)
             return start
 
-        start = shared(begin, algorithm, data, drift, mesh, jax.random.key(resolved["seed"]))
-        return train(resolved, HydraConfig.get().runtime.choices, asked, run_dir, *parts, start)
+        start = sync_resume(begin, algorithm, data, drift, mesh, jax.random.key(resolved["seed"]))
+        return train_run(resolved, HydraConfig.get().runtime.choices, asked, run_dir, *parts, start)
 
 
 def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
     shared = [text for text in HydraConfig.get().overrides.task if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")]
     members, parts = [], {}
-    for point, folder in zip(grid.points(axes), grid.folders(run_dir, axes), strict=True):
+    for point, folder in zip(grid.grid_points(axes), grid.run_folders(run_dir, axes), strict=True):
         own = copy.deepcopy(config)
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
@@ -138,18 +138,18 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     resolved = OmegaConf.to_container(own, resolve=True)
 
     def make(values):
-        return algorithm_of(own, resolved, task, data, mesh, values)
+        return build_algorithm(own, resolved, task, data, mesh, values)
 
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
-        until, starts = grid.common_step(grid.folders(run_dir, axes)), []
+        until, starts = grid.common_step(grid.run_folders(run_dir, axes)), []
         for member in members:
             _, built = parts[member.config["seed"]]
-            starts.append(resumed(member.config, member.run_dir, *built, until=until))
+            starts.append(resume_run(member.config, member.run_dir, *built, until=until))
             record(OmegaConf.create(member.config), member.overrides, member.run_dir)
         built = [built for _, built in parts.values()]
-        return grid.train(members, HydraConfig.get().runtime.choices, axes, built, make, starts, run_dir)
+        return grid.train_grid(members, HydraConfig.get().runtime.choices, axes, built, make, starts, run_dir)
 
 
 def record(config: DictConfig, overrides: list[str], run_dir: Path) -> None:
@@ -157,5 +157,5 @@ def record(config: DictConfig, overrides: list[str], run_dir: Path) -> None:
     folder = run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
     for name, value in (("config", config), ("overrides", OmegaConf.create(overrides)), ("hydra", HydraConfig.get())):
-        with replacing(folder / f"{name}.yaml") as temporary:
+        with atomic_write(folder / f"{name}.yaml") as temporary:
             OmegaConf.save(value, temporary)

@@ -14,14 +14,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli import config_check
 from fedjax_cfl.cli.config_check import check_name
-from fedjax_cfl.errors import InputError, nearest, unknown
+from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
-from fedjax_cfl.validation import leaves
+from fedjax_cfl.validation import flatten_settings
 
 HERE = Path(__file__).resolve().parents[1]
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # inside a wheel, or a checkout
-ASIDE = ("help", "hydra_help", "shell_completion", "info")  # flags that show something instead of running
+INFO_FLAGS = ("help", "hydra_help", "shell_completion", "info")  # flags that show something instead of running
 
 
 def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
@@ -32,31 +32,31 @@ def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
     if given.run + given.multirun + bool(given.cfg) > 1 or (given.resolve and not given.cfg):
         raise InputError("--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see --help")
     flags = [argument for argument in arguments if argument not in given.overrides]
-    if any(getattr(given, flag) for flag in ASIDE):
+    if any(getattr(given, flag) for flag in INFO_FLAGS):
         return flags + given.overrides
-    asked = [parsed(text, verbs) for text in given.overrides]
-    together = _together(asked)
+    asked = [parse_override(text, verbs) for text in given.overrides]
+    together = _vectorized_names(asked)
     choices = [_values(override, given.multirun or override.key_or_group in together) for override in asked]
     for number, override in enumerate(asked):  # what is trained as one program is one run to Hydra
         if override.key_or_group in together:
             given.overrides[number] = choices[number][0]
         elif override.key_or_group == "vectorize":
-            given.overrides[number] = f"vectorize={_bundles(asked, choices, together)}"
+            given.overrides[number] = f"vectorize={_vectorized_values(asked, choices, together)}"
             choices[number] = [given.overrides[number]]
     first = [options[0] for options in choices]
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = check(first)
-        axes = grid.axes(config)
+        config = check_overrides(first)
+        axes = grid.grid_axes(config)
         for number, options in enumerate(choices):  # a sweep: each value in turn, with the first of all others
             for other in options[1:]:
-                check([*first[:number], other, *first[number + 1 :]])
+                check_overrides([*first[:number], other, *first[number + 1 :]])
     if given.multirun:  # the runs of a sweep are numbered folders of one directory, which Hydra knows by another name
         for number, override in enumerate(asked):
             if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
                 make_dir(check_run_dir(str(override.value()), "never"))
                 given.overrides[number] = f"hydra.sweep.dir={override.get_value_string()}"
     elif not given.cfg:
-        folders = grid.folders(config["run_dir"], axes) if axes else [config["run_dir"]]
+        folders = grid.run_folders(config["run_dir"], axes) if axes else [config["run_dir"]]
         for folder in folders:
             check_run_dir(str(folder), config["resume"])
     return flags + given.overrides
@@ -66,10 +66,10 @@ def _bad_flag(message: str):
     raise InputError(f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE without dashes; see --help")
 
 
-def parsed(text: str, verbs: Iterable[str] = ()) -> Override:
+def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
     """Returns one KEY=VALUE of the command line as Hydra reads it."""
     if "=" not in text and not text.startswith("~"):
-        raise InputError(f"{text}: neither KEY=VALUE nor one of the verbs {', '.join(verbs)}{nearest(text, verbs)}")
+        raise InputError(f"{text}: neither KEY=VALUE nor one of the verbs {', '.join(verbs)}{suggest_nearest(text, verbs)}")
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except (HydraException, ValueError, RecursionError):  # also numbers of thousands of digits, and thousands of brackets
@@ -98,13 +98,13 @@ def _values(override: Override, multirun: bool) -> list[str]:
     return [f"{name}={value}" for value in values]
 
 
-def _together(asked: list[Override]) -> list[str]:
+def _vectorized_names(asked: list[Override]) -> list[str]:
     """Returns the settings that `vectorize` names."""
     lists = [override.value() for override in asked if override.key_or_group == "vectorize"]
     return [str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names]
 
 
-def _bundles(asked: list[Override], choices: list[list[str]], together: list[str]) -> str:
+def _vectorized_values(asked: list[Override], choices: list[list[str]], together: list[str]) -> str:
     """Returns the value of `vectorize` with the values of everything it names, as the command line gives them."""
     values = {override.key_or_group: [text.partition("=")[2] for text in options] for override, options in zip(asked, choices, strict=True)}
     return "[" + ",".join(f"'{name}={','.join(values[name])}'" if name in values else f"'{name}'" for name in together) + "]"
@@ -120,17 +120,17 @@ def _groups() -> dict[str, list[str]]:
 @functools.cache
 def _default(chosen: tuple[str, ...]) -> dict:
     """Returns every setting by its dotted name, as it is when nothing but these options of groups is chosen."""
-    return dict(leaves(OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)))
+    return dict(flatten_settings(OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)))
 
 
-def check(overrides: list[str]) -> dict:
+def check_overrides(overrides: list[str]) -> dict:
     """Returns a resolved configuration as a dict. Raises InputError for names that do not exist and values that are not allowed."""
-    groups, asked = _groups(), [parsed(text) for text in overrides]
+    groups, asked = _groups(), [parse_override(text) for text in overrides]
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
         name, value = override.key_or_group, override.input_line.partition("=")[2].strip("'\"")
         if value not in groups[name]:
-            raise InputError(f"{name}={value}: unknown {name}{unknown(value, groups[name])}")
+            raise InputError(f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}")
     try:
         default = _default(tuple(override.input_line for override in chosen))
         for override in asked:
@@ -142,5 +142,5 @@ def check(overrides: list[str]) -> dict:
         wrong = next((o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)), None)
         reason = str(cause).splitlines()[0]
         raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
-    config_check.check(config, default, [override.key_or_group for override in asked])
+    config_check.check_settings(config, default, [override.key_or_group for override in asked])
     return config

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import cosine
-from fedjax_cfl.round.cohort import BLOCK, over_clients, samples_of
-from fedjax_cfl.round.local import Local, full
+from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, over_clients
+from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
-from fedjax_cfl.round.ragged_loop import repeat
-from fedjax_cfl.round.traffic import traffic
+from fedjax_cfl.round.ragged_loop import ragged_fori_loop
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import Cohort, FederatedData, State, Task
 
 
@@ -24,24 +24,24 @@ def training_loss(task: Task, with_l2: bool = False):
     def sample_loss(model, x, y):
         return task.loss(model, x, y, None) if with_l2 else cross_entropy(task.predict(model, x), y)
 
-    def visit(client, bucket, data: FederatedData, models, mine):
-        count, start = samples_of(client, data)
+    def visit(client, bucket, data: FederatedData, models, client_inputs):
+        count, start = client_range(client, data)
 
         def block(b, total):
-            place = b * BLOCK + jnp.arange(BLOCK)
+            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
             rows = data.train.order[jnp.minimum(start + place, data.train.order.size - 1)]
             each = jax.vmap(sample_loss, in_axes=(0, None, None))(models, data.x[rows], data.y[rows])
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]
-        return repeat(-(-count // BLOCK), block, jnp.zeros(num_models)) / jnp.maximum(count, 1)
+        return ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, jnp.zeros(num_models)) / jnp.maximum(count, 1)
 
     return visit
 
 
 def best_model(task: Task, local: Local, with_l2: bool = False):
     """Returns choose(key, state, data, cohort) -> [S]: the group model of lowest loss on the client's training set, ties to the lowest."""
-    losses = over_clients(training_loss(task, with_l2), local.resolved())
+    losses = over_clients(training_loss(task, with_l2), local.resolve())
 
     def choose(key, state: State, data: FederatedData, cohort: Cohort):
         loss = losses(cohort, data, state.groups)  # [S, m]
@@ -58,7 +58,7 @@ def every_round(choose):
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         clients = jnp.sum(cohort.ids < data.num_clients)
-        return choose(key, state, data, cohort), traffic(units_down=clients * (state.active.size - 1), words_up=clients)
+        return choose(key, state, data, cohort), make_traffic(units_down=clients * (state.active.size - 1), words_up=clients)
 
     return assign
 
@@ -80,7 +80,7 @@ def cold_start(choose):
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
         met = state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)]
         gid = jnp.where(cold, choose(key, state, data, newcomers), jnp.maximum(met, 0)).astype(jnp.int32)
-        return gid, traffic(units_down=cold.sum() * state.active.size)
+        return gid, make_traffic(units_down=cold.sum() * state.active.size)
 
     return assign
 
@@ -92,9 +92,9 @@ def nearest_direction(pretrain):
     """
 
     def choose(key, state: State, data: FederatedData, newcomers: Cohort):
-        upload = pretrain(newcomers, data, (key, state.memory.start), full(jnp.zeros_like(newcomers.ids)))
+        upload = pretrain(newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(newcomers.ids)))
         similarity = cosine(upload.delta, state.memory.directions)
-        return jnp.argmax(jnp.where(state.memory.planted, similarity, -jnp.inf), axis=1)
+        return jnp.argmax(jnp.where(state.memory.has_founders, similarity, -jnp.inf), axis=1)
 
     return choose
 

@@ -9,7 +9,7 @@ from flax import struct
 from fedjax_cfl.clustering.distances import _divide, _dot
 from fedjax_cfl.types import Key
 
-COINCIDENT = 1e-5  # points closer than this, relative to their norm, differ by rounding alone
+SAME_POINT_TOLERANCE = 1e-5  # points closer than this, relative to their norm, differ by rounding alone
 
 
 @struct.dataclass
@@ -24,28 +24,28 @@ class KMeans:
 def _squared_distance(x: jax.Array, centers: jax.Array) -> jax.Array:
     """Returns [N, m], 0 within rounding, so that equal points that differ in the last digits count as one."""
     square = jnp.sum(jnp.square(x[:, None] - centers), axis=-1)  # |x|^2 - 2 x.c + |c|^2 would cancel
-    return jnp.where(square > COINCIDENT**2 * jnp.sum(x * x, axis=-1, keepdims=True), square, 0)
+    return jnp.where(square > SAME_POINT_TOLERANCE**2 * jnp.sum(x * x, axis=-1, keepdims=True), square, 0)
 
 
-def _drawn(mass: jax.Array, draws: jax.Array) -> jax.Array:
+def _sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
     """Returns rows [k], with probabilities in proportion to `mass [N]`, for `draws [k]` uniform in 0 .. 1."""
     up_to = jnp.cumsum(mass)
     return jnp.sum(up_to[:, None] < up_to[-1] * (1 - draws), axis=0)
 
 
-def _seed(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _init_centers(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns m rows of `x [N, p]` as centers by D^2 sampling, of `draws [m, k]` per center the one that lowers the inertia most."""
 
     def add(i, carry):
         centers, nearest = carry
         mass = weight * nearest
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)  # every point already is a center: draw any
-        candidates = x[_drawn(mass, draws[i])]
+        candidates = x[_sample_rows(mass, draws[i])]
         improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
         best = jnp.argmin(jnp.sum(weight[:, None] * improved, axis=0))
         return centers.at[i].set(candidates[best]), improved[:, best]
 
-    center = x[_drawn(weight, draws[0, :1])[0]]
+    center = x[_sample_rows(weight, draws[0, :1])[0]]
     centers = jnp.broadcast_to(center, (draws.shape[0], x.shape[1]))
     return jax.lax.fori_loop(1, draws.shape[0], add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
 
@@ -103,7 +103,7 @@ def kmeans(
     draws = jax.random.uniform(key, (restarts * m * greedy,))  # flat: compiles faster
 
     def attempt(draws):
-        centers = _lloyd(kept, weight, _seed(draws, kept, weight), iterations)
+        centers = _lloyd(kept, weight, _init_centers(draws, kept, weight), iterations)
         return centers, jnp.sum(weight * jnp.min(_squared_distance(kept, centers), axis=1))
 
     centers, inertia = jax.vmap(attempt)(draws.reshape(restarts, m, greedy))

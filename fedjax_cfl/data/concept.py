@@ -10,12 +10,12 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 
-Result = tuple[np.ndarray, np.ndarray, np.ndarray]
+ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def rotate(
     x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 4, shuffle: bool = True, seed: int = 0
-) -> Result:
+) -> ConceptArrays:
     """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180 and 270 (rotated MNIST of IFCA).
 
     x is [N, H, H] or [N, H, H, channels]. With `shuffle` the equal-sized groups are drawn at random, else client k is in group k mod
@@ -25,7 +25,7 @@ def rotate(
         raise InputError(f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly")
     if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
         raise InputError(f"concept=rotate: samples have shape {x.shape[1:]}, expected square images [H, H] or [H, H, channels]")
-    concept = _assign(clients, groups, shuffle, seed)
+    concept = _draw_concepts(clients, groups, shuffle, seed)
     x = x.copy()
     for g in range(1, groups):
         rows = np.flatnonzero(concept[owner] == g)
@@ -35,12 +35,12 @@ def rotate(
 
 def permute_labels(
     x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 2, shuffle: bool = True, seed: int = 0
-) -> Result:
+) -> ConceptArrays:
     """Renames the classes of each group by a fixed permutation of its own; group 0 keeps its labels, no two groups agree."""
     limit = math.factorial(min(num_classes, 12))  # permutations there are
     if not 1 <= groups <= limit:
         raise InputError(f"concept.groups={groups}: expected 1 .. {limit}, a permutation of {num_classes} classes for each")
-    concept = _assign(clients, groups, shuffle, seed)
+    concept = _draw_concepts(clients, groups, shuffle, seed)
     rng = np.random.RandomState(seed)
     tables = {tuple(range(num_classes)): None}  # a dict keeps the order and refuses repeats
     while len(tables) < groups:
@@ -48,7 +48,7 @@ def permute_labels(
     return x, np.array(list(tables), y.dtype)[concept[owner], y], concept
 
 
-def _assign(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:
+def _draw_concepts(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:
     """Returns the group of each client [K] int32; sizes differ by one at most."""
     if groups > clients:
         raise InputError(f"concept.groups={groups}: at most {clients} are possible, one a client")

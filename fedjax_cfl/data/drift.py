@@ -18,14 +18,14 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.data.federated import label_counts, reown
+from fedjax_cfl.data.federated import label_counts, update_client_index
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import FederatedData
 
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
 ORDER, COIN, LABELS, RELEASE = range(4)
 POOLS = ("all", "warm")
-FINEST = 1000  # largest denominator of a released fraction
+MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
 
 
 class Drift(NamedTuple):
@@ -33,11 +33,13 @@ class Drift(NamedTuple):
 
     init: Callable[..., tuple[FederatedData, Any]]  # (key, data) -> (data, memory)
     apply: Callable[..., tuple[FederatedData, Any, jax.Array]]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
-    capacity: Callable[[FederatedData], int] = lambda data: data.capacity  # on the host: the most training samples a client may ever hold
+    max_client_samples: Callable[[FederatedData], int] = lambda data: (
+        data.max_client_samples
+    )  # on the host: the most training samples a client may ever hold
     moves: bool = True  # False: nothing ever changes
 
 
-class Draws(NamedTuple):
+class SwapDraws(NamedTuple):
     """All that is random in one round of swaps."""
 
     order: jax.Array  # [K] int32, a permutation of the clients
@@ -47,7 +49,7 @@ class Draws(NamedTuple):
 
 
 @struct.dataclass
-class Release:
+class IncrementalMemory:
     """The memory of `incremental`."""
 
     owner: jax.Array  # [N] int32, who holds each sample once it is visible
@@ -55,9 +57,9 @@ class Release:
     quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
 
 
-def enlarged(data: FederatedData, drift: Drift) -> FederatedData:
+def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
     """Returns data whose `capacity` bounds what any client can ever hold under a drift; on the host, before anything is traced."""
-    return data.replace(capacity=drift.capacity(data))
+    return data.replace(max_client_samples=drift.max_client_samples(data))
 
 
 def none() -> Drift:
@@ -75,13 +77,13 @@ def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
 
     def apply(key, round, data, memory, warm):
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
-        drawn = draws(key, round, data.num_clients, data.num_classes)
-        first, second, real = pairs(drawn.order, _inside(pool, warm))
-        one, two = _only(real & (drawn.coin < p), first, second, data.num_clients)
+        drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
+        first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
+        one, two = _swap_ids(real & (drawn.coin < p), first, second, data.num_clients)
         heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
         shifted = heir != clients
         data = data.replace(concept=data.concept[heir])  # the truth about a client's data moves with them
-        return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])), memory, shifted
+        return _edit_owners(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])), memory, shifted
 
     return Drift(_no_memory, apply)
 
@@ -96,22 +98,22 @@ def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -
     require("drift.on_impossible", on_impossible, ("skip", "abort"))
 
     def apply(key, round, data, memory, warm):
-        drawn = draws(key, round, data.num_clients, data.num_classes)
-        first, second, real = pairs(drawn.order, _inside(pool, warm))
-        has = _has(data)
+        drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
+        first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
+        has = _held_labels(data)
         gives, takes = has[first] & ~has[second], has[second] & ~has[first]  # D1, D2 [K // 2, C]
         asked, possible = real & (drawn.coin < p), gives.any(1) & takes.any(1)
         go = asked & possible
         if on_impossible == "abort":
             go &= jnp.cumsum(asked & ~possible) == 0
-        one, two = _only(go, first, second, data.num_clients)
+        one, two = _swap_ids(go, first, second, data.num_clients)
         given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
         taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)
         stay = jnp.broadcast_to(jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape)
         heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")  # [K, C]
         shifted = jnp.any(heir != stay, axis=1)
         data = data.replace(concept=jnp.where(shifted, -1, data.concept))  # from now on of mixed origin
-        return _moved(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y])), memory, shifted
+        return _edit_owners(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y])), memory, shifted
 
     return Drift(_no_memory, apply, _most_by_label)
 
@@ -136,7 +138,7 @@ def incremental(
         sizes = [data.train.size]
         for ratio in ratios:
             sizes.append(-(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator))
-        return data, Release(data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:]))
+        return data, IncrementalMemory(data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:]))
 
     def apply(key, round, data, memory, warm):
         begins = jnp.array(tuple(schedule))
@@ -147,19 +149,19 @@ def incremental(
         def edit(owner):
             return jnp.where((memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1)
 
-        return _moved(data, jnp.any(shifted), edit), memory, shifted
+        return _edit_owners(data, jnp.any(shifted), edit), memory, shifted
 
     return Drift(init, apply)
 
 
-def draws(key, round, num_clients: int, num_classes: int) -> Draws:
+def draw_swaps(key, round, num_clients: int, num_classes: int) -> SwapDraws:
     """Draws everything that a round of swaps may need."""
     order, coin, labels = (jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (ORDER, COIN, LABELS))
     scores = jax.random.uniform(labels, (2, num_clients // 2, num_classes))
-    return Draws(jax.random.permutation(order, num_clients), jax.random.uniform(coin, (num_clients // 2,)), *scores)
+    return SwapDraws(jax.random.permutation(order, num_clients), jax.random.uniform(coin, (num_clients // 2,)), *scores)
 
 
-def pairs(order, inside):
+def pair_clients(order, inside):
     """Pairs the pool Q of clients `inside` [K] bool in their random order: place a with place |Q| - 1 - a.
 
     Returns (first, second, real), each [K // 2]; only floor(|Q| / 2) of the pairs are real.
@@ -169,27 +171,27 @@ def pairs(order, inside):
     return queue[place], queue[count - 1 - place], place < count // 2
 
 
-def _inside(pool: str, warm):
+def _pool_mask(pool: str, warm):
     return jnp.ones_like(warm) if pool == "all" else warm
 
 
-def _only(go, first, second, num_clients: int):
+def _swap_ids(go, first, second, num_clients: int):
     """Returns the clients of the pairs that swap, and K in place of the others, where a scatter drops them."""
     return jnp.where(go, first, num_clients), jnp.where(go, second, num_clients)
 
 
-def _has(data: FederatedData):
+def _held_labels(data: FederatedData):
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
     train, test = (label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test))
     return (train > 0) & (test > 0)
 
 
-def _moved(data: FederatedData, moves, edit) -> FederatedData:
+def _edit_owners(data: FederatedData, moves, edit) -> FederatedData:
     """Edits the owners and rebuilds the views, if `moves`."""
 
     def rebuilt(owner, train, test):
         new = edit(owner)
-        return new, reown(train, new), reown(test, new)
+        return new, update_client_index(train, new), update_client_index(test, new)
 
     owner, train, test = lax.cond(moves, rebuilt, lambda *same: same, data.owner, data.train, data.test)
     return data.replace(owner=owner, train=train, test=test)
@@ -206,13 +208,13 @@ def _most_by_label(data: FederatedData) -> int:
     along the training samples of clients that have no test samples of it: at most the largest block and all such remainders.
     """
     counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), np.int64)
-    has = np.asarray(_has(data))
+    has = np.asarray(_held_labels(data))
     remainder = np.where(has, 0, counts)  # [K, C], does not move by itself
     largest = np.where(has, counts, 0).max(axis=0)
     block = np.where(largest > 0, largest + remainder.sum(axis=0), 0)  # [C]
     gain = -np.sort(-np.maximum(block - remainder, 0), axis=1)  # [K, C], largest first
     most = remainder.sum(axis=1) + np.where(np.arange(gain.shape[1]) < has.sum(axis=1, keepdims=True), gain, 0).sum(axis=1)
-    return max(data.capacity, int(min(most.max(), counts.sum())))
+    return max(data.max_client_samples, int(min(most.max(), counts.sum())))
 
 
 def _check_swap(p, pool: str) -> None:
@@ -228,10 +230,10 @@ def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fractio
         raise InputError(f"{given}: expected {max(len(schedule), 1)}, one for each round of drift.schedule={list(schedule)}")
     if not all(isinstance(begin, int) for begin in schedule) or schedule[0] < 0 or any(a >= b for a, b in pairwise(schedule)):
         raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    sound = all(_is_number(fraction) and 1 / FINEST <= fraction <= 1 for fraction in fractions)
+    sound = all(_is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions)
     if not sound or any(a >= b for a, b in pairwise(fractions)):
-        raise InputError(f"{given}: expected increasing numbers from {1 / FINEST} to 1")
-    return [Fraction(fraction).limit_denominator(FINEST) for fraction in fractions]
+        raise InputError(f"{given}: expected increasing numbers from {1 / MAX_DENOMINATOR} to 1")
+    return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]
 
 
 def _is_number(value) -> bool:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import FederatedData, Holdings, Pool, View
+from fedjax_cfl.types import ClientIndex, FederatedData, Partition, Pool
 
 
 def federate(
-    pool: Pool, holdings: Holdings, concept: Callable | None = None, clients: int | None = None, on_host: bool = False
+    pool: Pool, holdings: Partition, concept: Callable | None = None, clients: int | None = None, on_host: bool = False
 ) -> FederatedData:
     """Gathers the held samples of a pool, N of them, and who holds them; a sample held twice is there twice.
 
@@ -32,7 +32,7 @@ def federate(
         if concept is not None:
             raise InputError("resident=host: a concept edits all samples at once; use concept=none, or resident=device")
         train, test = (
-            view(holdings.sample[rows], owner[rows], clients, np)
+            build_client_index(holdings.sample[rows], owner[rows], clients, np)
             for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
         )
         unknown = np.full(clients, -1, np.int32)
@@ -40,7 +40,7 @@ def federate(
     x, y, groups = pool.x[holdings.sample], pool.y[holdings.sample], np.full(clients, -1, np.int32)
     if concept is not None:
         x, y, groups = concept(x, y, owner, clients, pool.num_classes)
-    train, test = (view(np.flatnonzero(rows), owner[rows], clients) for rows in (~holdings.test, holdings.test))
+    train, test = (build_client_index(np.flatnonzero(rows), owner[rows], clients) for rows in (~holdings.test, holdings.test))
     return FederatedData(
         x=jnp.asarray(x),
         y=jnp.asarray(y, jnp.int32),
@@ -50,18 +50,18 @@ def federate(
         concept=jnp.asarray(groups, jnp.int32),
         shifted=jnp.zeros(clients, bool),
         num_classes=pool.num_classes,
-        capacity=int(train.size.max()),
+        max_client_samples=int(train.size.max()),
     )
 
 
-def view(numbers: np.ndarray, owner: np.ndarray, clients: int, arrays=jnp) -> View:
-    """Groups sample numbers [n] by their owners [n], on the host, as arrays of `arrays`; within a client their order stays."""
+def build_client_index(numbers: np.ndarray, owner: np.ndarray, clients: int, arrays=jnp) -> ClientIndex:
+    """Groups sample numbers [n] by their owners [n], on the host, as arrays of `load_arrays`; within a client their order stays."""
     size = np.bincount(owner, minlength=clients)
     order = numbers if np.all(owner[1:] >= owner[:-1]) else numbers[np.argsort(owner, kind="stable")]
-    return View(*(arrays.asarray(array, np.int32) for array in (order, np.cumsum(size) - size, size)))
+    return ClientIndex(*(arrays.asarray(array, np.int32) for array in (order, np.cumsum(size) - size, size)))
 
 
-def reown(view: View, owner: jax.Array) -> View:
+def update_client_index(view: ClientIndex, owner: jax.Array) -> ClientIndex:
     """Regroups a view's samples by new owners [N] int32, where -1 hides a sample: it goes to the end and is in no client's range.
 
     The result depends on `owner` only and not on the order before: within a client, samples are ascending by number.
@@ -70,10 +70,10 @@ def reown(view: View, owner: jax.Array) -> View:
     new = owner[view.order]
     new, order = jax.lax.sort((jnp.where(new < 0, clients, new), view.order), num_keys=2)
     size = jnp.zeros_like(view.size).at[new].add(1, mode="drop")  # hidden samples have new = K
-    return View(order, jnp.cumsum(size, dtype=size.dtype) - size, size)
+    return ClientIndex(order, jnp.cumsum(size, dtype=size.dtype) - size, size)
 
 
-def label_counts(view: View, owner: jax.Array, y: jax.Array, num_classes: int) -> jax.Array:
+def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes: int) -> jax.Array:
     """Counts the labels of each client's samples in a view: owner [N] (-1 = hidden), y [N] -> [K, C] int32."""
     clients = view.size.shape[0]
     held = owner[view.order]
@@ -97,7 +97,7 @@ def describe(data: FederatedData) -> dict[str, float]:
     }
 
 
-def sentence(data: FederatedData) -> str:
+def format_description(data: FederatedData) -> str:
     """Returns the same numbers in words; clients without samples are mentioned where there are any."""
     n = describe(data)
     without = [

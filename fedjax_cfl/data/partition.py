@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Holdings, Pool
+from fedjax_cfl.types import Partition, Pool
 
-DRAWS = 1000  # redraws of a random split before giving up
-MOST_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack of memory
+MAX_REDRAWS = 1000  # redraws of a random split before giving up
+MAX_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack of memory
 
 
 def power_law(
@@ -25,7 +25,7 @@ def power_law(
     seed_samples: int = 5,
     seed: int = 0,
     test_fraction: float = 0.1,
-) -> Holdings:
+) -> Partition:
     """Deals classes in a ring with lognormal sizes: FedProx's MNIST recipe (1000 clients, 2 classes), for any pool.
 
     Client u owns classes (u + j) mod C. First `seed_samples` of each of its classes, then int(props[l, u div C, j]) more, if the
@@ -71,7 +71,7 @@ def _scaled_lognormal(rng: np.random.RandomState, owns: np.ndarray, spare: np.nd
 
 def femnist_power_law(
     pool: Pool, *, clients: int = 200, classes_per_client: int = 3, variant: str = "disjoint", seed: int = 0, test_fraction: float = 0.1
-) -> Holdings:
+) -> Partition:
     """Deals classes in a ring, about lognormal(4, 1) + 5 samples a client: FedProx's FEMNIST recipe (200 clients, 3 classes).
 
     Client u gets max(2, int(n_u / c)) samples of each class (u + j) mod C. With "disjoint" the cursor of a class advances and wraps
@@ -98,7 +98,7 @@ def femnist_power_law(
     return _split(held, rng, test_fraction)
 
 
-def ditto(pool: Pool, *, clients: int = 500, seed: int = 233, classes_per_client: int = 5) -> Holdings:
+def ditto(pool: Pool, *, clients: int = 500, seed: int = 233, classes_per_client: int = 5) -> Partition:
     """Deals the pool's own train and test parts: Ditto's Fashion-MNIST recipe (500 clients, 5 classes, seed 233).
 
     Sizes n ~ lognormal(3, 1) + 10, scaled to sum to the training samples; client u, class (u + j) mod C: proportion p ~ lognormal(1, 1),
@@ -129,7 +129,7 @@ def ditto(pool: Pool, *, clients: int = 500, seed: int = 233, classes_per_client
     return _collect(*([np.concatenate(parts) for parts in side] for side in held))
 
 
-def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Partition:
     """Deals each sample to its natural owner; the pool's own test split is kept where it has one."""
     if pool.client is None:
         raise InputError("partition=by_user: the dataset names no clients, expected one with natural owners or another partition")
@@ -141,21 +141,21 @@ def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Holding
     return _collect([part[~pool.test[part]] for part in held], [part[pool.test[part]] for part in held])
 
 
-def auto(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+def auto(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1) -> Partition:
     """Deals as `by_user` where the pool names natural owners, else as `dirichlet`."""
     if pool.client is not None:
         return by_user(pool, seed=seed, test_fraction=test_fraction)
     return dirichlet(pool, clients=clients, alpha=alpha, min_samples=min_samples, seed=seed, test_fraction=test_fraction)
 
 
-def iid(pool: Pool, *, clients: int, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+def iid(pool: Pool, *, clients: int, seed: int = 0, test_fraction: float = 0.1) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = _check(clients, seed, test_fraction)
     _check_clients(clients, len(pool.y), "at least 1 sample per client")
     return _split(np.array_split(rng.permutation(len(pool.y)), clients), rng, test_fraction)
 
 
-def shards(pool: Pool, *, clients: int, shards_per_client: int = 2, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+def shards(pool: Pool, *, clients: int, shards_per_client: int = 2, seed: int = 0, test_fraction: float = 0.1) -> Partition:
     """Sorts the samples by label, cuts them into K x `shards_per_client` shards and deals these at random (McMahan et al. 2017)."""
     rng = _check(clients, seed, test_fraction)
     _check_range("shards_per_client", shards_per_client, 1, len(pool.y))
@@ -166,7 +166,7 @@ def shards(pool: Pool, *, clients: int, shards_per_client: int = 2, seed: int = 
     return _split([np.concatenate([pieces[i] for i in row]) for row in dealt], rng, test_fraction)
 
 
-def dirichlet(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1) -> Holdings:
+def dirichlet(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1) -> Partition:
     """Deals each class over the clients in proportions ~ Dir(alpha), redrawn until every client has `min_samples`.
 
     A client that has reached N / K samples gets nothing of the later classes (Yurochkin et al. 2019); all samples are dealt.
@@ -177,7 +177,7 @@ def dirichlet(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, 
     _check_clients(clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client")
     samples = [rng.permutation(part) for part in _by_class(pool)]
     best = 0
-    for _ in range(DRAWS):
+    for _ in range(MAX_REDRAWS):
         cuts = _dirichlet_cuts(rng, [len(part) for part in samples], clients, alpha)
         smallest = sum(np.diff(cut) for cut in cuts).min()
         if smallest >= min_samples:
@@ -185,7 +185,9 @@ def dirichlet(pool: Pool, *, clients: int, alpha: float, min_samples: int = 10, 
             return _split([np.concatenate(parts) for parts in zip(*pieces, strict=True)], rng, test_fraction)
         best = max(best, smallest)
     advice = f"the smallest client had {best} at best; lower it or partition.clients, or raise partition.alpha"
-    raise InputError(f"partition.min_samples={min_samples}: not met in {DRAWS} draws with alpha={alpha} and {clients} clients: {advice}")
+    raise InputError(
+        f"partition.min_samples={min_samples}: not met in {MAX_REDRAWS} draws with alpha={alpha} and {clients} clients: {advice}"
+    )
 
 
 def _dirichlet_cuts(rng: np.random.RandomState, counts: Sequence[int], clients: int, alpha: float) -> list[np.ndarray]:
@@ -200,7 +202,7 @@ def _dirichlet_cuts(rng: np.random.RandomState, counts: Sequence[int], clients: 
 
 def dirichlet_per_client(
     pool: Pool, *, clients: int, alpha: float, samples_per_client: int, seed: int = 0, test_fraction: float = 0.1
-) -> Holdings:
+) -> Partition:
     """Draws a label distribution p ~ Dir(alpha / C) for each client, then its samples (MD-ICFL); samples ARE shared between clients.
 
     Training counts ~ Multinomial(samples_per_client, p) from the training part, test counts ~ Multinomial(samples_per_client
@@ -235,7 +237,7 @@ def _draw(rng: np.random.RandomState, by_class: list[np.ndarray], size: int, pro
 
 def quantity_skew(
     pool: Pool, *, clients: int, sigma: float = 1.0, min_samples: int = 10, seed: int = 0, test_fraction: float = 0.1
-) -> Holdings:
+) -> Partition:
     """Deals all samples at random with uneven sizes: min_samples each, the rest in proportion to lognormal(0, sigma)."""
     rng = _check(clients, seed, test_fraction)
     _check_positive("sigma", sigma)
@@ -267,22 +269,22 @@ def _groups(values: np.ndarray, length: int) -> list[np.ndarray]:
     return np.split(np.argsort(values, kind="stable"), np.cumsum(np.bincount(values, minlength=length))[:-1])
 
 
-def _split(held: Sequence[np.ndarray], rng: np.random.RandomState, test_fraction: float) -> Holdings:
+def _split(held: Sequence[np.ndarray], rng: np.random.RandomState, test_fraction: float) -> Partition:
     """Shuffles each client's samples and makes the first int((1 - test_fraction) n) of them train, the rest test."""
     parts = [np.split(rng.permutation(part), [int((1 - test_fraction) * len(part))]) for part in held]
     return _collect([train for train, _ in parts], [test for _, test in parts])
 
 
-def _collect(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Holdings:
+def _collect(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Partition:
     """Joins the samples of each client, first all training samples, then all test samples."""
     parts = [*train, *test]
     number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return Holdings(np.concatenate(parts).astype(np.int64), (number % len(train)).astype(np.int32), number >= len(train))
+    return Partition(np.concatenate(parts).astype(np.int64), (number % len(train)).astype(np.int32), number >= len(train))
 
 
 def _check(clients: int, seed: int, test_fraction: float) -> np.random.RandomState:
     """Checks what every partition takes and returns its generator."""
-    _check_range("clients", clients, 1, MOST_CLIENTS)
+    _check_range("clients", clients, 1, MAX_CLIENTS)
     _check_range("seed", seed, 0, 2**32 - 1)
     if not 0 <= test_fraction < 1:
         raise InputError(f"partition.test_fraction={test_fraction}: expected 0 <= test_fraction < 1")

@@ -15,36 +15,36 @@ import numpy as np
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import everywhere, replicated
-from fedjax_cfl.types import Algorithm, FederatedData, View
+from fedjax_cfl.sharding import replicate, replicated_sharding
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData
 
-ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
-TESTED = 2**25  # bytes of test samples in a block of an evaluation, about
-DRAWN = 64  # rounds whose cohorts are drawn at once
+MAX_BLOCK_ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
+TEST_BLOCK_BYTES = 2**25  # bytes of test samples in a block of an evaluation, about
+DRAW_BATCH = 64  # rounds whose cohorts are drawn at once
 
 
-def on_host(data: FederatedData) -> bool:
+def is_on_host(data: FederatedData) -> bool:
     """Returns whether these data stay on the host."""
     return isinstance(data.x, np.ndarray)
 
 
-def check(data: FederatedData, algorithm: Algorithm, drift: Drift) -> None:
+def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> None:
     """Raises InputError for data on the host if the algorithm or the drift needs everybody's samples at once."""
-    if on_host(data) and algorithm.reads is None:
+    if is_on_host(data) and algorithm.data_clients is None:
         raise InputError("resident=host: this algorithm reads the samples of clients outside its cohort; use resident=device")
-    if on_host(data) and drift.moves:
+    if is_on_host(data) and drift.moves:
         raise InputError("resident=host: a drift edits who holds which sample of all; use drift=none, or resident=device")
 
 
-def template(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
+def block_shapes(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
     """Returns the shapes and types of a block of one side, train or test: `most` samples of `clients` clients."""
-    place = replicated(mesh)
+    place = replicated_sharding(mesh)
 
     def shape(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     number = shape(jnp.int32, clients)
-    held, empty = View(shape(jnp.int32, most), number, number), View(shape(jnp.int32, 1), number, number)
+    held, empty = ClientIndex(shape(jnp.int32, most), number, number), ClientIndex(shape(jnp.int32, 1), number, number)
     return data.replace(
         x=shape(data.x.dtype, most, *data.x.shape[1:]),
         y=shape(jnp.int32, most),
@@ -56,7 +56,7 @@ def template(data: FederatedData, side: str, most: int, clients: int, mesh) -> F
     )
 
 
-class Resident:
+class DeviceFeed:
     """Data that are whole on the devices, as one block."""
 
     streamed = False
@@ -68,39 +68,39 @@ class Resident:
         """Returns what the programs are compiled for."""
         return self.data
 
-    def at_once(self):
+    def peak_shapes(self):
         """Returns the shapes of what is on the devices at the same time."""
         return self.data
 
-    def beginning(self) -> FederatedData:
+    def initial_data(self) -> FederatedData:
         """Returns the data that a run's start reads."""
         return self.data
 
-    def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
+    def train_blocks(self, done: int) -> Iterator[tuple[int, FederatedData]]:
         """Yields (rounds, data) of the blocks from round `done` on, each up to an evaluation."""
         while done < self.rounds:
             count = min(self.eval_every - done % self.eval_every, self.rounds - done)
             yield count, self.data
             done += count
 
-    def testing(self) -> Iterator[tuple[FederatedData, None]]:
+    def test_blocks(self) -> Iterator[tuple[FederatedData, None]]:
         """Yields everybody's test samples."""
         yield self.data, None
 
 
-class Blocks:
+class HostFeed:
     """The blocks of a population on the host, fetched one ahead."""
 
     streamed = True
 
     def __init__(self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh):
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
-        self.length = min(ROUNDS, eval_every, rounds)
-        self.founders = np.unique(np.asarray(algorithm.reads(key, None, data.num_clients)))
-        self.cohorts = drawn(algorithm, key, rounds, data.num_clients)
-        parts = [self._cohort(begin, count) for begin, count in self._plan(0)]
+        self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
+        self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.num_clients)))
+        self.cohorts = draw_cohorts(algorithm, key, rounds, data.num_clients)
+        parts = [self._block_clients(begin, count) for begin, count in self._plan_blocks(0)]
         ends = np.cumsum(data.test.size, dtype=np.int64)
-        samples = max(1, TESTED * len(data.x) // data.x.nbytes)
+        samples = max(1, TEST_BLOCK_BYTES * len(data.x) // data.x.nbytes)
         cuts = np.searchsorted(ends, np.arange(samples, ends[-1], samples), side="left") + 1
         self.tested = [part for part in np.split(np.arange(data.num_clients), cuts) if data.test.size[part].sum()]
         self.most = {  # samples and clients of a block
@@ -108,7 +108,7 @@ class Blocks:
             "test": (max(int(data.test.size[part].sum()) for part in self.tested), max(part.size for part in self.tested)),
         }
 
-    def _plan(self, done: int) -> Iterator[tuple[int, int]]:
+    def _plan_blocks(self, done: int) -> Iterator[tuple[int, int]]:
         """Yields (first round, rounds) of the blocks from round `done` on; they end in the same rounds wherever a run is taken up."""
         while done < self.rounds:
             since = done % self.eval_every  # the last evaluation
@@ -116,10 +116,10 @@ class Blocks:
             yield done, count
             done += count
 
-    def _cohort(self, begin: int, count: int) -> np.ndarray:
+    def _block_clients(self, begin: int, count: int) -> np.ndarray:
         return np.unique(self.cohorts[begin : begin + count])
 
-    def _fetched(self, ids: np.ndarray, side: str) -> FederatedData:
+    def _fetch(self, ids: np.ndarray, side: str) -> FederatedData:
         """Returns the samples of one side of these clients, ascending, as data on the devices."""
         held, (most, clients) = getattr(self.data, side), self.most[side]
         who = ids if side == "train" else np.arange(ids.size)
@@ -134,38 +134,38 @@ class Blocks:
         y[: numbers.size] = self.data.y[numbers]
         owner = np.full(most, -1, np.int32)
         owner[: numbers.size] = np.repeat(who, size[who])
-        view = View(np.arange(most, dtype=np.int32), start, size)
-        empty = View(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
+        view = ClientIndex(np.arange(most, dtype=np.int32), start, size)
+        empty = ClientIndex(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
         views = {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
         rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
-        return everywhere(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
+        return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
     def shapes(self, side: str) -> FederatedData:
         """Returns what the programs are compiled for."""
-        return template(self.data, side, *self.most[side], self.mesh)
+        return block_shapes(self.data, side, *self.most[side], self.mesh)
 
-    def at_once(self):
+    def peak_shapes(self):
         """Returns the shapes of what is on the devices at the same time: of each side a block in use and the next."""
         return [self.shapes(side) for side in ("train", "train", "test", "test")]
 
-    def beginning(self) -> FederatedData:
+    def initial_data(self) -> FederatedData:
         """Returns the data that a run's start reads."""
-        return self._fetched(self.founders, "train")
+        return self._fetch(self.founders, "train")
 
-    def training(self, done: int) -> Iterator[tuple[int, FederatedData]]:
+    def train_blocks(self, done: int) -> Iterator[tuple[int, FederatedData]]:
         """Yields (rounds, data) of the blocks from round `done` on; none goes past an evaluation."""
 
         def fetch(begin: int, count: int):
-            return count, self._fetched(self._cohort(begin, count), "train")
+            return count, self._fetch(self._block_clients(begin, count), "train")
 
-        yield from _ahead(fetch, self._plan(done))
+        yield from prefetch(fetch, self._plan_blocks(done))
 
-    def testing(self) -> Iterator[tuple[FederatedData, int]]:
+    def test_blocks(self) -> Iterator[tuple[FederatedData, int]]:
         """Yields everybody's test samples, block by block, each with the number of its first client."""
-        yield from _ahead(lambda ids: (self._fetched(ids, "test"), int(ids[0])), zip(self.tested, strict=True))
+        yield from prefetch(lambda ids: (self._fetch(ids, "test"), int(ids[0])), zip(self.tested, strict=True))
 
 
-def _ahead(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
+def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
     """Yields fetch(*each) for each of a plan; while one is in use, the next is being fetched."""
     with ThreadPoolExecutor(1) as pool:
         waiting = None
@@ -178,7 +178,9 @@ def _ahead(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
             yield waiting.result()
 
 
-def drawn(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
+def draw_cohorts(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
     """Returns whom every round reads, [rounds, n]."""
-    draw = jax.jit(lambda first: jax.lax.map(lambda i: algorithm.reads(key, first + i, num_clients), jnp.arange(min(rounds, DRAWN))))
-    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAWN)])[:rounds]
+    draw = jax.jit(
+        lambda first: jax.lax.map(lambda i: algorithm.data_clients(key, first + i, num_clients), jnp.arange(min(rounds, DRAW_BATCH)))
+    )
+    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[:rounds]

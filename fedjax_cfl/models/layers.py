@@ -27,19 +27,19 @@ def dense(features: int, name: str) -> nn.Dense:
     return nn.Dense(features, kernel_init=glorot, name=name)
 
 
-def flat(x: jax.Array) -> jax.Array:
+def flatten(x: jax.Array) -> jax.Array:
     """[B, ...] -> [B, everything else]."""
     return x.reshape(x.shape[0], -1)
 
 
-def images(x: jax.Array) -> jax.Array:
+def add_channel_axis(x: jax.Array) -> jax.Array:
     """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels]; ValueError for any other rank."""
     if x.ndim not in (3, 4):
         raise ValueError("images [H, W] or [H, W, channels] are allowed")
     return x[..., None] if x.ndim == 3 else x
 
 
-def patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> jax.Array:
+def extract_patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> jax.Array:
     """Cuts out of [B, H, W, in] what a kernel of `size` sees at each place, [B, H', W', kh * kw * in].
 
     Columns first, then rows, which copies less. But XLA on a CPU puts a concatenation of a few parts into its consumer and computes it
@@ -57,10 +57,10 @@ def patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> ja
 
 def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves [B, H, W, in] with [kh, kw, in, out], without padding, as one matrix product."""
-    return patches(x, kernel.shape[:2], strides) @ kernel.reshape(-1, kernel.shape[-1])
+    return extract_patches(x, kernel.shape[:2], strides) @ kernel.reshape(-1, kernel.shape[-1])
 
 
-def one_by_one(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
+def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """The same, one image after another: the patches of one stay in a core's cache, and are cut out again for the gradient.
 
     The barrier keeps the kernel's gradient a product of whole rows; without it XLA turns that around, which a CPU is slower at.
@@ -69,17 +69,17 @@ def one_by_one(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax
 
     @jax.checkpoint
     def one(image):
-        return jnp.einsum("bhwp,op->bhwo", patches(image[None], kernel.shape[:2], strides), columns)[0]
+        return jnp.einsum("bhwp,op->bhwo", extract_patches(image[None], kernel.shape[:2], strides), columns)[0]
 
     return lax.map(one, x)
 
 
-def as_lax(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
+def lax_convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """The same, by JAX's own convolution."""
     return lax.conv_general_dilated(x, kernel, strides, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-METHODS = {"im2col": im2col, "one_by_one": one_by_one, "lax": as_lax}
+METHODS = {"im2col": im2col, "one_by_one": im2col_per_image, "lax": lax_convolve}
 
 
 def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str) -> jax.Array:
@@ -173,7 +173,7 @@ def _over_time(step: Callable, carry: jax.Array | tuple, inputs: jax.Array, reve
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in] -> [B, T, h] if `sequences`, else the last [B, h].
+    """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`, else the last [B, h].
 
     3 (in h + h^2 + 2 h) parameters, gates in the order update, reset, candidate. `reverse` reads from the end; a sequence of outputs
     stays in the order of time.
@@ -205,7 +205,7 @@ class GRU(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `sequences`, else the last [B, h].
+    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`, else the last [B, h].
 
     4 (in h + h^2 + h) parameters, gates in the order input, forget, candidate, output. `reverse` as in GRU.
     """

@@ -7,8 +7,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.errors import InputError, nearest
-from fedjax_cfl.models.layers import flat
+from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.models.layers import flatten
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
 
 
@@ -67,7 +67,7 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
     if not first:
         return task
     shape = params[first]["kernel"].shape
-    return task._replace(first=FirstLayer(first, shape, l2 if first in decayed else 0.0, lambda x: flat(as_float(x)), from_first))
+    return task._replace(first=FirstLayer(first, shape, l2 if first in decayed else 0.0, lambda x: flatten(as_float(x)), from_first))
 
 
 def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: int, decayed: tuple[str, ...], first: str | None) -> Params:
@@ -82,15 +82,15 @@ def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: in
     if shape != (2, num_classes):
         raise InputError(f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2, {num_classes}) is allowed")
     if first and params.get(first, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
-        allowed = f"a Dense layer called on the flat sample is allowed{nearest(first, params)}"
+        allowed = f"a Dense layer called on the flat sample is allowed{suggest_nearest(first, params)}"
         raise InputError(f"model {name}: first_layer names {first!r}, {allowed}")
     for layer in decayed:
         if "kernel" not in params.get(layer, {}):
-            raise InputError(f"model {name}: decayed names {layer!r}, a layer with a kernel is allowed{nearest(layer, params)}")
+            raise InputError(f"model {name}: decayed names {layer!r}, a layer with a kernel is allowed{suggest_nearest(layer, params)}")
     return params
 
 
-def count(params: Params) -> int:
+def count_params(params: Params) -> int:
     """Returns the number of parameters, of arrays or of their shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.layers import GRU, LSTM, BatchStatNorm, Conv, dense, flat, images, max_pool
+from fedjax_cfl.models.layers import GRU, LSTM, BatchStatNorm, Conv, add_channel_axis, dense, flatten, max_pool
 
 
 class MCLR(nn.Module):
@@ -29,7 +29,7 @@ class MCLR(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, ...] -> [B, C]."""
-        return dense(self.num_classes, "head")(flat(x))
+        return dense(self.num_classes, "head")(flatten(x))
 
 
 class MLP(nn.Module):
@@ -51,7 +51,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, ...] -> [B, C]."""
-        x = flat(x)
+        x = flatten(x)
         for i, width in enumerate(self.hidden):
             x = nn.relu(dense(width, f"hidden_{i}")(x))
         return dense(self.num_classes, "head")(x)
@@ -65,10 +65,10 @@ class MnistCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for features in (32, 64):
             x = max_pool(nn.relu(Conv(features, 3)(x)))
-        x = nn.Dropout(0.5, deterministic=not train)(flat(x))
+        x = nn.Dropout(0.5, deterministic=not train)(flatten(x))
         return dense(self.num_classes, "head")(x)
 
 
@@ -81,13 +81,13 @@ class FemnistCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for features in (32, 64):
             x = nn.relu(Conv(features, 3, padding="valid")(x))
             x = nn.relu(Conv(features, 3, padding="valid")(x))
             x = nn.relu(Conv(features, 5, strides=2)(x))
             x = nn.Dropout(0.4, deterministic=not train)(x)
-        x = nn.relu(dense(128, "hidden")(flat(x)))
+        x = nn.relu(dense(128, "hidden")(flatten(x)))
         x = nn.Dropout(0.4, deterministic=not train)(x)
         return dense(self.num_classes, "head")(x)
 
@@ -105,10 +105,10 @@ class LeafCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for features in (32, 64):
             x = max_pool(nn.relu(Conv(features, 5)(x)))
-        x = nn.relu(dense(self.hidden, "hidden")(flat(x)))
+        x = nn.relu(dense(self.hidden, "hidden")(flatten(x)))
         return dense(self.num_classes, "head")(x)
 
 
@@ -123,10 +123,10 @@ class CelebaCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for _ in range(4):
             x = nn.relu(max_pool(BatchStatNorm()(Conv(32, 3)(x)), "same"))
-        return dense(self.num_classes, "head")(flat(x))
+        return dense(self.num_classes, "head")(flatten(x))
 
 
 class LeNet(nn.Module):
@@ -137,10 +137,10 @@ class LeNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = images(x)
+        x = add_channel_axis(x)
         for features in (6, 16):
             x = max_pool(nn.relu(Conv(features, 5, padding="valid")(x)))
-        x = nn.relu(dense(120, "hidden_0")(flat(x)))
+        x = nn.relu(dense(120, "hidden_0")(flatten(x)))
         x = nn.relu(dense(84, "hidden_1")(x))
         return dense(self.num_classes, "head")(x)
 

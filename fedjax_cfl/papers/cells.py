@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.runs.results import read_summary
 
-PASSING = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
-OWN = {"run_dir", "seeds", "vectorize"}  # with these a run would not be one cell in its folder
+FREE_OVERRIDES = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
+RESERVED_SETTINGS = {"run_dir", "seeds", "vectorize"}  # with these a run would not be one cell in its folder
 
 
 class Cell(NamedTuple):
@@ -27,7 +27,7 @@ class Cell(NamedTuple):
         return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
 
 
-def load(conf: Path, name: str) -> dict:
+def load_table(conf: Path, name: str) -> dict:
     """Returns the `paper` node of an experiment. Raises InputError if there is no such table."""
     tables = {}
     for path in sorted((conf / "experiment").glob("*.yaml")):
@@ -38,7 +38,7 @@ def load(conf: Path, name: str) -> dict:
     return tables[name]
 
 
-def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
+def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
     """Returns the names that `asked` lists, all of them if it is None; `*` stands for anything. Raises InputError for unknown names."""
     known = list(known)
     for pattern in asked or []:
@@ -47,28 +47,28 @@ def chosen(field: str, asked: list[str] | None, known: Iterable[str]) -> list[st
     return [name for name in known if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)]
 
 
-def runs_of(table: dict, row: str) -> str:
+def source_row(table: dict, row: str) -> str:
     """Returns the row whose runs a row shows: its own, or those of the row it names, of which it shows another measure."""
     return table["rows"][row].get("runs", row)
 
 
-def columns_of(table: dict, row: str) -> list[str]:
+def row_columns(table: dict, row: str) -> list[str]:
     """Returns the columns a row has: those it lists, or has published numbers for, or all; measures are columns, too."""
-    entry = table["rows"][runs_of(table, row)]
+    entry = table["rows"][source_row(table, row)]
     return entry.get("columns") or list(table.get("measures") or entry.get("published") or table["columns"])
 
 
-def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
+def make_cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
     """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first.
 
     Rows that share their runs have one cell together, that of the row which owns them.
     """
-    owners = list(dict.fromkeys(runs_of(table, row) for row in rows))
+    owners = list(dict.fromkeys(source_row(table, row) for row in rows))
     for seed in seeds:
         for row in owners:
             own = table["rows"][row]["overrides"]
             if "columns" in table:
-                options = {c: table["columns"][c] for c in columns_of(table, row) if columns is None or c in columns}
+                options = {c: table["columns"][c] for c in row_columns(table, row) if columns is None or c in columns}
             else:
                 options = {"": []}
             for column, overrides in options.items():
@@ -76,10 +76,10 @@ def cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str]
                 yield Cell(row, column, seed, folder, [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra])
 
 
-def check(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], object]) -> None:
+def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], object]) -> None:
     """Raises InputError, before anything runs, if a cell says itself what one of the overrides `extra` asks for, or cannot have it.
 
-    One cell of every row and of every column is put to `checked(overrides)`, which raises what the run itself would.
+    One cell of every row and of every column is put to `resolve_settings(overrides)`, which raises what the run itself would.
     """
     if not extra:
         return
@@ -91,7 +91,7 @@ def check(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], obj
         own = {override.partition("=")[0] for override in cell.overrides[: -len(extra)]}
         for override in extra:
             name = override.partition("=")[0].lstrip("+~")
-            if name in own | OWN:
+            if name in own | RESERVED_SETTINGS:
                 raise InputError(f"{override}: a cell has its own {name}; see --rows, --columns, --seeds and --out")
         try:
             checked(cell.overrides)
@@ -99,35 +99,35 @@ def check(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], obj
             raise InputError(f"{cell}: {error}") from None
 
 
-def kept(overrides: list[str]) -> set[str]:
+def filter_overrides(overrides: list[str]) -> set[str]:
     """Returns the overrides that bear on what a cell is, in no order; of several of one name the last counts."""
     last = {override.partition("=")[0]: override for override in overrides}
-    return {override for override in last.values() if not override.startswith(PASSING)}
+    return {override for override in last.values() if not override.startswith(FREE_OVERRIDES)}
 
 
-def rounds_asked(overrides: list[str]) -> str | None:
+def requested_rounds(overrides: list[str]) -> str | None:
     """Returns the last `rounds=`."""
     return next((override for override in reversed(overrides) if override.startswith("rounds=")), None)
 
 
-def finished(cell: Cell) -> bool:
+def is_finished(cell: Cell) -> bool:
     """Returns whether the cell has run as asked. Raises InputError if another cell did, of the same name but with other settings."""
     summary = read_summary(cell.folder)
     if summary is None:
         return False
     ran = summary.get("overrides") or []
-    if kept(ran) != kept(cell.overrides):
-        differ = sorted(kept(ran) ^ kept(cell.overrides))
+    if filter_overrides(ran) != filter_overrides(cell.overrides):
+        differ = sorted(filter_overrides(ran) ^ filter_overrides(cell.overrides))
         raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
-    return rounds_asked(ran) == rounds_asked(cell.overrides)
+    return requested_rounds(ran) == requested_rounds(cell.overrides)
 
 
-def standing(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
+def find_finished(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
     """Returns the folders of all finished cells of these settings in `out`, by (row, column), seeds in order; rounds may differ."""
     found: dict[tuple[str, str], list[Path]] = {}
     seeds = sorted({int(path.name[4:]) for path in out.glob("**/seed*") if path.is_dir() and path.name[4:].isdecimal()})
-    for cell in cells(name, table, out, list(table["rows"]), None, seeds, extra):
+    for cell in make_cells(name, table, out, list(table["rows"]), None, seeds, extra):
         summary = read_summary(cell.folder)
-        if summary is not None and kept(summary.get("overrides") or []) == kept(cell.overrides):
+        if summary is not None and filter_overrides(summary.get("overrides") or []) == filter_overrides(cell.overrides):
             found.setdefault((cell.row, cell.column), []).append(cell.folder)
     return found

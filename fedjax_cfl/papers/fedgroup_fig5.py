@@ -13,33 +13,33 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl.algorithms.flexcfl import pretraining
+from fedjax_cfl.algorithms.flexcfl import make_pretrain_solver
 from fedjax_cfl.clustering.distances import gram as gram_of
 from fedjax_cfl.clustering.features import edc as edc_of
 from fedjax_cfl.clustering.features import madc as madc_of
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers.cells import Cell
-from fedjax_cfl.papers.figures import blank
-from fedjax_cfl.round.cohort import dealt, over_clients
-from fedjax_cfl.round.local import full
-from fedjax_cfl.runs.plot import dress
-from fedjax_cfl.runs.results import replacing
+from fedjax_cfl.papers.figures import new_figure
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.runs.plot import style_axes
+from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.types import FederatedData
 
 DOTS = 20_000  # pairs drawn per panel, evenly through all; the correlations are over all
 FIELDS = ("row", "seed", "clients", "founders", "pairs", "pearson", "pearson_all")
 
 
-def updates(key, task, data: FederatedData, local, pretrain: str) -> tuple[np.ndarray, np.ndarray]:
+def first_update_gram(key, task, data: FederatedData, local, pretrain: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inner products [N, N] of the first updates of the N clients that have training samples, and who they are [N]."""
-    local = local.resolved()
-    trial = over_clients(pretraining(task, local, pretrain), local)
+    local = local.resolve()
+    trial = over_clients(make_pretrain_solver(task, local, pretrain), local)
     start, batches = jax.random.split(key)
 
     def products(data):
-        cohort = dealt(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(start))
-        upload = trial(cohort, data, (batches, initial), full(jnp.zeros_like(cohort.ids)))
+        upload = trial(cohort, data, (batches, initial), full_work(jnp.zeros_like(cohort.ids)))
         return gram_of(upload.delta), cohort.ids
 
     gram, ids = jax.device_get(jax.jit(products)(data))  # not a round: `run` has no part in it
@@ -48,7 +48,7 @@ def updates(key, task, data: FederatedData, local, pretrain: str) -> tuple[np.nd
     return gram[np.ix_(slots, slots)], ids[slots]
 
 
-def features(gram: np.ndarray, founders: np.ndarray, m: int) -> np.ndarray:
+def edc_features(gram: np.ndarray, founders: np.ndarray, m: int) -> np.ndarray:
     """Returns the cosines [N, m] of all N updates to the top m singular directions of the founders' updates (FedGroup, eq. 8).
 
     With eigenpairs (l_k, q_k) of the founders' Gram matrix, a direction is sum_j q_jk delta_j / sqrt(l_k).
@@ -59,21 +59,21 @@ def features(gram: np.ndarray, founders: np.ndarray, m: int) -> np.ndarray:
     return gram[:, founders] @ (vectors / np.sqrt(np.maximum(values, np.finfo(np.float32).tiny))) / norm[:, None]
 
 
-def distances(points: np.ndarray) -> np.ndarray:
+def pairwise_distances(points: np.ndarray) -> np.ndarray:
     """Returns the Euclidean distances [N, N] of the rows of `points` [N, m]."""
     return np.sqrt(np.square(points[:, None] - points).sum(axis=-1))
 
 
-def compared(config: dict, task, data, local) -> dict:
+def compare_measures(config: dict, task, data, local) -> dict:
     """Returns MADC and EDC of all pairs of clients, each [pairs], and what correlation.csv says of them."""
     settings, seed = config["algorithm"], config["seed"]
-    gram, ids = updates(jax.random.key(seed), task, data, local, settings["pretrain"])
+    gram, ids = first_update_gram(jax.random.key(seed), task, data, local, settings["pretrain"])
     count = min(settings["alpha"] * settings["m"], ids.size)
     founders = np.random.default_rng(seed).choice(ids.size, count, replace=False)
     pairs = np.triu_indices(ids.size, 1)
     madc = np.asarray(madc_of(jnp.asarray(gram)))[pairs]
-    edc = distances(features(gram, founders, settings["m"]))[pairs]
-    everybody = distances(np.asarray(edc_of(jnp.asarray(gram), settings["m"])))[pairs]
+    edc = pairwise_distances(edc_features(gram, founders, settings["m"]))[pairs]
+    everybody = pairwise_distances(np.asarray(edc_of(jnp.asarray(gram), settings["m"])))[pairs]
     return {
         "madc": madc,
         "edc": edc,
@@ -89,7 +89,7 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
     """Draws figure.png: EDC against MADC, a panel per row, with the line of least squares."""
     across = min(2, len(drawn))
     down = math.ceil(len(drawn) / across)
-    figure = blank(1 + 5.2 * across, 1 + 4.2 * down, table["title"])
+    figure = new_figure(1 + 5.2 * across, 1 + 4.2 * down, table["title"])
     grid = figure.subplots(down, across, squeeze=False).flat
     for (row, found), axes in zip(drawn.items(), grid, strict=False):
         x, y = found["madc"], found["edc"]
@@ -109,10 +109,10 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
             fontsize=10,
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none"},
         )
-        dress(axes, table["rows"][row].get("title", row), "MADC", "EDC, Euclidean distance")
+        style_axes(axes, table["rows"][row].get("title", row), "MADC", "EDC, Euclidean distance")
     for axes in list(grid):
         axes.remove()
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
@@ -121,7 +121,7 @@ def reproduce(
 ) -> int:
     """Writes figure.png (the first seed) and correlation.csv; rows whose data are missing are skipped and named. Returns 0.
 
-    `build(overrides)` returns (config, task, data, local); `missing` are the words of an InputError about data that are not here.
+    `build(overrides)` returns (config, task, data, local); `missing_data_error` are the words of an InputError about data that are not here.
     """
     records, drawn, skipped = [], {}, set()
     for cell in cells:
@@ -135,13 +135,13 @@ def reproduce(
             console.print(f"{cell.row}: skipped, data missing: {error}", markup=False, highlight=False, soft_wrap=True)
             skipped.add(cell.row)
             continue
-        found = compared(*parts)
+        found = compare_measures(*parts)
         drawn.setdefault(cell.row, found)
         records.append({"row": cell.row, "seed": cell.seed} | found)
         console.print(f"{cell}: Pearson {found['pearson']:.3f} over {found['pairs']:,} pairs", markup=False, highlight=False)
     if records:
         out.mkdir(parents=True, exist_ok=True)
-        with replacing(out / "correlation.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+        with atomic_write(out / "correlation.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
             writer = csv.DictWriter(handle, fieldnames=FIELDS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(records)

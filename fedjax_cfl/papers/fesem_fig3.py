@@ -11,17 +11,17 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.figures import blank
+from fedjax_cfl.papers.figures import new_figure
 from fedjax_cfl.papers.report import row_title
 from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.plot import colours, dress
-from fedjax_cfl.runs.results import replacing
+from fedjax_cfl.runs.plot import make_palette, style_axes
+from fedjax_cfl.runs.results import atomic_write
 
-MOST = 400  # clients drawn, as in the paper
+MAX_MODELS = 400  # clients drawn, as in the paper
 MODELS, CENTERS, ASSIGNED, KNOWN = "[0].memory.models", "[0].groups", "[0].assignment", "[0].memory.known"  # of a run's (state, data)
 
 
-class Map(NamedTuple):
+class ModelMap(NamedTuple):
     """Models in the plane."""
 
     points: np.ndarray  # [n, 2], the drawn clients' models
@@ -31,21 +31,21 @@ class Map(NamedTuple):
     explained: np.ndarray  # [2], fraction of the variance of the drawn models
 
 
-def read(run_dir: Path, seed: int = 0) -> Map:
+def read_map(run_dir: Path, seed: int = 0) -> ModelMap:
     """Reads the last checkpoint of a run and projects at most MOST of its clients' models. Raises InputError if it holds none."""
-    saved = checkpoint.saved(run_dir / "checkpoints")
-    arrays = checkpoint.arrays(saved[-1]) if saved else {}
+    saved = checkpoint.list_checkpoints(run_dir / "checkpoints")
+    arrays = checkpoint.load_arrays(saved[-1]) if saved else {}
     layers = [name.removeprefix(MODELS) for name in arrays if name.startswith(MODELS)]
     if not layers or KNOWN not in arrays:
         raise InputError(f"{run_dir}: no checkpoint with stored local models, expected a run of fesem or fesem_ma")
     group, clients = arrays[ASSIGNED], np.flatnonzero(arrays[KNOWN] & (arrays[ASSIGNED] >= 0))
     if len(clients) < 3:
         raise InputError(f"{run_dir}: {len(clients)} clients have a stored model, expected three or more for a plane")
-    drawn = np.sort(np.random.default_rng(seed).permutation(clients)[:MOST])
+    drawn = np.sort(np.random.default_rng(seed).permutation(clients)[:MAX_MODELS])
     matrices = [(arrays[MODELS + layer][drawn].reshape(len(drawn), -1), arrays[CENTERS + layer]) for layer in layers]
     points, centers, explained = project([(models, centers.reshape(len(centers), -1)) for models, centers in matrices])
     sizes = np.bincount(group[clients], minlength=len(centers))
-    return Map(points, centers, group[drawn], sizes, explained)
+    return ModelMap(points, centers, group[drawn], sizes, explained)
 
 
 def project(layers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -66,9 +66,9 @@ def project(layers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np
     return vectors * scale, cross @ vectors / scale, values[:2] / max(values.sum(), np.finfo(np.float32).tiny)
 
 
-def panel(axes: Axes, shown: Map, title: str) -> None:
+def draw_panel(axes: Axes, shown: ModelMap, title: str) -> None:
     """Draws one run: a dot per client, a cross per center."""
-    for g, shade in enumerate(colours(len(shown.sizes))):
+    for g, shade in enumerate(make_palette(len(shown.sizes))):
         rows = shown.group == g
         if not shown.sizes[g]:
             continue  # nobody is there, and an idle center may lie far off
@@ -76,20 +76,20 @@ def panel(axes: Axes, shown: Map, title: str) -> None:
         axes.scatter(*shown.points[rows].T, s=26, color=shade, alpha=0.75, linewidths=0.4, edgecolors="white", label=label)
         axes.scatter(*shown.centers[g], s=150, color=shade, marker="X", linewidths=1.4, edgecolors="black", zorder=3)
     drawn = f", {len(shown.points)} drawn" if len(shown.points) < shown.sizes.sum() else ""
-    dress(axes, f"{title}{drawn}", *(f"component {i + 1} ({part:.1%} of variance)" for i, part in enumerate(shown.explained)))
+    style_axes(axes, f"{title}{drawn}", *(f"component {i + 1} ({part:.1%} of variance)" for i, part in enumerate(shown.explained)))
     axes.grid(axis="x", color="0.9", linewidth=0.8)
     axes.legend(frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
 
 
-def draw(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+def draw_maps(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
     """Draws a panel for every finished cell, of its first seed."""
     across = min(2, len(found))
     down = math.ceil(len(found) / across)
-    figure = blank(1 + 5.6 * across, 0.8 + 5.4 * down, table["title"])
+    figure = new_figure(1 + 5.6 * across, 0.8 + 5.4 * down, table["title"])
     grid = figure.subplots(down, across, squeeze=False).flat
     for ((row, column), folders), axes in zip(found.items(), grid, strict=False):
-        panel(axes, read(folders[0]), f"{row_title(table, row)}, {column}")
+        draw_panel(axes, read_map(folders[0]), f"{row_title(table, row)}, {column}")
     for axes in list(grid):
         axes.remove()
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")

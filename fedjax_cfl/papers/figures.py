@@ -12,27 +12,27 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
-from fedjax_cfl.papers.cells import columns_of
-from fedjax_cfl.papers.report import ran_rows, row_title
-from fedjax_cfl.runs.plot import colours, dress, in_percent
-from fedjax_cfl.runs.results import measures, read_metrics, replacing, series
+from fedjax_cfl.papers.cells import row_columns
+from fedjax_cfl.papers.report import finished_rows, row_title
+from fedjax_cfl.runs.plot import format_percent_axis, make_palette, style_axes
+from fedjax_cfl.runs.results import atomic_write, compute_measures, read_metrics, series
 
-LABELS = {
+AXIS_LABELS = {
     "accuracy": "test accuracy",
     "train_loss": "training loss of the cohort",
     "discrepancy": "discrepancy",
 }
-MANY, WINDOW = 100, 11  # evaluations: from how many on a line is steadied, and over how many
+MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11  # evaluations: from how many on a line is steadied, and over how many
 
 
-def steadied(values: np.ndarray, window: int = WINDOW) -> np.ndarray:
+def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
     """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN where they are."""
     finite = np.isfinite(values)
     total, count = (np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite))
     return np.where(finite, total / np.maximum(count, 1), np.nan)
 
 
-def over_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def average_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns rounds, mean and sd over runs (n - 1; 0 for one), each [R], of the sum of `names` at the rounds that every run evaluated."""
     by_round = [{row["round"]: row for row in rows} for rows in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
@@ -41,28 +41,28 @@ def over_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.ndarr
     return np.array(rounds, float), values.mean(axis=0), spread
 
 
-def shades(table: dict) -> dict[str, tuple]:
+def column_styles(table: dict) -> dict[str, tuple]:
     """Returns the colour and line style of every column, the same in all panels."""
-    palette = colours(7)  # yellow, the eighth, is too pale for a line
+    palette = make_palette(7)  # yellow, the eighth, is too pale for a line
     return {name: (palette[i % 7], ("-", "--", ":")[i // 7 % 3]) for i, name in enumerate(table["columns"])}
 
 
-def band(axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str) -> None:
+def draw_band(axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str) -> None:
     """Draws a line with its band."""
-    if len(x) > MANY:
+    if len(x) > MIN_SMOOTHED_LENGTH:
         axes.plot(x, mean, color=style[0], linewidth=0.5, alpha=0.3)
-        mean, spread = steadied(mean), steadied(spread)
+        mean, spread = smooth(mean), smooth(spread)
     axes.plot(x, mean, color=style[0], linestyle=style[1], linewidth=1.5, marker="o" if len(x) <= 20 else "", markersize=3, label=label)
     axes.fill_between(x, mean - spread, mean + spread, color=style[0], alpha=0.18, linewidth=0)
 
 
-def read(table: dict, found: dict[tuple[str, str], list[Path]]) -> dict[str, dict[str, list[list[dict]]]]:
+def read_cells(table: dict, found: dict[tuple[str, str], list[Path]]) -> dict[str, dict[str, list[list[dict]]]]:
     """Returns the metrics of every finished cell, by row, column and seed; rows of which nothing ran are left out."""
     runs = {key: [read_metrics(folder) for folder in folders] for key, folders in found.items()}
-    return {row: {c: runs[row, c] for c in columns_of(table, row) if (row, c) in runs} for row in ran_rows(table, found)}
+    return {row: {c: runs[row, c] for c in row_columns(table, row) if (row, c) in runs} for row in finished_rows(table, found)}
 
 
-def blank(width: float, height: float, title: str) -> Figure:
+def new_figure(width: float, height: float, title: str) -> Figure:
     """Returns an empty figure, `width` x `height` inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -71,7 +71,7 @@ def blank(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> None:
+def save_figure(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> None:
     """Writes the figure with one legend below it, for the lines of all panels."""
     handles = {label: handle for axes in drawn for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     names = [name for name in columns if name in handles]
@@ -80,57 +80,62 @@ def save(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> N
         figure.legend(
             [handles[n] for n in names], names, loc="outside lower center", ncols=min(most, len(names)), frameon=False, fontsize=10
         )
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
-def curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
     """Draws `table["panels"]`, numbers of metrics.jsonl, against rounds: a line of panels for each, a column of panels for every row."""
-    runs, styles, panels = read(table, found), shades(table), table["panels"]
-    figure = blank(max(7.0, 1.0 + 4.2 * len(runs)), 1.6 + 2.8 * len(panels), table["title"])
+    runs, styles, panels = read_cells(table, found), column_styles(table), table["panels"]
+    figure = new_figure(max(7.0, 1.0 + 4.2 * len(runs)), 1.6 + 2.8 * len(panels), table["title"])
     grid = figure.subplots(len(panels), len(runs), squeeze=False)
     for j, (row, methods) in enumerate(runs.items()):
         for i, name in enumerate(panels):
             axes = grid[i, j]
             for column, seeds in methods.items():
-                band(axes, *over_seeds(seeds, (name,)), styles[column], column)
-            dress(axes, row_title(table, row) if i == 0 else "", "round", LABELS.get(name, name) if j == 0 else "")
+                draw_band(axes, *average_seeds(seeds, (name,)), styles[column], column)
+            style_axes(axes, row_title(table, row) if i == 0 else "", "round", AXIS_LABELS.get(name, name) if j == 0 else "")
             axes.set_xlim(left=0)
             if "accuracy" in name:
-                in_percent(axes)
-    save(figure, path, list(grid.flat), list(table["columns"]))
+                format_percent_axis(axes)
+    save_figure(figure, path, list(grid.flat), list(table["columns"]))
 
 
-def cost(runs: list[list[dict]]) -> float:
+def models_sent(runs: list[list[dict]]) -> float:
     """Returns the models sent down and up in all, mean over seeds."""
-    return float(np.mean([measures(rows)["units"] for rows in runs]))
+    return float(np.mean([compute_measures(rows)["units"] for rows in runs]))
 
 
-def communication(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
     """Draws accuracy against the models sent so far, and what was sent in all, both relative to all that the baseline sent.
 
     A row without the baseline is drawn in models. Hollow dots are published costs.
     """
-    runs, styles = read(table, found), shades(table)
-    figure = blank(12.5, 1.6 + 3.6 * len(runs), table["title"])
+    runs, styles = read_cells(table, found), column_styles(table)
+    figure = new_figure(12.5, 1.6 + 3.6 * len(runs), table["title"])
     grid = figure.subplots(len(runs), 2, squeeze=False, width_ratios=(3, 2))
     for (left, right), (row, methods) in zip(grid, runs.items(), strict=True):
-        base = cost(methods[table["baseline"]]) if table["baseline"] in methods else 1.0
+        base = models_sent(methods[table["baseline"]]) if table["baseline"] in methods else 1.0
         unit = f"x {table['baseline']}'s in all" if table["baseline"] in methods else "models"
         for column, seeds in methods.items():
-            _, sent, _ = over_seeds(seeds, ("units_down", "units_up"))
-            _, mean, spread = over_seeds(seeds, ("accuracy",))
-            band(left, sent / base, mean, spread, styles[column], column)
-        dress(left, row_title(table, row), f"models sent so far, {unit}", "test accuracy")
+            _, sent, _ = average_seeds(seeds, ("units_down", "units_up"))
+            _, mean, spread = average_seeds(seeds, ("accuracy",))
+            draw_band(left, sent / base, mean, spread, styles[column], column)
+        style_axes(left, row_title(table, row), f"models sent so far, {unit}", "test accuracy")
         left.set_xlim(left=0)
-        in_percent(left)
-        bars(right, {column: cost(seeds) / base for column, seeds in methods.items()}, table["rows"][row].get("published_cost", {}), styles)
-        dress(right, "", f"models sent in all, {unit}", "")
+        format_percent_axis(left)
+        draw_bars(
+            right,
+            {column: models_sent(seeds) / base for column, seeds in methods.items()},
+            table["rows"][row].get("published_cost", {}),
+            styles,
+        )
+        style_axes(right, "", f"models sent in all, {unit}", "")
         right.grid(visible=False)
-    save(figure, path, list(grid[:, 0]), list(table["columns"]))
+    save_figure(figure, path, list(grid[:, 0]), list(table["columns"]))
 
 
-def bars(axes: Axes, costs: dict[str, float], published: dict[str, float], styles: dict[str, tuple]) -> None:
+def draw_bars(axes: Axes, costs: dict[str, float], published: dict[str, float], styles: dict[str, tuple]) -> None:
     """Draws a bar per method with its number, and a hollow dot where one is published."""
     largest = max([*costs.values(), *published.values()])
     for place, (column, value) in enumerate(costs.items()):

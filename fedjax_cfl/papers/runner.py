@@ -21,22 +21,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedjax_cfl.data.datasets.download import VARIABLE
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report
 from fedjax_cfl.papers.cells import Cell
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
-MISSING = (f"a folder named in {VARIABLE}", "expected the official train and test files")
+MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
 COMMAND = [sys.executable, "-m", "fedjax_cfl"]
 # the kinds of figures made from cells
-DRAWN = {"curves": figures.curves, "communication": figures.communication, "model_map": fesem_fig3.draw}
+DRAW_FUNCTIONS = {"curves": figures.draw_curves, "communication": figures.draw_communication, "model_map": fesem_fig3.draw_maps}
 
 
 # running
 
 
-def start(cell: Cell, alone: bool) -> subprocess.Popen:
+def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
     """Starts a cell's process, its output going to seedN.log; beside others it gets one device."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     devices = [] if alone or any(override.startswith("devices=") for override in cell.overrides) else ["devices=1"]
@@ -46,7 +46,7 @@ def start(cell: Cell, alone: bool) -> subprocess.Popen:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def running(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]) -> Iterator[tuple[Cell, int]]:
+def run_in_parallel(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]) -> Iterator[tuple[Cell, int]]:
     """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller puts into `skipped` are not begun any more.
 
     `show` is told again and again how many have ended, and which run. Whatever ends the loop, an interrupt too, ends the cells: they save
@@ -58,13 +58,13 @@ def running(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int,
             while queue and len(active) < jobs:
                 cell = queue.popleft()
                 if cell.row not in skipped:
-                    active[start(cell, alone=jobs == 1)] = cell
+                    active[start_process(cell, alone=jobs == 1)] = cell
             for process in [process for process in active if process.poll() is not None]:
                 yield active.pop(process), process.returncode
             show(len(todo) - len(queue) - len(active), list(active.values()))
             time.sleep(0.1 if active else 0)
     finally:
-        stop(list(active))
+        stop_processes(list(active))
 
 
 @contextlib.contextmanager
@@ -79,18 +79,18 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]
 
         def show(ended: int, active: list[Cell]) -> None:
             if console.is_terminal:
-                bar.update(task, completed=ended, description="\n".join(f"{cell}: round {last_round(cell)}" for cell in active))
+                bar.update(task, completed=ended, description="\n".join(f"{cell}: round {read_last_round(cell)}" for cell in active))
 
         yield show
 
 
-def last_round(cell: Cell) -> int:
+def read_last_round(cell: Cell) -> int:
     """Returns the last round that a cell has evaluated so far, 0 if none."""
     metrics = cell.folder / "metrics.jsonl"
     return int([b"0", *re.findall(rb'^{"round": (\d+)', metrics.read_bytes() if metrics.exists() else b"", re.MULTILINE)][-1])
 
 
-def stop(processes: list[subprocess.Popen]) -> None:
+def stop_processes(processes: list[subprocess.Popen]) -> None:
     """Asks processes to stop and waits until they have; an interrupt meanwhile kills them."""
     for process in processes:
         process.terminate()
@@ -104,7 +104,7 @@ def stop(processes: list[subprocess.Popen]) -> None:
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Lets SIGTERM interrupt as Ctrl-C does, so that no cell is left running alone."""
 
     def interrupt(number, frame):
@@ -117,7 +117,7 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def complaint(cell: Cell) -> str:
+def read_error(cell: Cell) -> str:
     """Returns the one-line error a cell ended with, or where to look."""
     log = cell.folder.with_name(f"{cell.folder.name}.log")
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("fedjax-cfl: ")]
@@ -128,29 +128,29 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
     """Runs the cells that are not finished and says a line about each; `ended` returns what to say. Returns whether one failed."""
     skipped: set[str] = set()
     failed, number = False, 0
-    unfinished = [cell for cell in todo if not cells.finished(cell)]
+    unfinished = [cell for cell in todo if not cells.is_finished(cell)]
     if len(unfinished) < len(todo):
         console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
     with progress(len(unfinished), console) as show:
-        for cell, status in running(unfinished, jobs, skipped, show):
+        for cell, status in run_in_parallel(unfinished, jobs, skipped, show):
             number += 1
             said = f"[{number}/{len(unfinished)}] {cell}: "
             if status == 0:
                 console.print(said + ended(cell), markup=False, highlight=False)
-            elif status == 2 and any(text in complaint(cell) for text in MISSING):
+            elif status == 2 and any(text in read_error(cell) for text in MISSING):
                 if cell.row not in skipped:
-                    console.print(f"{cell.row}: skipped, data missing: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+                    console.print(f"{cell.row}: skipped, data missing: {read_error(cell)}", markup=False, highlight=False, soft_wrap=True)
                 skipped.add(cell.row)
             else:
                 failed = True
-                console.print(f"{said}failed: {complaint(cell)}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{said}failed: {read_error(cell)}", markup=False, highlight=False, soft_wrap=True)
     return failed
 
 
 # the verb
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns what the verb takes, besides KEY=VALUE."""
     made = argparse.ArgumentParser(prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell.")
     made.add_argument("table", help="an experiment with published numbers, e.g. flexcfl_table3")
@@ -170,32 +170,32 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], build: Callable[[list[str]], tuple]) -> int:
     """Runs the verb; returns 0, or 1 if a cell failed.
 
-    `checked(overrides)` raises InputError for what a run would refuse, `build(overrides)` returns (config, task, data, local) as a run
+    `resolve_settings(overrides)` raises InputError for what a run would refuse, `build(overrides)` returns (config, task, data, local) as a run
     would have them.
     """
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    given = parser().parse_args([argument for argument in argv if argument not in extra])
+    given = make_parser().parse_args([argument for argument in argv if argument not in extra])
     for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
         if number < 1:
             raise InputError(f"{flag} {number}: a whole number >= 1")
-    table, console = cells.load(conf, given.table), Console()
+    table, console = cells.load_table(conf, given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
-    rows = cells.chosen("--rows", given.rows, table["rows"])
+    rows = cells.match_names("--rows", given.rows, table["rows"])
     if given.columns and "columns" not in table:
         raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
-    columns = given.columns and cells.chosen("--columns", given.columns, table["columns"])
-    todo = list(cells.cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
+    columns = given.columns and cells.match_names("--columns", given.columns, table["columns"])
+    todo = list(cells.make_cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
     if not todo:
         raise InputError(
-            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(cells.columns_of(table, rows[0]))}"
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(cells.row_columns(table, rows[0]))}"
         )
-    cells.check(todo, extra, checked)
+    cells.check_cells(todo, extra, checked)
     if table.get("figure") == "edc_madc":
         return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
 
     def write() -> list[dict]:
-        records = report.collect(table, cells.standing(experiment, table, runs, extra))
+        records = report.collect(table, cells.find_finished(experiment, table, runs, extra))
         if any(record["runs"] for record in records):
             out.mkdir(parents=True, exist_ok=True)
             report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
@@ -203,10 +203,10 @@ def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], bu
 
     def ended(cell: Cell) -> str:
         write()
-        return report.said(table, cell.row, cell.folder)
+        return report.format_finished_cell(table, cell.row, cell.folder)
 
     try:
-        with terminable():
+        with interrupt_on_sigterm():
             failed = run_cells(todo, given.jobs, console, ended)
     except KeyboardInterrupt:
         console.print("the same command goes on from here")
@@ -215,7 +215,7 @@ def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], bu
     if any(record["runs"] for record in records):
         report.plot(table, records, out / "plot.png")
         if "figure" in table:
-            DRAWN[table["figure"]](table, cells.standing(experiment, table, runs, extra), out / "figure.png")
-        console.print(*report.show(table, records, console))
+            DRAW_FUNCTIONS[table["figure"]](table, cells.find_finished(experiment, table, runs, extra), out / "figure.png")
+        console.print(*report.build_table(table, records, console))
         console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

@@ -1,6 +1,6 @@
 """How the clients of a cohort, of very different sizes, work side by side without padding anyone to the largest.
 
-A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort axis in one visible place. Chunks of up to `width` clients run
+A solver (`sgd`) is written for ONE client; `over_clients_of_members` adds the cohort axis in one visible place. Chunks of up to `width` clients run
 one after another, within a chunk in ever fewer lanes (`staircase`): 1 on a CPU core (a client's weights stay in its cache), as many as fit
 on an accelerator. Devices split the cohort.
 """
@@ -14,47 +14,47 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData
 
-SMALLEST = 16  # samples in the smallest size bucket
-BLOCK = 64  # samples in one step of a pass over a client's whole training set
-NOBODY = jnp.iinfo(jnp.int32).max  # no client's number
+MIN_BUCKET = 16  # samples in the smallest size bucket
+SAMPLE_BLOCK = 64  # samples in one step of a pass over a client's whole training set
+NO_CLIENT = jnp.iinfo(jnp.int32).max  # no client's number
 
 
-def buckets(capacity: int) -> list[int]:
+def bucket_sizes(capacity: int) -> list[int]:
     """Returns the power-of-two bucket sizes up to the first that holds `capacity` samples."""
-    sizes = [SMALLEST]
+    sizes = [MIN_BUCKET]
     while sizes[-1] < capacity:
         sizes.append(2 * sizes[-1])
     return sizes
 
 
-def array_of(numbers: list[int]):
+def make_int_array(numbers: list[int]):
     """Returns an int32 array [n] made by the program: a branch that trains and captures constants cannot be mapped, see `members`."""
     return jnp.stack([jnp.full((), number, jnp.int32) for number in numbers])
 
 
 def over_clients(visit, local: Local):
-    """Turns visit(client, bucket, data, shared, mine) for one client into a function of a whole cohort.
+    """Turns visit(client, bucket, data, shared, client_inputs) for one client into a function of a whole cohort.
 
-    The result (cohort, data, shared, mine [S, ...]) -> [S, ...] does not depend on `width`, on the slots or on the devices, up to rounding.
+    The result (cohort, data, shared, client_inputs [S, ...]) -> [S, ...] does not depend on `width`, on the slots or on the devices, up to rounding.
     `bucket` [] int32 indexes the smallest size bucket that holds every client of the chunk: the one thing chunk mates share.
     A `visit` that depends on values which differ between the members of a vectorised run is a `Partial` of them.
     """
-    if local.members:
-        return members.over_clients(visit, local, in_chunks)
+    if local.vmap_runs:
+        return members.over_clients_of_members(visit, local, in_chunks)
 
-    def block(shared, mine):
-        (data, shared), (clients, own) = shared, mine
+    def block(shared, client_inputs):
+        (data, shared), (clients, own) = shared, client_inputs
         held = jnp.where(clients < data.num_clients, data.train.size[jnp.minimum(clients, data.num_clients - 1)], -1)
 
         def one(client, bucket, own):
             return visit(client, bucket, data, shared, own)
 
-        return in_chunks(one, held, clients, own, data.capacity, local.width)
+        return in_chunks(one, held, clients, own, data.max_client_samples, local.width)
 
     mapped = over_devices(block, local.mesh)
 
-    def run(cohort: Cohort, data: FederatedData, shared, mine=()):
-        return mapped((data, shared), (cohort.ids, mine))
+    def run(cohort: Cohort, data: FederatedData, shared, client_inputs=()):
+        return mapped((data, shared), (cohort.ids, client_inputs))
 
     return run
 
@@ -66,7 +66,7 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
     """
     slots = held.size
     width = min(width, slots)
-    sizes = array_of(buckets(capacity))
+    sizes = make_int_array(bucket_sizes(capacity))
     order = jnp.pad(jnp.argsort(-held).astype(jnp.int32), (0, -slots % width), constant_values=slots).reshape(-1, width)
 
     @jax.jit  # traced once for its shapes and for the loop
@@ -74,7 +74,7 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
         bucket = jnp.searchsorted(sizes, held[at[0]], method="compare_all").astype(jnp.int32)
         if width == 1:
             return one(clients[at[0]], bucket, jax.tree.map(lambda a: a[at[0]], own))
-        client = clients.at[at].get(mode="fill", fill_value=NOBODY)
+        client = clients.at[at].get(mode="fill", fill_value=NO_CLIENT)
         return jax.vmap(one, in_axes=(0, None, 0))(client, bucket, jax.tree.map(lambda a: a[jnp.minimum(at, slots - 1)], own))
 
     def enter(whole, part, at):
@@ -88,24 +88,24 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
     return lax.fori_loop(0, -(-jnp.sum(held >= 0) // width), visit, begun)
 
 
-def by_samples(held):
+def cost_by_samples(held):
     """Returns how long clients of `held` [k] samples take, in any unit: a visit costs about the steps of a few samples."""
     return held + 16.0
 
 
-def dealt(ids, data: FederatedData, local: Local, load=by_samples) -> Cohort:
+def make_cohort(ids, data: FederatedData, local: Local, load=cost_by_samples) -> Cohort:
     """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are, `load(held [k])`."""
     load = jnp.where(ids < data.num_clients, load(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0)
-    return deal(ids, load, data.num_clients, local.mesh.size, local.width)
+    return balance_over_devices(ids, load, data.num_clients, local.mesh.size, local.width)
 
 
-def samples_of(client, data: FederatedData):
+def client_range(client, data: FederatedData):
     """Returns (number of training samples, first position in the view) of one client; 0 samples for an empty slot."""
     clamped = jnp.minimum(client, data.num_clients - 1)
     return jnp.where(client < data.num_clients, data.train.size[clamped], 0), data.train.start[clamped]
 
 
-def deal(ids: jax.Array, load: jax.Array, num_clients: int, devices: int, width: int) -> Cohort:
+def balance_over_devices(ids: jax.Array, load: jax.Array, num_clients: int, devices: int, width: int) -> Cohort:
     """Deals the selected clients to device queues, longest first.
 
     Args: ids [k] in order of selection; load [k] float, any number proportional to a client's work; `width` as in `Local`.

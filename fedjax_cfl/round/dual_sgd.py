@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.round.objective import Objective, penalty
-from fedjax_cfl.round.ragged_loop import repeat
+from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.types import Task
 
-SMALLEST = 64  # samples: steps of smaller clients take no longer, and each size is compiled anew
-STEP, VISIT = 6e5, 4e7  # operations that take as long as what a step and a visit cost besides their products, about
-WORTH = STEP / 4  # operations of a step on the kernel, below which saving them saves no time
-EXACT = lax.Precision.HIGHEST  # G and Z are reused by every step
+MIN_DUAL_SAMPLES = 64  # samples: steps of smaller clients take no longer, and each size is compiled anew
+STEP_OVERHEAD, CLIENT_OVERHEAD = 6e5, 4e7  # operations that take as long as what a step and a visit cost besides their products, about
+MIN_KERNEL_OPERATIONS = STEP_OVERHEAD / 4  # operations of a step on the kernel, below which saving them saves no time
+MATMUL_PRECISION = lax.Precision.HIGHEST  # G and Z are reused by every step
 
 
 class Velocity(NamedTuple):
@@ -32,69 +32,72 @@ class Velocity(NamedTuple):
     products: tuple[jax.Array, ...]  # <U, U>, <U, V>, <U, W_0>
 
 
-def possible(task: Task, objective) -> bool:
+def has_dual_form(task: Task, objective) -> bool:
     """Returns whether this training has a sample-space form."""
-    return task.first is not None and isinstance(objective, Objective) and objective.loss == task.loss
+    return task.first_layer is not None and isinstance(objective, Objective) and objective.loss == task.loss
 
 
-def once(size: int, features: int, hidden: int) -> int:
+def count_fixed_operations(size: int, features: int, hidden: int) -> int:
     """Returns the operations before and after the steps of a client of `size` samples: G, Z and X^T D."""
     return 2 * size**2 * features + 4 * size * features * hidden
 
 
-def cheaper(size: int, features: int, hidden: int, batch: int, steps: int) -> bool:
+def is_dual_cheaper(size: int, features: int, hidden: int, batch: int, steps: int) -> bool:
     """Returns whether `steps` steps take less than 0.7 times the operations that SGD on the kernel itself takes, on `size` samples.
 
     0.7: its gathers and scatters are slower than matrix products. Never for a kernel so small that a step costs its overhead anyway.
     """
     directly = 4 * batch * features * hidden
-    return directly >= WORTH and once(size, features, hidden) + steps * 2 * batch * size * hidden < 0.7 * steps * directly
+    return (
+        directly >= MIN_KERNEL_OPERATIONS
+        and count_fixed_operations(size, features, hidden) + steps * 2 * batch * size * hidden < 0.7 * steps * directly
+    )
 
 
-def sizes(task: Task, objective, wanted: str, buckets: list[int], batch: int, steps) -> list[int]:
+def dual_sizes(task: Task, objective, wanted: str, buckets: list[int], batch: int, steps) -> list[int]:
     """Returns the sizes that training in sample space is compiled for, ascending; larger clients train directly.
 
     `wanted` is `Local.first_layer`; `steps(size)` the most steps that a client of that size takes.
     """
-    if wanted == "direct" or not possible(task, objective):
+    if wanted == "direct" or not has_dual_form(task, objective):
         return []
-    fitting = [size for size in buckets if wanted == "dual" or cheaper(size, *task.first.shape, batch, steps(size))]
-    return [size for size in fitting if size >= SMALLEST] or fitting[-1:]
+    fitting = [size for size in buckets if wanted == "dual" or is_dual_cheaper(size, *task.first_layer.shape, batch, steps(size))]
+    return [size for size in fitting if size >= MIN_DUAL_SAMPLES] or fitting[-1:]
 
 
-def load(task: Task, sizes: list[int], batch: int, held, steps):
+def dual_client_cost(task: Task, sizes: list[int], batch: int, held, steps):
     """Returns about the operations that training clients of `held` [k] samples for `steps` [k] steps takes, given `sizes`."""
-    features, hidden = task.first.shape
+    features, hidden = task.first_layer.shape
     way = jnp.searchsorted(jnp.array(sizes), held, method="compare_all")
-    begin = jnp.array([once(size, features, hidden) for size in sizes] + [0], jnp.float32)
+    begin = jnp.array([count_fixed_operations(size, features, hidden) for size in sizes] + [0], jnp.float32)
     each = jnp.array([2 * batch * size * hidden for size in sizes] + [4 * batch * features * hidden], jnp.float32)
-    return VISIT + begin[way] + steps * (STEP + each[way])
+    return CLIENT_OVERHEAD + begin[way] + steps * (STEP_OVERHEAD + each[way])
 
 
-def without(params, name: str):
+def drop_kernel(params, name: str):
     """Returns the parameters without the kernel of layer `name`."""
     return params | {name: {leaf: value for leaf, value in params[name].items() if leaf != "kernel"}}
 
 
-def train(task: Task, objective: Objective, local, x, y, count, order, plan, start, extra, key):
+def train_dual(task: Task, objective: Objective, local, x, y, count, order, plan, start, client_extra, key):
     """Returns (trained - start, loss sums [2] of the first and the last epoch) of one client of up to n samples.
 
     Args: `x` [n, ...], `y` [n] its samples, of which the first `count` are real; `order` [passes * n] the passes over them, as positions;
-    `plan` an `sgd.Plan`; `start` the received model; `key` folded with the step for dropout.
+    `plan` an `sgd.StepPlan`; `start` the received model; `key` folded with the step for dropout.
     """
-    first, lr, batch = task.first, local.lr, local.batch_size
+    first, lr, batch = task.first_layer, local.lr, local.batch_size
     size = y.shape[0]
     kernel = start[first.name]["kernel"]
     inputs = jnp.where(jnp.arange(size)[:, None] < count, first.inputs(x), 0.0)
-    gram = jnp.matmul(inputs, inputs.T, precision=EXACT)
-    z_start = jnp.matmul(inputs, kernel, precision=EXACT)
+    gram = jnp.matmul(inputs, inputs.T, precision=MATMUL_PRECISION)
+    z_start = jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION)
     square = jnp.sum(kernel**2)  # ||W_0||^2
-    mu = objective.weight(extra)
+    mu = objective.weight(client_extra)
     pulled = mu is not None or first.l2 > 0
     mu = 0.0 if mu is None else mu
     decay = 2 * first.l2
     keep = 1 - lr * (decay + mu)
-    rest_start = without(start, first.name)
+    rest_start = drop_kernel(start, first.name)
 
     def heavy(rest, scale, rows, products, velocity: Velocity, grad, batch):
         """One step with momentum: u' = momentum u + decay W_0 + (decay + mu) V + A and V' = V - lr u', where A = X_b^T g."""
@@ -114,7 +117,7 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
 
     def step(t, carry):
         (rest, scale, rows, (vv, vw), velocity), losses = carry  # s, D, <V, V>, <V, W_0>
-        epoch, place = plan.place(t, batch)
+        epoch, place = plan.locate_batch(t, batch)
         at = lax.dynamic_slice(order, (epoch * size + place,), (batch,))
         real = (place + jnp.arange(batch) < count).astype(jnp.float32)
         gram_b, z_b = gram[at], z_start[at]
@@ -123,14 +126,14 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
 
         def batch_loss(rest, z):
             each = first.loss(rest, z, y[at], jax.random.fold_in(key, t))
-            if objective.weight(extra) is not None:
+            if objective.weight(client_extra) is not None:
                 each = each + penalty(mu, rest, rest_start)
             total = jnp.sum(jnp.where(real > 0, each, 0.0))
             return total / jnp.sum(real), total
 
         (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(rest, z_b + moved)
         total = total + jnp.sum(real) * kernel_terms
-        losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+        losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
         if local.momentum:
             return heavy(rest, scale, rows, (vv, vw), velocity, grad, (at, g, z_b, moved, gram_b)), losses
         rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
@@ -146,7 +149,7 @@ def train(task: Task, objective: Objective, local, x, y, count, order, plan, sta
     zero, still = jnp.zeros(()), jnp.zeros_like(z_start)
     velocity = Velocity(jax.tree.map(jnp.zeros_like, rest_start), zero, still, (zero,) * 3) if local.momentum else ()
     begun = (rest_start, zero, still, (zero, zero), velocity), jnp.zeros(2)
-    (rest, scale, rows, _, _), losses = repeat(plan.steps, step, begun)
+    (rest, scale, rows, _, _), losses = ragged_fori_loop(plan.steps, step, begun)
     delta = jax.tree.map(jnp.subtract, rest, rest_start)
-    delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=EXACT)
+    delta[first.name]["kernel"] = scale * kernel + jnp.matmul(inputs.T, rows, precision=MATMUL_PRECISION)
     return delta, losses

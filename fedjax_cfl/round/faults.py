@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round.tree import squares
-from fedjax_cfl.types import Cohort, FederatedData, Lost, Upload
+from fedjax_cfl.round.tree import squared_norms
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Upload
 
 ATTACKS = ("sign_flip", "noise", "label_flip")
 POLICIES = ("skip", "raise", "zero")
@@ -30,7 +30,7 @@ class Faults(NamedTuple):
     scale: float = 1.0
     nonfinite: str = "skip"  # update not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the run stops, naming it)
 
-    def checked(self) -> "Faults":
+    def validate(self) -> "Faults":
         """Returns itself. Raises InputError for a value that is not allowed."""
         for name in ("dropout", "straggler", "nan", "byzantine"):
             if not 0 <= getattr(self, name) <= 1:
@@ -40,40 +40,40 @@ class Faults(NamedTuple):
         return self
 
 
-def own_keys(key, purpose: int, cohort: Cohort):
+def client_keys(key, purpose: int, cohort: Cohort):
     """Returns a key [S] for each client of the cohort, by its id."""
     return jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(cohort.ids)
 
 
-def drawn(key, purpose: int, cohort: Cohort, chance: float):
+def draw_failures(key, purpose: int, cohort: Cohort, chance: float):
     """Returns [S] bool: each client of the cohort fails with this chance, by its id."""
-    return jax.vmap(jax.random.uniform)(own_keys(key, purpose, cohort)) < chance
+    return jax.vmap(jax.random.uniform)(client_keys(key, purpose, cohort)) < chance
 
 
-def hostile(faults: Faults, key, num_clients: int):
+def draw_byzantine(faults: Faults, key, num_clients: int):
     """Returns [K] bool: the clients that attack, round(byzantine * K) of them, the same in every round."""
     count = round(faults.byzantine * num_clients)
     lots = jax.random.permutation(key, num_clients)
     return lots < count
 
 
-def slowed(faults: Faults, key, cohort: Cohort, effort):
+def apply_stragglers(faults: Faults, key, cohort: Cohort, effort):
     """Returns the share [S] of its local steps that each client manages."""
     if not faults.straggler:
         return effort
-    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(own_keys(key, STRAGGLER, cohort)).T
+    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(client_keys(key, STRAGGLER, cohort)).T
     return jnp.where(late < faults.straggler, effort * part, effort)
 
 
-def flipped(faults: Faults, hostile_clients, data: FederatedData) -> FederatedData:
+def flip_labels(faults: Faults, byzantine, data: FederatedData) -> FederatedData:
     """Returns the data that are trained on: under label_flip hostile clients see C - 1 - y."""
     if not faults.byzantine or faults.attack != "label_flip":
         return data
-    theirs = (data.owner >= 0) & hostile_clients[data.owner]
+    theirs = (data.owner >= 0) & byzantine[data.owner]
     return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
 
 
-def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
+def apply_attack(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     """Returns the upload with the deltas of the clients `by` [S] bool attacked."""
     if faults.attack == "sign_flip":
         factor = jnp.where(by, -faults.scale, 1.0)
@@ -82,9 +82,9 @@ def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
         return upload
     leaves, shape = jax.tree.flatten(upload.delta)
     size = sum(leaf[0].size for leaf in leaves)
-    norm = jnp.sqrt(squares(upload.delta).sum(0))
+    norm = jnp.sqrt(squared_norms(upload.delta).sum(0))
     reach = jnp.where(by, faults.scale * norm / size**0.5, 0.0)
-    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(own_keys(key, NOISE, cohort))  # [S, leaves]
+    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(client_keys(key, NOISE, cohort))  # [S, leaves]
 
     def noisy(number, leaf):
         noise = jax.vmap(lambda key, reach: reach * jax.random.normal(key, leaf.shape[1:]))
@@ -93,65 +93,65 @@ def attacked(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     return upload.replace(delta=jax.tree.unflatten(shape, [noisy(number, leaf) for number, leaf in enumerate(leaves)]))
 
 
-def screened(policy: str, upload: Upload):
+def guard_nonfinite(policy: str, upload: Upload):
     """Applies the policy; returns (upload, bad [S] bool, number of the first bad leaf [S], -1 for none). No NaN leaves here.
 
     An update whose square is beyond float32 counts as not finite.
     """
-    each = squares(upload.delta)
+    each = squared_norms(upload.delta)
     finite, whole = jnp.isfinite(each), each.sum(0)
     bad = ~jnp.isfinite(whole)
     losses = (jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss))
     if policy == "zero":
         delta, weight = jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta), upload.weight
-        whole = squares(delta).sum(0)
+        whole = squared_norms(delta).sum(0)
     else:
-        delta, weight = filled(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
+        delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, whole)
     return Upload(delta, weight, *losses, upload.steps, whole), bad, jnp.where(bad, jnp.argmin(finite, axis=0), -1)
 
 
-def suffered(faults: Faults, key, cohort: Cohort, upload: Upload, hostile_clients):
+def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine):
     """Lets faults happen to what the cohort sends, then screens it; returns (upload, Lost)."""
     real = upload.weight > 0
-    attackers = real & hostile_clients[jnp.minimum(cohort.ids, hostile_clients.size - 1)] if faults.byzantine else jnp.zeros_like(real)
+    attackers = real & byzantine[jnp.minimum(cohort.ids, byzantine.size - 1)] if faults.byzantine else jnp.zeros_like(real)
     if faults.byzantine:
-        upload = attacked(faults, key, cohort, upload, attackers)
+        upload = apply_attack(faults, key, cohort, upload, attackers)
     if faults.nan:
-        broken = real & drawn(key, NAN, cohort, faults.nan)
-        upload = upload.replace(delta=filled(broken, jnp.nan, upload.delta))
-    silent = real & drawn(key, DROPOUT, cohort, faults.dropout) if faults.dropout else jnp.zeros_like(real)
+        broken = real & draw_failures(key, NAN, cohort, faults.nan)
+        upload = upload.replace(delta=fill_rows(broken, jnp.nan, upload.delta))
+    silent = real & draw_failures(key, DROPOUT, cohort, faults.dropout) if faults.dropout else jnp.zeros_like(real)
     if faults.dropout:
-        upload = upload.replace(delta=filled(silent, 0.0, upload.delta), weight=jnp.where(silent, 0.0, upload.weight))
-    upload, bad, layer = screened(faults.nonfinite, upload)
+        upload = upload.replace(delta=fill_rows(silent, 0.0, upload.delta), weight=jnp.where(silent, 0.0, upload.weight))
+    upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
     first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))  # by selection, whatever the slots
     culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(jnp.int32)
-    return upload, Lost(silent.sum(), bad.sum(), attackers.sum(), culprit)
+    return upload, FaultCounts(silent.sum(), bad.sum(), attackers.sum(), culprit)
 
 
-def suffering(faults: Faults, solve):
+def with_faults(faults: Faults, solve):
     """Returns visit(...) -> (Upload, Lost) of one client, whose faults happen while its update is still in the cache.
 
-    Its `shared` is (that of `solve`, (the key and the attackers of `suffered`)).
+    Its `sync_resume` is (that of `solve`, (the key and the attackers of `inject_faults`)).
     """
 
-    def visit(solve, client, bucket, data, shared, mine):
+    def visit(solve, client, bucket, data, shared, client_inputs):
         own, (key, attackers) = shared
-        upload = jax.tree.map(lambda leaf: leaf[None], solve(client, bucket, data, own, mine))
-        upload, lost = suffered(faults, key, Cohort(client[None], jnp.zeros(1, jnp.int32)), upload, attackers)
+        upload = jax.tree.map(lambda leaf: leaf[None], solve(client, bucket, data, own, client_inputs))
+        upload, lost = inject_faults(faults, key, Cohort(client[None], jnp.zeros(1, jnp.int32)), upload, attackers)
         return jax.tree.map(lambda leaf: leaf[0], upload), lost
 
     return Partial(visit, solve if isinstance(solve, Partial) else Partial(solve))
 
 
-def total(lost: Lost, cohort: Cohort) -> Lost:
+def sum_fault_counts(lost: FaultCounts, cohort: Cohort) -> FaultCounts:
     """Returns what went wrong in a cohort from what did with each client [S]."""
     bad = lost.nonfinite > 0
     first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))  # by selection, whatever the slots
-    culprit = jnp.where(jnp.any(bad), lost.culprit[first], -1)
-    return Lost(lost.dropped.sum(), lost.nonfinite.sum(), lost.hostile.sum(), culprit)
+    culprit = jnp.where(jnp.any(bad), lost.first_nonfinite[first], -1)
+    return FaultCounts(lost.dropped.sum(), lost.nonfinite.sum(), lost.byzantine.sum(), culprit)
 
 
-def filled(by, value, tree):
+def fill_rows(by, value, tree):
     """Returns `tree` [S, ...] with `value` everywhere in the rows `by` [S] bool."""
     return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(by, value, leaf), tree)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round.faults import Faults
-from fedjax_cfl.sharding import mesh_of, on_cpu
-from fedjax_cfl.validation import allow
+from fedjax_cfl.sharding import is_cpu, make_mesh
+from fedjax_cfl.validation import check_value
 
-WIDEST = 4096  # clients side by side, unless more are asked for
+MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 
 
 class Local(NamedTuple):
@@ -23,17 +23,17 @@ class Local(NamedTuple):
     faults: Faults = Faults()
     first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the cheaper
     momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
-    members: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
+    vmap_runs: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
 
-    def resolved(self) -> "Local":
+    def resolve(self) -> "Local":
         """Returns the same with mesh, width and first layer settled for the machine. Raises InputError for what is not allowed.
 
         Side by side, sample space would be padded to the largest client, so that there auto is direct.
         """
         for name in ("epochs", "batch_size", "first_layer", *(("lr",) if isinstance(self.lr, int | float) else ())):
-            allow(f"local.{name}", getattr(self, name))
-        mesh = self.mesh or mesh_of()
-        width = self.width or (1 if on_cpu(mesh) else WIDEST)
+            check_value(f"local.{name}", getattr(self, name))
+        mesh = self.mesh or make_mesh()
+        width = self.width or (1 if is_cpu(mesh) else MAX_WIDTH)
         return self._replace(mesh=mesh, width=width, first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer)
 
 
@@ -41,10 +41,10 @@ class Work(NamedTuple):
     """What each client of a cohort is asked to do."""
 
     group: jax.Array  # [S] int32, the model it starts from
-    effort: jax.Array  # [S] float32, the share of its local steps that it completes
-    extra: Any = ()  # [S, ...], what `prepare` computed for it
+    step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
+    client_extra: Any = ()  # [S, ...], what `prepare` computed for it
 
 
-def full(group) -> Work:
+def full_work(group) -> Work:
     """Returns work without anything extra, all of it completed."""
     return Work(group, jnp.ones(group.shape))

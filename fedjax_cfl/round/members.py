@@ -13,7 +13,7 @@ from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData
 
 
-class Part:
+class RunView:
     """The member's own array [n, ...] within the stack [D, n, ...] of all members' arrays; it can be indexed, and nothing is copied."""
 
     def __init__(self, stack, member):
@@ -25,24 +25,24 @@ class Part:
         return self.flat[self.member * rows + jnp.clip(jnp.where(at < 0, at + rows, at), 0, rows - 1)]
 
 
-def over_clients(visit, local, in_chunks):
-    """Returns what `local.over_clients` does, in a form that may be mapped over members at the price of their clients alone."""
+def over_clients_of_members(visit, local, in_chunks):
+    """Returns what `local.over_clients_of_members` does, in a form that may be mapped over members at the price of their clients alone."""
     fixed, structure = jax.tree.flatten(visit if isinstance(visit, Partial) else Partial(visit))
     devices = local.mesh.size
 
-    def block(stacks, mine):
+    def block(stacks, client_inputs):
         data, rest = stacks
-        clients, (data_index, rest_index), own = mine
+        clients, (data_index, rest_index), own = client_inputs
         num_clients = data.train.size.shape[1]
         size = data.train.size[data_index.train.size, jnp.minimum(clients, num_clients - 1)]
 
         def one(client, bucket, xs):
             (data_at, rest_at), own = xs
             fixed, shared = jax.tree.map(lambda stack, member: stack[member], rest, rest_at)
-            return structure.unflatten(fixed)(client, bucket, jax.tree.map(Part, data, data_at), shared, own)
+            return structure.unflatten(fixed)(client, bucket, jax.tree.map(RunView, data, data_at), shared, own)
 
         held = jnp.where(clients < num_clients, size, -1)
-        return in_chunks(one, held, clients, ((data_index, rest_index), own), data.capacity, local.width)
+        return in_chunks(one, held, clients, ((data_index, rest_index), own), data.max_client_samples, local.width)
 
     mapped = over_devices(block, local.mesh)
 
@@ -72,9 +72,9 @@ def over_clients(visit, local, in_chunks):
         out = jax.tree.map(unfold, joined(stacks, *jax.tree.map(fold, (clients, index, own))))
         return out, jax.tree.map(lambda _: True, out)
 
-    def run(cohort: Cohort, data: FederatedData, shared, mine=()):
+    def run(cohort: Cohort, data: FederatedData, shared, client_inputs=()):
         stacks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (data, (fixed, shared)))
         index = jax.tree.map(lambda _: jnp.zeros_like(cohort.ids), stacks)
-        return joined(stacks, cohort.ids, index, mine)
+        return joined(stacks, cohort.ids, index, client_inputs)
 
     return run

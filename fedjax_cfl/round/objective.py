@@ -1,6 +1,6 @@
-"""What a client minimises: an Objective, called as (params, start, extra, x [B, ...], y [B], key) -> [B].
+"""What a client minimises: an Objective, called as (params, start, client_extra, x [B, ...], y [B], key) -> [B].
 
-`start` is the model the client received, `extra` what `prepare` computed for it. The same function serves gradient and metric. Any
+`start` is the model the client received, `client_extra` what `prepare` computed for it. The same function serves gradient and metric. Any
 function of these arguments will do; an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs to know.
 """
 
@@ -26,15 +26,15 @@ class Objective:
 
     loss: Callable[..., jax.Array] = struct.field(pytree_node=False)  # (params, x [B, ...], y [B], key) -> [B]
     mu: Any = None  # [] weight of the proximal term; None: there is none
-    mu_of: Callable | None = struct.field(pytree_node=False, default=None)  # (extra) -> mu, where clients differ
+    mu_of: Callable | None = struct.field(pytree_node=False, default=None)  # (client_extra) -> mu, where clients differ
 
-    def weight(self, extra):
+    def weight(self, client_extra):
         """Returns the weight of the proximal term for a client, None if there is no such term."""
-        return self.mu_of(extra) if self.mu_of else self.mu
+        return self.mu_of(client_extra) if self.mu_of else self.mu
 
-    def __call__(self, params, start, extra, x, y, key):
+    def __call__(self, params, start, client_extra, x, y, key):
         """Returns the objective [B] of each sample; every one carries the whole proximal term."""
-        each, mu = self.loss(params, x, y, key), self.weight(extra)
+        each, mu = self.loss(params, x, y, key), self.weight(client_extra)
         return each if mu is None else each + penalty(mu, params, start)
 
 
@@ -46,24 +46,24 @@ def erm(task: Task) -> Objective:
 def proximal(mu, objective: Objective) -> Objective:
     """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to every gradient (FedProx, eq. 2).
 
-    `mu` is a number, or a function of the client's `extra`. A plain 0 adds nothing, not even work.
+    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds nothing, not even work.
     """
     if callable(mu):
         return objective.replace(mu_of=mu)
     return objective if isinstance(mu, int | float) and mu == 0 else objective.replace(mu=mu)
 
 
-def tilted(direction, objective):
-    """Adds <direction(extra), params - start> to every sample, i.e. the direction, a pytree like params, to every gradient (FedDANE).
+def add_linear_term(direction, objective):
+    """Adds <direction(client_extra), params - start> to every sample, i.e. the direction, a pytree like params, to every gradient (FedDANE).
 
     No Objective: such a gradient is no combination of the client's samples, so there is no sample-space form.
     """
-    return jax.tree_util.Partial(functools.partial(_tilted, direction), objective)
+    return jax.tree_util.Partial(functools.partial(_linear_term_loss, direction), objective)
 
 
-def _tilted(direction, objective, params, start, extra, x, y, key):
-    terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(extra), params, start)
-    return objective(params, start, extra, x, y, key) + sum(jax.tree.leaves(terms))
+def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key):
+    terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(client_extra), params, start)
+    return objective(params, start, client_extra, x, y, key) + sum(jax.tree.leaves(terms))
 
 
 def cross_entropy(logits, y):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def widths(most: int) -> list[int]:
+def stage_widths(most: int) -> list[int]:
     """Returns the lanes of each stage: `most`, then two to a power of two (..., 8, 6, 4, 3, 2, 1).
 
     Closer stages waste fewer steps, but every stage is compiled anew. Of 20 clients of MNIST (a power law) 95 % of the steps are of use,
@@ -21,7 +21,7 @@ def widths(most: int) -> list[int]:
     return sorted({most, *(width for power in powers for width in (power, 3 * power // 2) if width < most)}, reverse=True)
 
 
-def repeat(count, body, begin):
+def ragged_fori_loop(count, body, begin):
     """Returns lax.fori_loop(0, count, body, begin), whose `vmap` over `count` is a staircase; the results are the same.
 
     `body(i, carry)` may close over anything, mapped or not; once a lane is done, what it returns there is ignored.
@@ -39,10 +39,10 @@ def repeat(count, body, begin):
     @loop.def_vmap
     def _(lanes, mapped, count, own, carry):
         count_mapped, own_mapped, carry_mapped = mapped
-        carry = each(carry_mapped, carry, lambda leaf: leaf, lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)))
-        side_by_side = jax.vmap(step, in_axes=(each(own_mapped, own, lambda _: 0, lambda _: None), None, 0))
+        carry = map_leaves(carry_mapped, carry, lambda leaf: leaf, lambda leaf: jnp.broadcast_to(leaf, (lanes, *leaf.shape)))
+        side_by_side = jax.vmap(step, in_axes=(map_leaves(own_mapped, own, lambda _: 0, lambda _: None), None, 0))
         if count_mapped:
-            out = descend(side_by_side, count, own, own_mapped, carry)
+            out = run_narrowing(side_by_side, count, own, own_mapped, carry)
         else:
             out = lax.fori_loop(0, count, lambda i, carry: side_by_side(own, i, carry), carry)
         return out, [True] * len(out)
@@ -50,14 +50,14 @@ def repeat(count, body, begin):
     return jax.tree.unflatten(structure, loop(jnp.asarray(count, jnp.int32), traced.consts, leaves))
 
 
-def descend(step, count, own, own_mapped, carry):
+def run_narrowing(step, count, own, own_mapped, carry):
     """Runs step(own, i, carry) for count [lanes] steps each; a leaf of `own` has a lane axis where `own_mapped` says so."""
     order = jnp.argsort(-count)
     count, carry = count[order], [leaf[order] for leaf in carry]
-    own = each(own_mapped, own, lambda leaf: leaf[order])
+    own = map_leaves(own_mapped, own, lambda leaf: leaf[order])
     finished, begun = [], 0
-    for width, after in pairwise([*widths(count.size), 0]):
-        own = each(own_mapped, own, lambda leaf, width=width: leaf[:width])
+    for width, after in pairwise([*stage_widths(count.size), 0]):
+        own = map_leaves(own_mapped, own, lambda leaf, width=width: leaf[:width])
 
         def advance(i, carry, own=own, due=count[:width]):
             return [jax.vmap(jnp.where)(i < due, new, old) for new, old in zip(step(own, i, carry), carry, strict=True)]
@@ -69,6 +69,6 @@ def descend(step, count, own, own_mapped, carry):
     return [jnp.concatenate(parts[::-1])[place] for parts in zip(*finished, strict=True)]
 
 
-def each(mapped, leaves, change, otherwise=lambda leaf: leaf):
+def map_leaves(mapped, leaves, change, otherwise=lambda leaf: leaf):
     """Returns the leaves, changed by one of two functions: those that are mapped, and the others."""
     return [change(leaf) if is_mapped else otherwise(leaf) for is_mapped, leaf in zip(mapped, leaves, strict=True)]

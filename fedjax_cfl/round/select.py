@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import allow
+from fedjax_cfl.validation import check_value
 
 Select = Callable[..., jax.Array]
-SORTABLE = 2**16  # clients up to which a whole permutation is drawn
+MAX_SORTED = 2**16  # clients up to which a whole permutation is drawn
 
 
-def everybody() -> Select:
+def full_participation() -> Select:
     """Takes all clients every round, in the order of their ids (Sattler et al.)."""
 
     def select(key, round, num_clients):
@@ -25,19 +25,19 @@ def everybody() -> Select:
 
 def uniform(clients_per_round: int) -> Select:
     """Draws uniformly without replacement every round (FedAvg). Raises InputError for no client, later for more than there are."""
-    allow("clients_per_round", clients_per_round)
+    check_value("clients_per_round", clients_per_round)
 
     def select(key, round, num_clients):
         if clients_per_round > num_clients:
             raise InputError(f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number of clients")
-        if num_clients > SORTABLE:
-            return distinct(key, clients_per_round, num_clients)
+        if num_clients > MAX_SORTED:
+            return sample_distinct(key, clients_per_round, num_clients)
         return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
 
     return select
 
 
-def distinct(key, count: int, num_clients: int):
+def sample_distinct(key, count: int, num_clients: int):
     """Returns the first `count` places [count] int32 of a random permutation of 0 .. K - 1, without making the rest of it.
 
     A Feistel network of six rounds on the smallest even number of bits that holds K; what falls outside goes through it again, which keeps
@@ -73,7 +73,7 @@ def rr_then_random(clients_per_round: int) -> Select:
     return select
 
 
-def listed(table: np.ndarray) -> Select:
+def from_table(table: np.ndarray) -> Select:
     """Follows a table [T, k] of client ids; a run longer than the table starts over."""
     table = jnp.asarray(table, jnp.int32)
 
@@ -92,10 +92,10 @@ def py_sample(clients_per_round: int, rounds: int, num_clients: int, seed: int =
             return [(round * clients_per_round + j) % num_clients for j in range(clients_per_round)]
         return random.Random(round + seed).sample(everyone, clients_per_round)
 
-    return listed(np.array([row(round) for round in range(rounds)]))
+    return from_table(np.array([row(round) for round in range(rounds)]))
 
 
 def np_choice(clients_per_round: int, rounds: int, num_clients: int) -> Select:
     """Repeats the FedProx and GrouProx codes' draw: NumPy's legacy generator seeded with the round, `choice` without replacement."""
     draws = [np.random.RandomState(round).choice(num_clients, clients_per_round, replace=False) for round in range(rounds)]
-    return listed(np.array(draws))
+    return from_table(np.array(draws))

@@ -1,4 +1,4 @@
-"""What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients` makes a cohort of it."""
+"""What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients_of_members` makes a cohort of it."""
 
 from bisect import bisect_left
 from functools import partial
@@ -12,23 +12,23 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
-from fedjax_cfl.round.cohort import BLOCK, SMALLEST, array_of, buckets, by_samples, samples_of
+from fedjax_cfl.round.cohort import MIN_BUCKET, SAMPLE_BLOCK, bucket_sizes, client_range, cost_by_samples, make_int_array
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import Objective, erm
-from fedjax_cfl.round.ragged_loop import repeat
-from fedjax_cfl.round.shuffle import permutations, shuffles
+from fedjax_cfl.round.ragged_loop import ragged_fori_loop
+from fedjax_cfl.round.shuffle import random_permutations, shuffle_table
 from fedjax_cfl.types import Task, Upload
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The steps of one client."""
 
     steps: jax.Array  # [] int32, to take
     per_epoch: jax.Array  # [] int32
-    last: jax.Array  # [] int32, the epoch of the last step
-    words: jax.Array  # [2] uint32, what its permutations are drawn from
+    last_epoch: jax.Array  # [] int32, the epoch of the last step
+    random_words: jax.Array  # [2] uint32, what its permutations are drawn from
 
-    def place(self, step, batch: int):
+    def locate_batch(self, step, batch: int):
         """Returns (epoch, first sample of the step within it)."""
         return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
 
@@ -42,69 +42,73 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
     """
     objective = objective or erm(task)
     batch = local.batch_size
-    if local.first_layer == "dual" and not dual_sgd.possible(task, objective):
+    if local.first_layer == "dual" and not dual_sgd.has_dual_form(task, objective):
         raise InputError("local.first_layer=dual: the model's first layer is not dense, or the objective is not plain; use auto or direct")
 
     def most_steps(size):
-        return full_steps(local, size) if iterations is None else iterations
+        return count_steps(local, size) if iterations is None else iterations
 
     def passes(size, fewest):
         """Returns the passes that a client of `fewest` to `size` samples can need; chunk mates may have fewer."""
         fewest = fewest if local.width == 1 else 1
         return local.epochs if iterations is None else -(-iterations // -(-fewest // batch))
 
-    def visit(objective, lr, client, bucket, data, shared, mine):
-        (key, models), (gid, effort, extra) = shared, mine
+    def visit(objective, lr, client, bucket, data, shared, client_inputs):
+        (key, models), (gid, effort, client_extra) = shared, client_inputs
         tuned, key = local._replace(lr=lr), jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
-        count, _ = samples_of(client, data)
+        count, _ = client_range(client, data)
         per_epoch = jnp.maximum(lax.div(count + batch - 1, batch), 1)
         planned = local.epochs * per_epoch if iterations is None else iterations
         steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
-        plan = Plan(steps, per_epoch, lax.div(steps - 1, per_epoch), jax.random.bits(key, (2,)))
-        sizes = dual_sgd.sizes(task, objective, local.first_layer, buckets(data.capacity), batch, most_steps)
-        ways = [in_sample_space(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
-        if buckets(data.capacity)[-1] not in sizes:
-            ways.append(direct(objective, tuned, bucket, passes))
-        way = array_of([bisect_left(sizes, size) for size in buckets(data.capacity)])[bucket] if sizes else 0
-        delta, losses = lax.switch(way, [lambda _, train=train: train(client, data, start, extra, key, plan) for train in ways], None)
+        plan = StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), jax.random.bits(key, (2,)))
+        sizes = dual_sgd.dual_sizes(task, objective, local.first_layer, bucket_sizes(data.max_client_samples), batch, most_steps)
+        branches = [make_dual_train(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
+        if bucket_sizes(data.max_client_samples)[-1] not in sizes:
+            branches.append(make_direct_train(objective, tuned, bucket, passes))
+        way = make_int_array([bisect_left(sizes, size) for size in bucket_sizes(data.max_client_samples)])[bucket] if sizes else 0
+        delta, losses = lax.switch(
+            way, [lambda _, train=train: train(client, data, start, client_extra, key, plan) for train in branches], None
+        )
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
-        seen_last = jnp.minimum((steps - plan.last * per_epoch) * batch, count)
+        seen_last = jnp.minimum((steps - plan.last_epoch * per_epoch) * batch, count)
         first_loss, last_loss = losses / jnp.maximum(jnp.stack([seen, seen_last]), 1)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=first_loss, last_loss=last_loss, steps=steps)
 
-    return Partial(visit, with_leaves(objective), local.lr)
+    return Partial(visit, as_pytree(objective), local.lr)
 
 
-def full_steps(local: Local, size):
+def count_steps(local: Local, size):
     """Returns the steps of all epochs over `size` samples."""
     return local.epochs * -(-size // local.batch_size)
 
 
-def load(task: Task, local: Local, capacity: int):
-    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for `local.dealt`."""
-    steps = partial(full_steps, local)
-    sizes = dual_sgd.sizes(task, erm(task), local.first_layer, buckets(capacity), local.batch_size, steps)
-    return (lambda held: dual_sgd.load(task, sizes, local.batch_size, held, steps(held))) if sizes else by_samples
+def client_cost(task: Task, local: Local, capacity: int):
+    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for `local.make_cohort`."""
+    steps = partial(count_steps, local)
+    sizes = dual_sgd.dual_sizes(task, erm(task), local.first_layer, bucket_sizes(capacity), local.batch_size, steps)
+    return (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))) if sizes else cost_by_samples
 
 
-def direct(objective, local: Local, bucket, passes):
-    """Returns train(client, data, start, extra, key, plan) -> (delta, loss sums [2] of the first and the last epoch), any model."""
+def make_direct_train(objective, local: Local, bucket, passes):
+    """Returns train(client, data, start, client_extra, key, plan) -> (delta, loss sums [2] of the first and the last epoch), any model."""
     batch = local.batch_size
 
-    def train(client, data, start, extra, key, plan: Plan):
-        count, _ = samples_of(client, data)
-        table = shuffles(plan.words, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > SMALLEST else 1), batch)
-        stride = array_of(buckets(data.capacity))[bucket]
+    def train(client, data, start, client_extra, key, plan: StepPlan):
+        count, _ = client_range(client, data)
+        table = shuffle_table(
+            plan.random_words, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > MIN_BUCKET else 1), batch
+        )
+        stride = make_int_array(bucket_sizes(data.max_client_samples))[bucket]
 
         def step(s, carry):
             params, velocity, losses = carry
-            epoch, place = plan.place(s, batch)
+            epoch, place = plan.locate_batch(s, batch)
             rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
             real = (place + jnp.arange(batch) < count).astype(jnp.float32)
 
             def batch_loss(params):
-                each = objective(params, start, extra, data.x[rows], data.y[rows], jax.random.fold_in(key, s))
+                each = objective(params, start, client_extra, data.x[rows], data.y[rows], jax.random.fold_in(key, s))
                 total = jnp.sum(jnp.where(real > 0, each, 0.0))
                 return total / jnp.sum(real), total
 
@@ -112,56 +116,56 @@ def direct(objective, local: Local, bucket, passes):
             if local.momentum:
                 grad = velocity = jax.tree.map(lambda v, g: local.momentum * v + g, velocity, grad)
             params = jax.tree.map(lambda p, g: p - local.lr * g, params, grad)
-            return params, velocity, losses + total * jnp.stack([epoch == 0, epoch == plan.last])
+            return params, velocity, losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
 
         still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
-        params, _, losses = repeat(plan.steps, step, (start, still, jnp.zeros(2)))
+        params, _, losses = ragged_fori_loop(plan.steps, step, (start, still, jnp.zeros(2)))
         return jax.tree.map(jnp.subtract, params, start), losses
 
     return train
 
 
-def in_sample_space(task: Task, objective, local: Local, size: int, passes: int):
+def make_dual_train(task: Task, objective, local: Local, size: int, passes: int):
     """Returns the same train(...) for a client of up to `size` samples and a dense first layer, see `dual`; its batches are the same."""
 
-    def train(client, data, start, extra, key, plan: Plan):
-        count, first = samples_of(client, data)
+    def train(client, data, start, client_extra, key, plan: StepPlan):
+        count, first = client_range(client, data)
         rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
-        order = permutations(plan.words, count, size, passes).astype(jnp.int32).reshape(-1)
+        order = random_permutations(plan.random_words, count, size, passes).astype(jnp.int32).reshape(-1)
         order = jnp.pad(order, (0, local.batch_size))
-        return dual_sgd.train(task, objective, local, data.x[rows], data.y[rows], count, order, plan, start, extra, key)
+        return dual_sgd.train_dual(task, objective, local, data.x[rows], data.y[rows], count, order, plan, start, client_extra, key)
 
     return train
 
 
-def one_gradient(task: Task, local: Local, objective=None):
+def gradient_step(task: Task, local: Local, objective=None):
     """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA): delta = -lr * gradient of its mean loss."""
     objective = objective or erm(task)
 
-    def visit(objective, lr, client, bucket, data, shared, mine):
-        (key, models), (gid, _, extra) = shared, mine
+    def visit(objective, lr, client, bucket, data, shared, client_inputs):
+        (key, models), (gid, _, client_extra) = shared, client_inputs
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[gid], models)
-        count, first = samples_of(client, data)
+        count, first = client_range(client, data)
 
         def block(b, carry):
-            place = b * BLOCK + jnp.arange(BLOCK)
+            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
             rows = data.train.order[first + jnp.minimum(place, count - 1)]
 
             def block_loss(params):
-                each = objective(params, start, extra, data.x[rows], data.y[rows], jax.random.fold_in(key, b))
+                each = objective(params, start, client_extra, data.x[rows], data.y[rows], jax.random.fold_in(key, b))
                 return jnp.sum(jnp.where(place < count, each, 0.0)) / count
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
 
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
-        loss, grad = repeat(-(-count // BLOCK), block, nothing)
+        loss, grad = ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, nothing)
         delta = jax.tree.map(lambda g: -lr * g, grad)
         return Upload(delta=delta, weight=count.astype(jnp.float32), loss=loss, last_loss=loss, steps=(count > 0).astype(jnp.int32))
 
-    return Partial(visit, with_leaves(objective), local.lr)
+    return Partial(visit, as_pytree(objective), local.lr)
 
 
-def with_leaves(objective):
+def as_pytree(objective):
     """Returns an objective as a pytree, whose leaves may be traced: a plain function has none."""
     return objective if isinstance(objective, Objective | Partial) else Partial(objective)

@@ -17,7 +17,7 @@ def _write_text(path: Path, text: str) -> None:
         handle.write(text)
 
 
-def _seal(path: Path) -> None:
+def _write_manifest(path: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
     inside = sorted(path.rglob("*"))
     _write_text(path / MANIFEST, _json({file.relative_to(path).as_posix(): _digest(file) for file in inside if file.is_file()}))

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, _digest, _flush, _json, _manifest, _reason, _remove, _seal, _write_text
-from fedjax_cfl.validation import leaves
+from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, _digest, _flush, _json, _manifest, _reason, _remove, _write_manifest, _write_text
+from fedjax_cfl.validation import flatten_settings
 
 FORMAT = 1
 NAME = re.compile(r"(\d+)-step-\d+")
@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
 
     step: int
     tree: Any  # the structure, types and shardings of `like`
-    facts: dict[str, Any]
+    counters: dict[str, Any]
 
 
 # writing
@@ -47,13 +47,13 @@ class Checkpoint(NamedTuple):
 def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, keep: int = 3, score: float | None = None) -> Path:
     """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest checkpoint of `folder`; returns its path.
 
-    `facts` is what the run wants back: counters, best so far. `identity` is what a restore must repeat: algorithm, model, sizes.
-    Afterwards the last `keep` checkpoints remain, and the one with the highest `score` (the newest of equals).
+    `facts` is what the run wants back: counters, best so far. `run_identity` is what a restore must repeat: algorithm, model, sizes.
+    Afterwards the last `keep` checkpoints remain, and the one with the highest `is_score` (the newest of equals).
     Raises InputError when it cannot be written; what was there before is untouched. One process of a multi-host run saves.
     """
     assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
-    named = _named(tree)
+    named = _name_leaves(tree)
     stored = {str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size}  # Orbax refuses empty arrays
     header = {
         "format": FORMAT,
@@ -77,7 +77,7 @@ def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, ke
 
 def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    before = saved(folder)
+    before = list_checkpoints(folder)
     path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
     staging = folder / UNFINISHED
     _remove(staging)
@@ -87,7 +87,7 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
         with _orbax() as (ocp, checkpointer):
             checkpointer.save(staging / ARRAYS, args=ocp.args.PyTreeSave(stored))
     _write_text(staging / HEADER, text)
-    _seal(staging)
+    _write_manifest(staging)
     os.replace(staging, path)
     _flush(folder)
     return path
@@ -103,7 +103,7 @@ def _retain(folder: Path, keep: int) -> None:
     # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
     # What cannot be deleted now is tried again at the next save: the new checkpoint is safe either way.
     with contextlib.suppress(OSError):
-        for path in sorted(set(saved(folder)[:-keep]) - {best(folder)}):
+        for path in sorted(set(list_checkpoints(folder)[:-keep]) - {best_checkpoint(folder)}):
             os.replace(path, folder / UNFINISHED)
             _remove(folder / UNFINISHED)
 
@@ -111,7 +111,7 @@ def _retain(folder: Path, keep: int) -> None:
 # reading
 
 
-def saved(folder: str | Path) -> list[Path]:
+def list_checkpoints(folder: str | Path) -> list[Path]:
     """Returns the checkpoints of a folder, the newest last. Raises InputError for a folder that cannot be listed."""
     try:
         return sorted((path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number)
@@ -125,9 +125,9 @@ def _number(path: Path) -> int:
     return int(NAME.fullmatch(path.name)[1])
 
 
-def best(folder: str | Path) -> Path | None:
+def best_checkpoint(folder: str | Path) -> Path | None:
     """Returns the checkpoint with the highest score, the newest of equals; None if there is no score."""
-    scores = {path: score for path in reversed(saved(folder)) if (score := _score(path)) is not None}
+    scores = {path: score for path in reversed(list_checkpoints(folder)) if (score := _score(path)) is not None}
     return max(scores, key=scores.get, default=None)
 
 
@@ -138,7 +138,7 @@ def _score(path: Path) -> float | None:
         return None
 
 
-def arrays(path: str | Path) -> dict[str, np.ndarray]:
+def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left out. For reading a finished run's models."""
     path = Path(path).absolute()
     specs = _header(path)["leaves"]
@@ -158,9 +158,9 @@ def restore(path: str | Path, like, identity: dict) -> Checkpoint:
     return found
 
 
-def steps(folder: str | Path) -> list[int]:
+def list_steps(folder: str | Path) -> list[int]:
     """Returns the steps of the checkpoints of a folder, the newest last."""
-    return [int(path.name.rpartition("-")[2]) for path in saved(folder)]
+    return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(folder)]
 
 
 def restore_latest(
@@ -170,7 +170,7 @@ def restore_latest(
 
     Raises InputError if there are checkpoints and none can be read, or if the newest readable one is of a different run.
     """
-    found = [path for path, step in zip(saved(folder), steps(folder), strict=True) if until is None or step <= until]
+    found = [path for path, step in zip(list_checkpoints(folder), list_steps(folder), strict=True) if until is None or step <= until]
     for path in reversed(found):
         checkpoint, reason = _attempt(path, like, identity)
         if checkpoint is not None:
@@ -183,7 +183,7 @@ def restore_latest(
 
 def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
     """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for a different run."""
-    named, identity = _named(like), json.loads(_json(identity))
+    named, identity = _name_leaves(like), json.loads(_json(identity))
     try:
         header = _header(path)
         _check_same(path, header, named, identity)
@@ -192,7 +192,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
         raise
     except Exception as error:  # whatever damage does to a reader
         return None, _reason(error)
-    tree = jax.tree.unflatten(jax.tree.structure(like), [_placed(header, stored, name, leaf) for name, leaf in named.items()])
+    tree = jax.tree.unflatten(jax.tree.structure(like), [_place_array(header, stored, name, leaf) for name, leaf in named.items()])
     return Checkpoint(header["step"], tree, header["facts"]), ""
 
 
@@ -219,7 +219,7 @@ def _header(path: Path) -> dict[str, Any]:
 def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
     if header["format"] != FORMAT:
         raise InputError(f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}")
-    fields = dict(leaves(header["identity"])), dict(leaves(identity))
+    fields = dict(flatten_settings(header["identity"])), dict(flatten_settings(identity))
     shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}
     for there, here in (fields, shapes):  # a different field explains different shapes
         names = [name for name in {**there, **here} if there.get(name, "absent") != here.get(name, "absent")]
@@ -229,7 +229,7 @@ def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict)
             raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
 
 
-def _placed(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
+def _place_array(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
     """Returns a stored array with the type and sharding of `leaf`."""
     raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
@@ -243,7 +243,7 @@ def _placed(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -
 # leaves and files
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _name_leaves(tree: Any) -> dict[str, Any]:
     leaves_with_path = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves_with_path}
     assert len(named) == len(leaves_with_path), "two leaves of one name"

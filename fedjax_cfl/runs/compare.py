@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedjax_cfl.errors import InputError, nearest
-from fedjax_cfl.runs.plot import colours, dress, in_percent
-from fedjax_cfl.runs.results import METRICS, read_metrics, read_summary, replacing, rounds_to, series, summarise
+from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.runs.plot import format_percent_axis, make_palette, style_axes
+from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_metrics, read_summary, rounds_to, series, summarize_rows
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 # name in the CSV -> heading, factor and decimals of the printed table
@@ -33,8 +33,8 @@ MEASURES = {
     "wall_s": ("wall s", 1, 1),
 }
 NUMBERS = (*MEASURES, "accuracy", "discrepancy", "units_down", "units_up", "bytes_down", "bytes_up")  # what is read from a row or summary
-MOST_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
-LARGEST = 1e18  # of a number; a curve through greater ones cannot be drawn
+MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
+MAX_NUMBER = 1e18  # of a number; a curve through greater ones cannot be drawn
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
@@ -43,11 +43,11 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             siblings = [item.name for item in path.parent.iterdir() if item.is_dir()] if path.parent.is_dir() else []
-            raise InputError(f"no folder {str(path)!r}{nearest(path.name, siblings)}: expected a run directory or a folder of runs")
+            raise InputError(f"no folder {str(path)!r}{suggest_nearest(path.name, siblings)}: expected a run directory or a folder of runs")
         finished |= {file.parent.resolve() for file in path.rglob("summary.json")}
-        unfinished |= {file.parent.resolve() for file in path.rglob(METRICS)}
+        unfinished |= {file.parent.resolve() for file in path.rglob(METRICS_FILE)}
     for run_dir in sorted(unfinished - finished):
-        print(f"skipped, unfinished ({METRICS} but no summary.json): {run_dir}", flush=True)
+        print(f"skipped, unfinished ({METRICS_FILE} but no summary.json): {run_dir}", flush=True)
     if not finished:
         raise InputError(f"no finished run (summary.json) in {', '.join(repr(str(path)) for path in paths)}")
     return sorted(finished)
@@ -74,8 +74,8 @@ def _file(path: Path) -> Path:
     try:
         if not path.is_file():
             raise InputError(f"{path}: file is missing or no regular file, expected one as a run writes it")
-        if path.stat().st_size > MOST_BYTES:
-            raise InputError(f"{path}: file has {path.stat().st_size} bytes, expected at most {MOST_BYTES}")
+        if path.stat().st_size > MAX_RUN_FILE_BYTES:
+            raise InputError(f"{path}: file has {path.stat().st_size} bytes, expected at most {MAX_RUN_FILE_BYTES}")
         with path.open("rb"):
             return path
     except OSError as error:
@@ -92,14 +92,14 @@ def _check_numbers(path: Path, holder: dict[str, Any]) -> None:
     """Raises InputError unless the numbers of a row or summary are numbers, or null."""
     for name in (*NUMBERS, "round"):
         value = holder.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER):
             where = f", round {holder['round']}" if name != "round" and "round" in holder else ""
-            raise InputError(f"{path}{where}: {name} is no number up to {LARGEST:g}, expected what a run writes")
+            raise InputError(f"{path}{where}: {name} is no number up to {MAX_NUMBER:g}, expected what a run writes")
 
 
 def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the summary and the rows of a run, checked: their files may have been edited, or be of something else."""
-    summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS
+    summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS_FILE
     summary, rows = read_summary(_file(summary_file).parent), read_metrics(_file(metrics_file).parent)
     names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
     _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
@@ -116,7 +116,7 @@ def _load(run_dir: Path, target: float | None) -> dict[str, Any]:
     sent = [last[name] for name in ("units_down", "units_up") if last.get(name) is not None]
     return {
         **summary,
-        **summarise(rows),
+        **summarize_rows(rows),
         "rows": rows,
         "overrides": _overrides(run_dir, summary),
         "rounds_to_target": None if target is None else rounds_to(rows, target),
@@ -125,7 +125,7 @@ def _load(run_dir: Path, target: float | None) -> dict[str, Any]:
     }
 
 
-def _grouped(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Puts together the runs that differ in nothing but the seed, and labels each set by what tells it from the others."""
     same: dict[tuple, list[dict[str, Any]]] = {}
     for run in runs:
@@ -181,7 +181,7 @@ def _print(header: list[str], lines: list[list[str]]) -> None:
 
 
 def _write_tables(out: Path, groups: list[dict[str, Any]], header: list[str], lines: list[list[str]]) -> None:
-    with replacing(out / "compare.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+    with atomic_write(out / "compare.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.writer(handle)
         writer.writerow([*IDENTITY, "overrides", "runs", "seeds", *(f"{name}_{part}" for name in MEASURES for part in ("mean", "sd", "n"))])
         for group in groups:
@@ -189,7 +189,7 @@ def _write_tables(out: Path, groups: list[dict[str, Any]], header: list[str], li
             writer.writerow([*(group[name] for name in (*IDENTITY, "overrides", "runs", "seeds")), *numbers])
     rule = ["---", *["---:"] * (len(header) - 1)]
     text = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in [header, rule, *lines])
-    with replacing(out / "compare.md") as temporary:
+    with atomic_write(out / "compare.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -218,20 +218,20 @@ def _plot(out: Path, groups: list[dict[str, Any]]) -> None:
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     left, right = figure.subplots(1, 2, sharey=True)
-    palette = colours(7)  # yellow, the eighth, is too pale for a line
+    palette = make_palette(7)  # yellow, the eighth, is too pale for a line
     for position, (group, (rounds, sent, mean, sd)) in enumerate(zip(groups, drawn, strict=True)):
         label = group["label"].replace("$", r"\$")  # matplotlib would read formulas between them
         style = {"color": palette[position % 7], "linestyle": ("-", "--", ":", "-.")[position // 7 % 4]}
         for axes, x in ((left, rounds), (right, sent / scale)):
             axes.plot(x, mean, linewidth=1.9, marker="o" if len(x) <= 20 else "", markersize=4, label=label, **style)
             axes.fill_between(x, mean - sd, mean + sd, color=style["color"], alpha=0.18, linewidth=0)
-    dress(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
-    dress(right, "Accuracy against communication", heading, "")
+    style_axes(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
+    style_axes(right, "Accuracy against communication", heading, "")
     for axes in (left, right):
         axes.set_xlim(left=0)
-        in_percent(axes)
+        format_percent_axis(axes)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
-    with replacing(out / "compare.png") as temporary:
+    with atomic_write(out / "compare.png") as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
@@ -242,7 +242,7 @@ def compare(paths: Iterable[str | Path], out: str | Path | None = None, target: 
     """
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")
-    groups = [_reduce(group) for group in _grouped([_load(run_dir, target) for run_dir in find_runs(list(paths))])]
+    groups = [_reduce(group) for group in _merge_seeds([_load(run_dir, target) for run_dir in find_runs(list(paths))])]
     for group in groups:
         if len(set(group["seeds"].split())) < group["runs"]:
             print(f"note: {group['label']} holds the same seed more than once (seeds {group['seeds']}), so its sd is too small")

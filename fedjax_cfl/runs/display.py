@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedjax_cfl.formatting import scaled
-from fedjax_cfl.runs.results import plain
+from fedjax_cfl.formatting import format_si
+from fedjax_cfl.runs.results import to_plain
 
 
 def _cell(name: str, summary: dict[str, Any]) -> str:
@@ -25,7 +25,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
     if name.endswith("_s"):
         return f"{value:,.1f} s"
     if "bytes" in name:
-        return scaled(value, "B")
+        return format_si(value, "B")
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -33,7 +33,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
 
 def final_table(summary: dict[str, Any]) -> Table:
     """Builds the table a run ends with; what is null is left out."""
-    summary = plain(summary)
+    summary = to_plain(summary)
     table = Table(title=title(summary), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -59,7 +59,7 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
         task = bar.add_task("compiling", total=total_rounds, completed=start)
 
         def show(row: dict[str, Any]) -> None:
-            row = plain(row)
+            row = to_plain(row)
             bar.update(task, completed=row["round"])
             accuracy, speed = row.get("accuracy"), bar.tasks[0].speed
             groups = sum(size > 0 for size in row.get("group_sizes") or [])
@@ -69,22 +69,32 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
         yield show
 
 
-SPOKEN = ("algorithm", "dataset", "partition", "model", "drift", "seed", "rounds", "best_round", "ari")  # said as they are, with the scores
+SUMMARY_FIELDS = (
+    "algorithm",
+    "dataset",
+    "partition",
+    "model",
+    "drift",
+    "seed",
+    "rounds",
+    "best_round",
+    "ari",
+)  # said as they are, with the scores
 
 
-def tell(config: dict, run_dir: Path, algorithm, summary: dict, console: Console) -> None:
+def print_summary(config: dict, run_dir: Path, algorithm, summary: dict, console: Console) -> None:
     """Prints the final table of a run."""
-    console.print(final_table(spoken(summary)))
+    console.print(final_table(format_summary(summary)))
     if algorithm.clustered and summary["best_accuracy"] is None:
         console.print(f"no accuracy yet: discard={config['discard']} waits until every client has been met; more rounds, or discard=none")
     console.print(f"written to {run_dir}", markup=False)
 
 
-def spoken(summary: dict) -> dict:
+def format_summary(summary: dict) -> dict:
     """Returns a summary as its reader wants it: scores, then counts beside their rates and sizes with their units."""
-    sizes = {name: scaled(summary[name], "B") for name in ("bytes_up", "bytes_down", "peak_memory_bytes")}
+    sizes = {name: format_si(summary[name], "B") for name in ("bytes_up", "bytes_down", "peak_memory_bytes")}
     words = {name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)} | sizes
-    return {name: summary[name] for name in summary if name in SPOKEN or "accuracy" in name or "_f1" in name} | {
+    return {name: summary[name] for name in summary if name in SUMMARY_FIELDS or "accuracy" in name or "_f1" in name} | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
         "models sent": "{units_up} up, {units_down} down".format(**words),
         "data sent": "{bytes_up} up, {bytes_down} down".format(**words),

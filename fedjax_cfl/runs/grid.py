@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl.data.federated import sentence
+from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.runs import checkpoint, compare
 from fedjax_cfl.runs.display import progress
 from fedjax_cfl.runs.resume import CHECKPOINTS
-from fedjax_cfl.runs.session import Recorder, finish, machine
-from fedjax_cfl.runs.signals import stopping
+from fedjax_cfl.runs.session import Recorder, describe_machine, finish
+from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation.vectorize import run_members
 
 SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")  # what members may differ in
@@ -31,7 +31,7 @@ class Member(NamedTuple):
     run_dir: Path
 
 
-def axes(config: dict) -> dict[str, list]:
+def grid_axes(config: dict) -> dict[str, list]:
     """Returns the values of every setting that a configuration vectorises, the seed first; {} if it is a single run.
 
     `vectorize` lists NAME=V1,V2,... Raises InputError for what cannot be vectorised.
@@ -57,19 +57,19 @@ def axes(config: dict) -> dict[str, list]:
     return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
 
 
-def points(grid: dict[str, list]) -> list[dict[str, Any]]:
+def grid_points(grid: dict[str, list]) -> list[dict[str, Any]]:
     """Returns the members' settings, the first axis outermost."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:
+def run_folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:
     """Returns the members' directories, numbered as the runs of a sweep are."""
-    return [Path(run_dir) / str(number) for number in range(len(points(grid)))]
+    return [Path(run_dir) / str(number) for number in range(len(grid_points(grid)))]
 
 
 def common_step(run_dirs: Sequence[Path]) -> int | None:
     """Returns the last round of which every member has a checkpoint, None if nobody has any. Raises InputError if there is none."""
-    steps = [set(checkpoint.steps(run_dir / CHECKPOINTS)) for run_dir in run_dirs]
+    steps = [set(checkpoint.list_steps(run_dir / CHECKPOINTS)) for run_dir in run_dirs]
     if not any(steps):
         return None
     shared = set.intersection(*steps)
@@ -78,7 +78,7 @@ def common_step(run_dirs: Sequence[Path]) -> int | None:
     return max(shared)
 
 
-def train(
+def train_grid(
     members: list[Member], choices: dict, grid: dict[str, list], parts: list[tuple], make: Callable, starts: list, run_dir: Path
 ) -> int:
     """Trains the members together and writes the files of each; returns the exit status as `session.train` does.
@@ -90,13 +90,13 @@ def train(
     config = members[0].config
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
     console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {len(members)} runs as one, {said}")
-    console.print(f"the first: {sentence(parts[0][2])}, {machine(mesh)}")
+    console.print(f"the first: {format_description(parts[0][2])}, {describe_machine(mesh)}")
     sets = [part[2] for part in parts]
     same = all(_equal(sets[0], other) for other in sets[1:])
     options = {"drift": drift, "with_auxiliary": config["eval_auxiliary"], "mesh": mesh}
     options |= {name: config[name] for name in ("rounds", "eval_every", "discard")}
     begun = 0 if starts[0] is None else int(starts[0].state.round)
-    inside = points({name: values for name, values in grid.items() if name != "seed"})
+    inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
     seeds = grid.get("seed", [config["seed"]])
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
@@ -104,7 +104,7 @@ def train(
     def data_of(number: int):
         return sets[number // len(inside)]
 
-    with stopping() as asked:
+    with catch_signals() as asked:
         with contextlib.ExitStack() as files:
             recorders = [Recorder(m.config, m.run_dir, data_of(n), begun, files) for n, m in enumerate(members)]
             show = files.enter_context(progress(config["rounds"], begun))
@@ -115,12 +115,12 @@ def train(
 
             def on_rows(rows, snapshots):
                 for recorder, row in zip(recorders, rows, strict=True):
-                    recorder.add(row)
+                    recorder.write_row(row)
                 scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
                 show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
                 stop = bool(asked)
                 for recorder, row, snapshot in zip(recorders, rows, snapshots, strict=True):
-                    recorder.keep(row, snapshot, stop)
+                    recorder.checkpoint_if_due(row, snapshot, stop)
                 return stop and rows[0]["round"] < config["rounds"]
 
             start = None if starts[0] is None else starts

@@ -20,7 +20,7 @@ def lock(run_dir: str | Path) -> Iterator[None]:
     path = Path(run_dir) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquired(path)
+        descriptor = _acquire(path)
     except BlockingIOError as error:
         raise InputError(f"run_dir={run_dir}: in use by {error.strerror}") from None
     except OSError as error:
@@ -33,7 +33,7 @@ def lock(run_dir: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _acquired(path: Path) -> int:
+def _acquire(path: Path) -> int:
     """Returns the descriptor of the locked file, with this process's name in it. Raises BlockingIOError with the holder's name."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedjax_cfl.runs.display import title
-from fedjax_cfl.runs.results import read_metrics, read_summary, replacing, series, summarise
+from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, series, summarize_rows
 
 
-def colours(count: int) -> list[Any]:
+def make_palette(count: int) -> list[Any]:
     """Returns `count` colours that colour-blind readers can tell apart (Okabe and Ito, 2008), or an even ramp beyond eight."""
     named = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#F0E442"]
     return named[:count] if count <= len(named) else list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
 
 
-def dress(axes: Axes, title: str, x: str, y: str) -> None:
+def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Gives every panel the same look: a title at the left, labelled axes, a light grid and an open frame."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel(x, fontsize=11)
@@ -32,7 +32,7 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
-def in_percent(axes: Axes) -> None:
+def format_percent_axis(axes: Axes) -> None:
     """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power of ten: 2.5 would need a digit that others do not."""
     axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
@@ -40,7 +40,7 @@ def in_percent(axes: Axes) -> None:
 
 def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
     rounds, empty = [row["round"] for row in rows], True
-    for (name, label), colour in zip(named.items(), colours(len(named)), strict=True):
+    for (name, label), colour in zip(named.items(), make_palette(len(named)), strict=True):
         values = series(rows, name)
         if np.isfinite(values).any():
             axes.plot(rounds, values, color=colour, linewidth=1.8, marker="o" if len(rows) <= 20 else "", markersize=4, label=label)
@@ -52,13 +52,13 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
 
 def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     _lines(axes, rows, {"accuracy": "all clients", "macro_accuracy": "mean over clients", "worst10_accuracy": "worst 10 % of clients"})
-    best = summarise(rows)
+    best = summarize_rows(rows)
     if best["best_round"] is not None:
         label = f"best: {best['best_accuracy']:.1%} at round {best['best_round']}"
         axes.plot(best["best_round"], best["best_accuracy"], "*", color="black", markersize=12, linestyle="none", label=label, zorder=4)
         axes.set_ylim(0, 1.02)
-        in_percent(axes)
-    dress(axes, "Test accuracy", "round", "correct test samples")
+        format_percent_axis(axes)
+    style_axes(axes, "Test accuracy", "round", "correct test samples")
 
 
 def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -68,7 +68,7 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
     # a run that diverges would otherwise flatten everything before it
     if values.size and values.min() > 0 and values.max() > 300 * values.min():
         axes.set_yscale("log")
-    dress(axes, "Loss", "round", "mean loss per sample")
+    style_axes(axes, "Loss", "round", "mean loss per sample")
 
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -77,10 +77,10 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for line in axes.lines:
         line.set(color="black", zorder=3)
     if groups.ndim == 2 and groups.shape[1] > 1:
-        for values, colour in zip(groups.T, colours(groups.shape[1]), strict=True):
+        for values, colour in zip(groups.T, make_palette(groups.shape[1]), strict=True):
             axes.plot(rounds, values, color=colour, linewidth=0.9, marker="." if len(rows) <= 20 else "")
         axes.plot([], [], color="0.5", linewidth=0.9, label="single groups (colours as at right)")
-    dress(axes, "Discrepancy", "round", "L2 distance of trained from group model")
+    style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
 
 def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -89,15 +89,15 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
     if count:
-        areas = axes.stackplot(rounds, sizes.T, colors=colours(count), alpha=0.85, edgecolor="white", linewidth=0.4)
+        areas = axes.stackplot(rounds, sizes.T, colors=make_palette(count), alpha=0.85, edgecolor="white", linewidth=0.4)
         axes.set_ylim(0, max(np.nansum(sizes, axis=1).max(), 1))
     if 1 <= count <= 8:
         labels = [f"group {group}" for group in range(count)]
         axes.legend(areas[::-1], labels[::-1], frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
-    dress(axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients")
+    style_axes(axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients")
 
 
-def curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
+def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
     rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
     figure = Figure(figsize=(13, 8.5), layout="constrained")
@@ -110,5 +110,5 @@ def curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=10)
-    with replacing(Path(run_dir) / "curves.png") as temporary:
+    with atomic_write(Path(run_dir) / "curves.png") as temporary:
         figure.savefig(temporary, dpi=110, format="png")

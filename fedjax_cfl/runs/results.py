@@ -18,9 +18,9 @@ import pyarrow.parquet
 
 from fedjax_cfl.errors import InputError
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 # what a summary copies from the last row
-LAST = (
+LAST_ROW_FIELDS = (
     "macro_accuracy", "micro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
     "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
 )  # fmt: skip
@@ -30,7 +30,7 @@ LAST = (
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`, which becomes `path` when the block ends well and is removed when it does not."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -41,14 +41,14 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Turns arrays and NumPy or JAX scalars into JSON's own types, and NaN and infinities into None."""
     if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
@@ -56,21 +56,21 @@ def plain(value: Any) -> Any:
 
 def write_json(path: str | Path, obj: Any) -> None:
     """Writes `obj` as indented JSON."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
     """Writes one row per client to clients.parquet; a column with more than one axis becomes a column of lists."""
     arrays = {name: np.asarray(values) for name, values in columns.items()}
     table = pa.table({name: pa.array(values if values.ndim == 1 else values.tolist()) for name, values in arrays.items()})
-    with replacing(Path(run_dir) / "clients.parquet") as temporary:
+    with atomic_write(Path(run_dir) / "clients.parquet") as temporary:
         pyarrow.parquet.write_table(table, temporary)
 
 
 def open_metrics(run_dir: str | Path) -> IO[str]:
     """Opens metrics.jsonl for appending, after cutting off a last line that a killed run left half written."""
-    path = Path(run_dir) / METRICS
+    path = Path(run_dir) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = path.open("a+b")
     handle.seek(0)
@@ -86,7 +86,7 @@ def open_metrics(run_dir: str | Path) -> IO[str]:
 
 def append_row(handle: IO[str], row: dict[str, Any]) -> None:
     """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
-    handle.write(json.dumps(plain(row), allow_nan=False) + "\n")
+    handle.write(json.dumps(to_plain(row), allow_nan=False) + "\n")
     handle.flush()
 
 
@@ -109,9 +109,9 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     A run that resumes from a checkpoint repeats the rounds after it: the later row of a round counts.
     """
-    path = Path(run_dir) / METRICS
+    path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
-        raise InputError(f"no {METRICS} in {str(run_dir)!r}: expected a run directory")
+        raise InputError(f"no {METRICS_FILE} in {str(run_dir)!r}: expected a run directory")
     lines = path.read_bytes().splitlines(keepends=True)
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -128,8 +128,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def cut_metrics(run_dir: str | Path, last: int) -> None:
     """Drops the rows after round `last`, which a resumed run will write again."""
-    kept = [row for row in read_metrics(run_dir) if row["round"] <= last] if (Path(run_dir) / METRICS).exists() else []
-    with replacing(Path(run_dir) / METRICS) as temporary:
+    kept = [row for row in read_metrics(run_dir) if row["round"] <= last] if (Path(run_dir) / METRICS_FILE).exists() else []
+    with atomic_write(Path(run_dir) / METRICS_FILE) as temporary:
         temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
 
 
@@ -166,9 +166,9 @@ def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
     return next((row["round"] for row in rows if (row.get("accuracy") or 0.0) >= target), None)
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Reduces a run to its headline numbers: means skip nulls, the variance divides by n, and of equal bests the first counts."""
-    rows = plain(rows)
+    rows = to_plain(rows)
     scored = [row for row in rows if row.get("accuracy") is not None]
     best = max(scored, key=lambda row: row["accuracy"], default={})
     tail = [row["accuracy"] for row in rows[-10:] if row.get("accuracy") is not None]
@@ -182,18 +182,18 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "last10_accuracy": float(np.mean(tail)) if tail else None,
         "discrepancy_mean": float(np.mean(spread)) if spread else None,
         "discrepancy_variance": float(np.var(spread)) if spread else None,
-        **{name: last.get(name) for name in LAST},
+        **{name: last.get(name) for name in LAST_ROW_FIELDS},
     }
 
 
-def measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what `summarise` does and what published tables show besides: null where a target is not reached or nothing counts.
 
     `units` are models sent down and up in all, `migrations` clients that changed their group after a shift, `median_accuracy` is over
     the evaluations that count, `rounds_to_85` the first of them with an accuracy of at least 0.85.
     """
-    scored = [row["accuracy"] for row in plain(rows) if row.get("accuracy") is not None]
-    numbers = summarise(rows)
+    scored = [row["accuracy"] for row in to_plain(rows) if row.get("accuracy") is not None]
+    numbers = summarize_rows(rows)
     return {
         **numbers,
         "last_accuracy": numbers["final_accuracy"],

@@ -14,42 +14,44 @@ import numpy as np
 from rich.console import Console
 
 from fedjax_cfl import distributed
-from fedjax_cfl.data.federated import sentence
+from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, plot, results
-from fedjax_cfl.runs.display import progress, tell
+from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.results import append_row, open_metrics, read_metrics, write_clients, write_json
-from fedjax_cfl.runs.resume import CHECKPOINTS, identity
-from fedjax_cfl.runs.signals import stopping
+from fedjax_cfl.runs.resume import CHECKPOINTS, run_identity
+from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Snapshot, run
 
 PACKAGES = ("fedjax-cfl", "jax", "jaxlib", "flax", "optax", "numpy", "hydra-core", "orbax-checkpoint")
 
 
-def train(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, task, data, drift, mesh, start) -> int:
+def train_run(config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, task, data, drift, mesh, start) -> int:
     """Runs, or goes on with, one run, and writes its files; returns the exit status: 0, or 128 + the signal that stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last checkpoint can be resumed.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=not distributed.leads())
+    console = Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
     key = jax.random.key(config["seed"])
     try:
-        console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {sentence(data)}, {machine(mesh)}")
-        with stopping() as asked:
-            result = rounds(config, run_dir, (algorithm, task, data, drift, mesh, key), start, asked)
+        console.print(
+            f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {format_description(data)}, {describe_machine(mesh)}"
+        )
+        with catch_signals() as asked:
+            result = run_rounds(config, run_dir, (algorithm, task, data, drift, mesh, key), start, asked)
             if asked:
                 console.print(f"stopped after round {int(result.state.round)}; the same command goes on from there", markup=False)
                 return 128 + asked[0]
-            if distributed.leads():
+            if distributed.is_primary():
                 summary = finish(config, choices, overrides, run_dir, algorithm, task, result, mesh)
-                tell(config, run_dir, algorithm, summary, console)
+                print_summary(config, run_dir, algorithm, summary, console)
     except OSError as error:
         raise RunError(f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed") from None
     return 0
 
 
-def machine(mesh) -> str:
+def describe_machine(mesh) -> str:
     """Returns the devices in words."""
     several = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
     return f"{mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}{several}"
@@ -60,44 +62,44 @@ class Recorder:
 
     def __init__(self, config: dict, run_dir: Path, data, begun: int, files: contextlib.ExitStack):
         self.last, self.every, self.folder = config["rounds"], config["checkpoint"], run_dir / CHECKPOINTS
-        self.identity, self.handle = identity(config, data), files.enter_context(open_metrics(run_dir))
+        self.identity, self.handle = run_identity(config, data), files.enter_context(open_metrics(run_dir))
         self.saved = {"round": begun, "at": time.monotonic()}
 
     def save(self, snapshot: Snapshot, accuracy: float | None = None) -> None:
         """Saves where the run stands."""
-        step, tree = int(snapshot.state.round), (snapshot.state, snapshot.shifting)
+        step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
         try:
-            checkpoint.save(self.folder, step, tree, snapshot.facts, self.identity, keep=self.every["keep"], score=accuracy)
+            checkpoint.save(self.folder, step, tree, snapshot.counters, self.identity, keep=self.every["keep"], score=accuracy)
         except InputError as error:  # nothing was wrong with what was asked for
             raise RunError(str(error)) from None
         self.saved = {"round": step, "at": time.monotonic()}
 
-    def add(self, row: dict) -> None:
+    def write_row(self, row: dict) -> None:
         """Writes a row."""
         append_row(self.handle, row)
 
-    def keep(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
+    def checkpoint_if_due(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
         """Saves where the run stands after a row, `snapshot()`, if it is time, or if the run stops or ends there."""
         passed, waited = row["round"] - self.saved["round"], time.monotonic() - self.saved["at"]
         if passed >= self.every["every"] or waited >= 60 * self.every["minutes"] or stop or row["round"] >= self.last:
             self.save(snapshot(), row["accuracy"])
 
 
-def rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, asked: list[int]):
+def run_rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, asked: list[int]):
     """Runs the rounds; every row and checkpoint is written as it comes."""
     algorithm, task, data, drift, mesh, key = parts
     begun = 0 if start is None else int(start.state.round)
     with contextlib.ExitStack() as files:
-        recorder = Recorder(config, run_dir, data, begun, files) if distributed.leads() else None
-        show = files.enter_context(progress(config["rounds"], begun)) if distributed.leads() else None
+        recorder = Recorder(config, run_dir, data, begun, files) if distributed.is_primary() else None
+        show = files.enter_context(progress(config["rounds"], begun)) if distributed.is_primary() else None
 
         def on_row(row, snapshot: Snapshot):
             if recorder:
-                recorder.add(row)
+                recorder.write_row(row)
                 show(row)
-            stop = distributed.any_of(bool(asked))  # only now: a signal that came while the row was written still stops here
+            stop = distributed.any_process(bool(asked))  # only now: a signal that came while the row was written still stops here
             if recorder:
-                recorder.keep(row, lambda: snapshot, stop)
+                recorder.checkpoint_if_due(row, lambda: snapshot, stop)
             return stop and row["round"] < config["rounds"]  # asked meanwhile: after the next block, so that nothing stops unsaved
 
         def on_start(snapshot: Snapshot):
@@ -119,17 +121,17 @@ def finish(config: dict, choices: dict, overrides: list[str], run_dir: Path, alg
     table, served, held = jax.device_get((result.clients, algorithm.serve(result.state).index, result.data.replace(x=None)))
     columns = {"client": np.arange(held.num_clients), "group": served, "concept": held.concept, "train_samples": held.train.size}
     write_clients(run_dir, columns | {"test_samples": table.samples, "accuracy": table.accuracy, "loss": table.loss, "f1": table.f1})
-    summary = summarise(config, choices, overrides, read_metrics(run_dir), task, result, mesh)
+    summary = build_summary(config, choices, overrides, read_metrics(run_dir), task, result, mesh)
 
-    plot.curves(run_dir, summary)
+    plot.plot_curves(run_dir, summary)
     write_json(run_dir / "summary.json", summary)  # last: its presence says that the run is finished
     return summary
 
 
-def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict], task, result, mesh) -> dict:
+def build_summary(config: dict, choices: dict, overrides: list[str], rows: list[dict], task, result, mesh) -> dict:
     """Returns the contents of summary.json."""
     names = {group: choices[group] for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")}
-    numbers = results.summarise(rows)
+    numbers = results.summarize_rows(rows)
     seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
         **names,
@@ -140,7 +142,7 @@ def summarise(config: dict, choices: dict, overrides: list[str], rows: list[dict
         **result.times,
         "planned_memory_bytes": result.memory,
         "peak_memory_bytes": memory.peak_memory_bytes(),
-        "width": memory.width(config["local"], task, result.data, mesh),
+        "width": memory.choose_width(config["local"], task, result.data, mesh),
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
         "overrides": overrides,

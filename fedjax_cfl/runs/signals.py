@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def stopping() -> Iterator[list[int]]:
+def catch_signals() -> Iterator[list[int]]:
     """Yields a list that the first SIGTERM or SIGINT is put into; a second one ends the process at once.
 
     A thread listens, because Python's own handlers have to wait until a compiled block of rounds returns.

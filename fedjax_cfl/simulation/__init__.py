@@ -1,6 +1,6 @@
-"""A whole run in memory: compiled, run, evaluated."""
+"""A make_run_fn run in memory: compiled, run, evaluated."""
 
 from fedjax_cfl.simulation.choose_k import choose_k
-from fedjax_cfl.simulation.driver import advance, run, whole
+from fedjax_cfl.simulation.driver import make_block_fn, make_run_fn, run
 
-__all__ = ["advance", "choose_k", "run", "whole"]
+__all__ = ["choose_k", "make_block_fn", "make_run_fn", "run"]

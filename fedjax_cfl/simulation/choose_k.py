@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.federated import view
+from fedjax_cfl.data.federated import build_client_index
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round.engine import SELECT, stream
+from fedjax_cfl.round.engine import SELECT, derive_key
 from fedjax_cfl.simulation.driver import run
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 
@@ -46,21 +46,21 @@ def choose_k(
     candidates = sorted(candidates)
     if not candidates:
         raise InputError("candidates=[]: at least one number of groups is allowed")
-    few = some_clients(stream(key, SELECT), data, clients)
+    few = sample_clients(derive_key(key, SELECT), data, clients)
     table = []
     for m in candidates:
         last = run(make(m), task, few, key, rounds=rounds, discard="none", with_auxiliary=False, mesh=mesh).rows[-1]
         table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
-    return Choice(best(table, by), table)
+    return Choice(pick_best(table, by), table)
 
 
-def best(table: list[dict[str, Any]], by: str) -> int:
+def pick_best(table: list[dict[str, Any]], by: str) -> int:
     """Returns the number of groups of the first row that is as good as any."""
     value = CRITERIA[by](row[by] for row in table)
     return next(row["m"] for row in table if row[by] == value)
 
 
-def some_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
+def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
     """Returns the data of randomly drawn clients, renumbered 0, 1, ... in their old order; of all if there are no more."""
     drawn = np.sort(np.asarray(jax.random.permutation(key, data.num_clients)[:clients]))
     number = np.full(data.num_clients + 1, -1, np.int32)  # the last entry is that of owner -1
@@ -69,7 +69,7 @@ def some_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
     test = np.isin(np.arange(owner.size), np.asarray(data.test.order))
     kept = np.flatnonzero(owner >= 0)
     owner, test = owner[kept], test[kept]
-    train, held_out = (view(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test))
+    train, held_out = (build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test))
     return data.replace(
         x=data.x[kept],
         y=data.y[kept],
@@ -78,5 +78,5 @@ def some_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
         test=held_out,
         concept=data.concept[drawn],
         shifted=data.shifted[drawn],
-        capacity=int(train.size.max()),
+        max_client_samples=int(train.size.max()),
     )

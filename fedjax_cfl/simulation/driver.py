@@ -1,6 +1,6 @@
 """A whole run: rounds and evaluations.
 
-`advance` is the program, `whole` runs it to the end as one function of a key (so `jit(vmap(whole))` runs many seeds), and `run` calls the
+`make_block_fn` is the program, `whole` runs it to the end as one function of a key (so `jit(vmap(whole))` runs many seeds), and `run` calls the
 same two halves from Python, so that numbers appear while the run goes on.
 """
 
@@ -13,36 +13,36 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.data import prefetch
-from fedjax_cfl.data.drift import Drift, enlarged
+from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.round import traffic
-from fedjax_cfl.sharding import everywhere, mesh_of
+from fedjax_cfl.sharding import make_mesh, replicate
 from fedjax_cfl.simulation import evaluate, memory
-from fedjax_cfl.simulation.compilation import Shifting, beginning, programs, rounds_of
+from fedjax_cfl.simulation.compilation import DataState, compile_run, init_data_state, make_rounds_fn
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.types import Algorithm, FederatedData, State, Task
-from fedjax_cfl.validation import allow
+from fedjax_cfl.validation import check_value
 
 
-def advance(algorithm: Algorithm, task: Task, mesh, eval_every: int, drift: Drift | None = None, with_auxiliary: bool = True):
-    """Returns f(key, (state, shifting), data) -> ((state, shifting), (infos [eval_every], metrics)): some rounds and one evaluation."""
-    rounds = rounds_of(algorithm, drift or no_drift(), eval_every)
+def make_block_fn(algorithm: Algorithm, task: Task, mesh, eval_every: int, drift: Drift | None = None, with_auxiliary: bool = True):
+    """Returns f(key, (state, data_state), data) -> ((state, data_state), (infos [eval_every], metrics)): some rounds and one evaluation."""
+    rounds = make_rounds_fn(algorithm, drift or no_drift(), eval_every)
 
     def step(key, carry, data):
-        state, shifting, infos = rounds(key, *carry, data, eval_every)
-        found, _ = evaluate.row(algorithm, task, mesh, state, shifting.on(data), with_auxiliary)
-        return (state, shifting), (infos, found)
+        state, data_state, infos = rounds(key, *carry, data, eval_every)
+        found, _ = evaluate.evaluate_all(algorithm, task, mesh, state, data_state.apply_to(data), with_auxiliary)
+        return (state, data_state), (infos, found)
 
     return step
 
 
-def whole(algorithm: Algorithm, task: Task, mesh, rounds: int, eval_every: int = 1, drift: Drift | None = None):
+def make_run_fn(algorithm: Algorithm, task: Task, mesh, rounds: int, eval_every: int = 1, drift: Drift | None = None):
     """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])), T = rounds / eval_every: a run as one function of a key."""
-    step = advance(algorithm, task, mesh, eval_every, drift)
+    step = make_block_fn(algorithm, task, mesh, eval_every, drift)
 
     def go(key, data):
-        carry = algorithm.init(key, data), beginning(drift or no_drift(), key, data)
+        carry = algorithm.init(key, data), init_data_state(drift or no_drift(), key, data)
         (state, _), found = lax.scan(lambda carry, _: step(key, carry, data), carry, length=rounds // eval_every)
         return state, found
 
@@ -53,8 +53,8 @@ class Snapshot(NamedTuple):
     """Where a run stands after an evaluation: what a checkpoint keeps. The arrays are only valid until the run goes on."""
 
     state: State
-    shifting: Shifting
-    facts: dict[str, Any]  # counters and seconds so far, see COUNTERS
+    data_state: DataState
+    counters: dict[str, Any]  # counters and seconds so far, see COUNTERS
 
 
 class Result(NamedTuple):
@@ -75,7 +75,7 @@ TIMES = ("compile_s", "train_s", "eval_s")
 def check_plan(rounds: int, eval_every: int, discard: str) -> None:
     """Raises InputError for a number of rounds, or a way to test them, that there cannot be."""
     for name, value in (("rounds", rounds), ("eval_every", eval_every), ("discard", discard)):
-        allow(name, value)
+        check_value(name, value)
 
 
 def run(
@@ -104,78 +104,78 @@ def run(
     """
     if not data.test.order.size:
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
-    mesh, drift = mesh or mesh_of(), drift or no_drift()
+    mesh, drift = mesh or make_mesh(), drift or no_drift()
     check_plan(rounds, eval_every, discard)
-    prefetch.check(data, algorithm, drift)
-    key, data = everywhere(key, mesh), enlarged(data, drift)
-    if prefetch.on_host(data):
-        feed = prefetch.Blocks(data, algorithm, key, rounds, eval_every, mesh)
+    prefetch.check_host_data(data, algorithm, drift)
+    key, data = replicate(key, mesh), bound_client_samples(data, drift)
+    if prefetch.is_on_host(data):
+        feed = prefetch.HostFeed(data, algorithm, key, rounds, eval_every, mesh)
     else:
-        feed = prefetch.Resident(everywhere(data, mesh), rounds, eval_every)
+        feed = prefetch.DeviceFeed(replicate(data, mesh), rounds, eval_every)
     began = time.perf_counter()
-    shapes, begin, train, test = programs(algorithm, drift, task, mesh, feed, key, with_auxiliary, fresh=start is None)
+    shapes, begin, train, test = compile_run(algorithm, drift, task, mesh, feed, key, with_auxiliary, fresh=start is None)
     compile_s = time.perf_counter() - began
-    planned = memory.plan(shapes, feed.at_once(), [program for program in (begin, train, test.part) if program])
-    memory.check(planned, mesh)
-    state, shifting, facts = start or (*begin(key, feed.beginning()), dict(COUNTERS))
-    facts = facts | {"compile_s": facts["compile_s"] + compile_s}
-    on_start(Snapshot(state, shifting, facts))
+    planned = memory.plan_memory(shapes, feed.peak_shapes(), [program for program in (begin, train, test.evaluate_block) if program])
+    memory.check_memory(planned, mesh)
+    state, data_state, counters = start or (*begin(key, feed.initial_data()), dict(COUNTERS))
+    counters = counters | {"compile_s": counters["compile_s"] + compile_s}
+    on_start(Snapshot(state, data_state, counters))
     done, rows, table, blocks, started = int(state.round), [], None, [], time.perf_counter()
-    for count, block in feed.training(done):
-        state, shifting, infos = jax.block_until_ready(train(key, state, shifting, block, count))
+    for count, block in feed.train_blocks(done):
+        state, data_state, infos = jax.block_until_ready(train(key, state, data_state, block, count))
         blocks.append(jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos)))
         done += count
         if done % eval_every and done < rounds:
             continue
         trained = time.perf_counter()
-        found, table = jax.block_until_ready(test(state, shifting, feed.testing()))
+        found, table = jax.block_until_ready(test(state, data_state, feed.test_blocks()))
         infos, blocks = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks), []
         ended = time.perf_counter()
-        complain(algorithm, state, infos)  # first: neither row nor checkpoint may lead past it
-        row = plain_row(state, infos, found, facts)
-        if algorithm.clustered and hidden(discard, row, int(infos.selected[0]), data.num_clients):
+        raise_if_nonfinite(algorithm, state, infos)  # first: neither row nor checkpoint may lead past it
+        row = metrics_row(state, infos, found, counters)
+        if algorithm.clustered and discards_accuracy(discard, row, int(infos.selected[0]), data.num_clients):
             row["accuracy"] = None
-        facts = counted(facts, row, trained - started, ended - trained)
+        counters = update_counters(counters, row, trained - started, ended - trained)
         rows.append(row)
-        if on_row(row, Snapshot(state, shifting, facts)):
+        if on_row(row, Snapshot(state, data_state, counters)):
             break
         started = time.perf_counter()
     if table is None:  # a finished run was taken up again
-        _, table = test(state, shifting, feed.testing())
-    return Result(state, shifting.on(data) if shifting else data, rows, table, {name: facts[name] for name in TIMES}, planned)
+        _, table = test(state, data_state, feed.test_blocks())
+    return Result(state, data_state.apply_to(data) if data_state else data, rows, table, {name: counters[name] for name in TIMES}, planned)
 
 
-def counted(facts: dict[str, Any], row: dict[str, Any], train_s: float, eval_s: float) -> dict[str, Any]:
+def update_counters(counters: dict[str, Any], row: dict[str, Any], train_s: float, eval_s: float) -> dict[str, Any]:
     """Returns the counters and seconds after a block of rounds, and gives its row the seconds so far."""
     spent = {"wall_s": train_s + eval_s, "train_s": train_s, "eval_s": eval_s}
-    facts = facts | {name: facts[name] + value for name, value in spent.items()}
-    row["wall_s"] = facts["wall_s"]
-    return facts | {name: row[name] for name in ("client_updates", "local_steps")}
+    counters = counters | {name: counters[name] + value for name, value in spent.items()}
+    row["wall_s"] = counters["wall_s"]
+    return counters | {name: row[name] for name in ("client_updates", "local_steps")}
 
 
-def hidden(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
+def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
     """Returns whether the accuracy of a clustered method's row does not count yet."""
     if discard == "rounds":
         return (row["round"] - 1) * selected < num_clients
     return discard == "met" and row["evaluated_clients"] < num_clients
 
 
-def complain(algorithm: Algorithm, state: State, infos) -> None:
+def raise_if_nonfinite(algorithm: Algorithm, state: State, infos) -> None:
     """Raises NonFiniteUpdate for the first update of the rounds just done that was not finite, if that is the policy."""
     if algorithm.nonfinite != "raise":
         return
-    culprits = np.asarray(infos.lost.culprit)
+    culprits = np.asarray(infos.fault_counts.first_nonfinite)
     for place in np.flatnonzero(culprits[:, 0] >= 0):
         client, leaf = culprits[place]
         layer = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(state.groups)[leaf][0], simple=True, separator="/")
         raise NonFiniteUpdate(f"round {int(state.round) - len(culprits) + place + 1}: client {client} sent a non-finite update of {layer}")
 
 
-def plain_row(state: State, infos, found, before: dict[str, Any]) -> dict[str, Any]:
+def metrics_row(state: State, infos, found, before: dict[str, Any]) -> dict[str, Any]:
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the block's mean discrepancy, everything sent so far."""
     state_round, sent, infos, found = jax.device_get((state.round, state.traffic, infos, found))
     model_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.groups))
-    down, up = traffic.in_bytes(sent, model_bytes)
+    down, up = traffic.count_bytes(sent, model_bytes)
     row = {name: value.tolist() for name, value in found.items()}
     return {
         "round": int(state_round),
@@ -188,9 +188,9 @@ def plain_row(state: State, infos, found, before: dict[str, Any]) -> dict[str, A
         "cold_clients": int(infos.cold.sum()),
         "shifted_clients": int(infos.shifted.sum()),
         "migrated_clients": int(infos.migrated.sum()),
-        "dropped_clients": int(infos.lost.dropped.sum()),
-        "nonfinite_clients": int(infos.lost.nonfinite.sum()),
-        "hostile_clients": int(infos.lost.hostile.sum()),
+        "dropped_clients": int(infos.fault_counts.dropped.sum()),
+        "nonfinite_clients": int(infos.fault_counts.nonfinite.sum()),
+        "hostile_clients": int(infos.fault_counts.byzantine.sum()),
         "idle_groups": int(infos.idle_groups.sum()),
         "units_down": int(sent.units_down),
         "units_up": int(sent.units_up),

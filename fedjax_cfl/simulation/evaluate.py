@@ -7,24 +7,24 @@ from jax import lax
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
-from fedjax_cfl.types import Algorithm, FederatedData, Served, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, ServedModels, State, Task
 
-BLOCK = 128  # test samples per forward pass
+EVAL_BLOCK = 128  # test samples per forward pass
 
 
-def number(models) -> int:
+def count_models(models) -> int:
     """Returns how many models [m, ...] there are."""
     return jax.tree.leaves(models)[0].shape[0]
 
 
-def predictions(task: Task, mesh, served: Served, data: FederatedData):
+def predict_test_samples(task: Task, mesh, served: ServedModels, data: FederatedData):
     """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the order of `data.test.order`.
 
     Samples are sorted by model and cut into blocks that belong to one model each, so m models cost one pass and not m.
     Samples of clients without a model get class -1.
     """
     models, index = served
-    num_models = number(models)
+    num_models = count_models(models)
     total = data.test.order.size
     owner = data.owner[data.test.order]
     index = jnp.where(owner >= 0, index[owner], -1)
@@ -32,15 +32,15 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     sort = jnp.argsort(key, stable=True).astype(jnp.int32)
     count = jnp.bincount(key, length=num_models + 1)[:num_models]
     first = jnp.cumsum(count) - count
-    blocks = -(-count // BLOCK)
+    blocks = -(-count // EVAL_BLOCK)
     until = jnp.cumsum(blocks)
-    length = -(-(total // BLOCK + num_models) // mesh.size)  # static bound of blocks per device
+    length = -(-(total // EVAL_BLOCK + num_models) // mesh.size)  # static bound of blocks per device
 
     @jax.jit  # traced once for its shapes and for the loop
     def one_block(shared, number):
         models, data, sort, first, count, until = shared
         g = jnp.minimum(jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1)
-        place = (number - (until[g] - -(-count[g] // BLOCK))) * BLOCK + jnp.arange(BLOCK)
+        place = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK + jnp.arange(EVAL_BLOCK)
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]
         rows = data.test.order[test]
@@ -63,73 +63,77 @@ def predictions(task: Task, mesh, served: Served, data: FederatedData):
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
-def per_client(task: Task, mesh, served: Served, data: FederatedData) -> tuple[metrics.ClientMetrics, jax.Array]:
+def evaluate_clients(task: Task, mesh, served: ServedModels, data: FederatedData) -> tuple[metrics.ClientMetrics, jax.Array]:
     """Returns what every client measures [K] on the model it is served, and the classes' counts [2, C] over all of them.
 
     Clients without a model, or without test samples in these data, measure nothing.
     """
-    guess, loss = predictions(task, mesh, served, data)
+    guess, loss = predict_test_samples(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
     owner = jnp.where(guess >= 0, owner, -1)
-    return metrics.per_client(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
+    return metrics.client_metrics(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
 
 
-def auxiliary(task: Task, mesh, served: Served, data: FederatedData):
+def evaluate_auxiliary(task: Task, mesh, served: ServedModels, data: FederatedData):
     """Returns (right, all) of the predictions on the union of all test sets by the plain mean of the models that serve somebody.
 
     (FlexCFL 2.14.9.)
     """
-    used = jnp.any(served.index[:, None] == jnp.arange(number(served.models)), axis=0).astype(jnp.float32)
+    used = jnp.any(served.index[:, None] == jnp.arange(count_models(served.models)), axis=0).astype(jnp.float32)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
-    guess, _ = predictions(task, mesh, Served(mean, jnp.zeros(data.num_clients, jnp.int32)), data)
+    guess, _ = predict_test_samples(task, mesh, ServedModels(mean, jnp.zeros(data.num_clients, jnp.int32)), data)
     held = data.owner[data.test.order] >= 0
     return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
 
 
-def row(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
+def evaluate_all(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
     """Returns one evaluation's metrics and the per-client table of the state."""
-    table, counts = part(algorithm, task, mesh, state, data, with_auxiliary)
+    table, counts = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
-    return whole(served.index, number(served.models), table, counts, data.concept), table
+    return finalize(served.index, count_models(served.models), table, counts, data.concept), table
 
 
-def part(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool, first=None):
+def evaluate_block(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool, first=None):
     """Returns the per-client table, and the counts of classes and of the auxiliary model, on all test samples of the clients of `data`.
 
     These are by default everybody, otherwise the clients from number `first` on.
     """
     served = algorithm.serve(state)
-    models, index = algorithm.test(state) if algorithm.test else served
+    models, index = algorithm.eval_models(state) if algorithm.eval_models else served
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
-    table, counts = per_client(task, mesh, Served(models, index), data)
-    right = auxiliary(task, mesh, served, data) if number(served.models) > 1 and with_auxiliary else (jnp.zeros((), jnp.int32),) * 2
+    table, counts = evaluate_clients(task, mesh, ServedModels(models, index), data)
+    right = (
+        evaluate_auxiliary(task, mesh, served, data)
+        if count_models(served.models) > 1 and with_auxiliary
+        else (jnp.zeros((), jnp.int32),) * 2
+    )
     return table, (counts, right)
 
 
-def nothing(num_clients: int, num_classes: int):
+def empty(num_clients: int, num_classes: int):
     """Returns what `part` would of nobody, for all clients."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
     table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
     return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero))
 
 
-def joined(found, more, first):
+def merge(found, more, first):
     """Enters the result of a `part`, about clients from number `first` on, into that of all."""
     (table, counts), (part, also) = found, more
     ids = jnp.where(part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size)  # a part may have fewer clients than room
     return jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part), jax.tree.map(jnp.add, counts, also)
 
 
-def whole(index, num_models: int, table: metrics.ClientMetrics, counts, concept) -> dict:
+def finalize(index, num_models: int, table: metrics.ClientMetrics, counts, concept) -> dict:
     """Returns one evaluation's metrics from the results of all its parts, under spec 1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
 
     `index` [K] are the served models, `concept` [K] the true groups; without an auxiliary model its accuracy is NaN.
     """
     counts, (right, held) = counts
     xp, has_model = index.__array_namespace__(), index >= 0
-    found = metrics.summarise(table, counts)
+    found = metrics.summarize_clients(table, counts)
     found["test_loss"] = found.pop("loss")
     found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[:num_models]
     found["ari"] = metrics.ari(index, concept, has_model & (concept >= 0), num_models, concept.size)

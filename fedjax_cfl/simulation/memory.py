@@ -8,68 +8,73 @@ import sys
 import jax
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.formatting import scaled
-from fedjax_cfl.round.cohort import buckets
-from fedjax_cfl.round.local import WIDEST
-from fedjax_cfl.sharding import on_cpu
+from fedjax_cfl.formatting import format_si
+from fedjax_cfl.round.cohort import bucket_sizes
+from fedjax_cfl.round.local import MAX_WIDTH
+from fedjax_cfl.sharding import is_cpu
 
 
-def size(tree) -> int:
+def tree_bytes(tree) -> int:
     """Returns the bytes of a pytree of arrays or of their shapes."""
     return sum(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
 
 
-def plan(state, data, programs) -> dict[str, int]:
+def plan_memory(state, data, programs) -> dict[str, int]:
     """Returns the bytes that each device holds at once: data, models, what is kept per client, and the work of the largest program."""
     work = max((program.memory_analysis().temp_size_in_bytes for program in programs), default=0)
-    return {"data": size(data), "models": size((state.groups, state.server)), "client_memory": size(state.memory), "work": work}
+    return {
+        "data": tree_bytes(data),
+        "models": tree_bytes((state.groups, state.server)),
+        "client_memory": tree_bytes(state.memory),
+        "work": work,
+    }
 
 
-def width(chosen: dict, task, data, mesh) -> int:
+def choose_width(chosen: dict, task, data, mesh) -> int:
     """Returns the most clients that train side by side on a device, from the settings `local`; auto is 1 on a CPU core.
 
     On an accelerator auto is as many as fit: half of the memory that the data leave, through what a client takes.
     """
     if chosen["width"] != "auto":
         return chosen["width"]
-    if on_cpu(mesh):
+    if is_cpu(mesh):
         return 1
-    has, held = available(mesh), size([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)])
-    return WIDEST if has is None else max(1, min(WIDEST, (has - held) // 2 // footprint(chosen, task, data)))
+    has, held = available_bytes(mesh), tree_bytes([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)])
+    return MAX_WIDTH if has is None else max(1, min(MAX_WIDTH, (has - held) // 2 // client_bytes(chosen, task, data)))
 
 
-def footprint(chosen: dict, task, data) -> int:
+def client_bytes(chosen: dict, task, data) -> int:
     """Returns about the bytes of a client in training: its start, model, gradient and delta, its samples' order, and what a step needs."""
     model = jax.eval_shape(task.init, jax.random.key(0))
-    batch_size = min(chosen["batch_size"], data.capacity)
+    batch_size = min(chosen["batch_size"], data.max_client_samples)
     x, y = (jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y))
-    most = buckets(data.capacity)[-1]
+    most = bucket_sizes(data.max_client_samples)[-1]
     gram = 16 * most**2 if chosen["first_layer"] == "dual" else 0  # and its copies
-    return 4 * size(model) + 4 * chosen["epochs"] * most + gram + of_a_step(task, x, y)
+    return 4 * tree_bytes(model) + 4 * chosen["epochs"] * most + gram + step_bytes(task, x, y)
 
 
 @functools.cache  # asked again by the summary of every run
-def of_a_step(task, x, y) -> int:
+def step_bytes(task, x, y) -> int:
     """Returns the bytes that a compiled gradient needs besides model, gradient and batch; `x` and `y` are shapes."""
     gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
     model = jax.eval_shape(task.init, jax.random.key(0))
     return gradient.lower(model, x, y).compile().memory_analysis().temp_size_in_bytes
 
 
-def available(mesh) -> int | None:
+def available_bytes(mesh) -> int | None:
     """Returns the bytes of memory that one device has, None where the backend does not say; CPU devices share the machine's."""
     device = mesh.devices.flat[0]
-    if on_cpu(mesh):
+    if is_cpu(mesh):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check(planned: dict[str, int], mesh) -> None:
+def check_memory(planned: dict[str, int], mesh) -> None:
     """Raises InputError if the plan cannot fit, naming its largest part and what to turn."""
     has, knobs = (
-        available(mesh),
+        available_bytes(mesh),
         {
             "data": "fewer clients or samples (dataset.clients)",
             "models": "fewer groups (algorithm.m) or a smaller model",
@@ -79,10 +84,10 @@ def check(planned: dict[str, int], mesh) -> None:
     )
     if has is None or sum(planned.values()) <= has:
         return
-    parts = ", ".join(f"{name.replace('_', ' ')} {scaled(value, 'B')}" for name, value in planned.items())
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_si(value, 'B')}" for name, value in planned.items())
     largest = max(planned, key=planned.get)
-    total = scaled(sum(planned.values()), "B")
-    raise InputError(f"memory: each device needs {total} ({parts}) and has {scaled(has, 'B')}; use {knobs[largest]}, or fewer devices=")
+    total = format_si(sum(planned.values()), "B")
+    raise InputError(f"memory: each device needs {total} ({parts}) and has {format_si(has, 'B')}; use {knobs[largest]}, or fewer devices=")
 
 
 def peak_memory_bytes() -> int:

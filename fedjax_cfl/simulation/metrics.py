@@ -33,7 +33,7 @@ def _macro_f1(hits, named):
     return _mean(_f1(hits, named), named > 0, axis=-1)
 
 
-def per_client(
+def client_metrics(
     correct: jax.Array, loss: jax.Array, y: jax.Array, prediction: jax.Array, owner: jax.Array, num_clients: int, num_classes: int
 ) -> tuple[ClientMetrics, jax.Array]:
     """Returns the metrics of every client from samples [N] with classes `y` and `prediction`, and two counts [2, C] over all clients.
@@ -54,7 +54,7 @@ def per_client(
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
-def summarise(metrics: ClientMetrics, counts) -> dict:
+def summarize_clients(metrics: ClientMetrics, counts) -> dict:
     """Returns one number [] per metric over the clients that have test samples, given `per_client`'s counts [2, C]; NaN if there are none.
 
     accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1 are plain means over clients; worst10_accuracy is

@@ -15,17 +15,27 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl import sharding
-from fedjax_cfl.data.drift import Drift, enlarged
+from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import everywhere, mesh_of, replicated
+from fedjax_cfl.sharding import make_mesh, replicate, replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
-from fedjax_cfl.simulation.compilation import beginning, compiler, rounds_of, standing
-from fedjax_cfl.simulation.driver import COUNTERS, TIMES, Result, Snapshot, check_plan, complain, counted, hidden, plain_row
-from fedjax_cfl.types import FederatedData, Task, View
+from fedjax_cfl.simulation.compilation import init_data_state, make_rounds_fn, parallel_compiler, state_shapes
+from fedjax_cfl.simulation.driver import (
+    COUNTERS,
+    TIMES,
+    Result,
+    Snapshot,
+    check_plan,
+    discards_accuracy,
+    metrics_row,
+    raise_if_nonfinite,
+    update_counters,
+)
+from fedjax_cfl.types import ClientIndex, FederatedData, Task
 
 
-def stacked(data: Sequence[FederatedData]) -> FederatedData:
+def stack_data(data: Sequence[FederatedData]) -> FederatedData:
     """Stacks data sets [D, ...] of equally many clients; the smaller ones get samples that nobody holds. On the host.
 
     Raises InputError if clients, features or classes differ.
@@ -34,7 +44,7 @@ def stacked(data: Sequence[FederatedData]) -> FederatedData:
         if len({of(one) for one in data}) > 1:
             raise InputError(f"vectorize: the seeds' data differ in their {name} ({', '.join(str(of(one)) for one in data)})")
     longest = {side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")}
-    capacity = max(one.capacity for one in data)
+    capacity = max(one.max_client_samples for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
         held, total = one.y.size, sum(longest.values())
@@ -43,20 +53,22 @@ def stacked(data: Sequence[FederatedData]) -> FederatedData:
             array = np.asarray(array)
             return np.concatenate([array, np.full((total - len(array), *array.shape[1:]), value, array.dtype)])
 
-        def view(side: str, begin: int) -> View:
+        def view(side: str, begin: int) -> ClientIndex:
             own = getattr(one, side)
             spare = np.arange(begin, begin + longest[side] - own.order.size, dtype=np.int32)
             return own.replace(order=np.concatenate([np.asarray(own.order), spare]))
 
         train = view("train", held)
         test = view("test", held + longest["train"] - one.train.order.size)
-        return one.replace(x=fill(one.x, 0), y=fill(one.y, 0), owner=fill(one.owner, -1), train=train, test=test, capacity=capacity)
+        return one.replace(
+            x=fill(one.x, 0), y=fill(one.y, 0), owner=fill(one.owner, -1), train=train, test=test, max_client_samples=capacity
+        )
 
     return jax.tree.map(lambda *leaves: np.stack(leaves), *map(padded, data))
 
 
-def cropped(tree, shapes):
-    """Returns the leading part of every array, of the given shapes: a member's own arrays without what `stacked` added."""
+def crop(tree, shapes):
+    """Returns the leading part of every array, of the given shapes: a member's own arrays without what `stack_data` added."""
     return jax.tree.map(lambda leaf, like: leaf[tuple(slice(n) for n in like.shape)], tree, shapes)
 
 
@@ -79,36 +91,38 @@ def run_members(
 ) -> list[Result]:
     """Runs a grid of runs; returns their results, key by key and inside a key in the order of the values.
 
-    Args: `build(values)` -> Algorithm made with `Local(members=True)`, given one member's values, scalars which may be traced; `data` one
+    Args: `build(values)` -> Algorithm made with `Local(vmap_runs=True)`, given one member's values, scalars which may be traced; `data` one
     data set per key, or one for all; `keys` [D] typed keys; `values` name -> [H] values of a setting, several settings in step.
     Everything else as in `run`; `on_start` and `on_rows` get functions that return where a member stands. The members share the program's
     seconds evenly. Raises what `run` raises; InputError if the data sets do not fit together.
     """
     check_plan(rounds, eval_every, discard)
-    mesh, drift = mesh or mesh_of(), drift or no_drift()
+    mesh, drift = mesh or make_mesh(), drift or no_drift()
     points = max(map(len, values.values()), default=1)
     places = [(s, h) for s in range(keys.size) for h in range(points)]
     values = {name: jnp.asarray(each, jnp.float32) for name, each in values.items()}
-    own = [enlarged(one, drift) for one in data]
-    held = stacked(own) if len(own) > 1 else own[0]
-    given = values, keys, everywhere(held, mesh)
-    lift = lifted(points, len(own) > 1)
+    own = [bound_client_samples(one, drift) for one in data]
+    held = stack_data(own) if len(own) > 1 else own[0]
+    given = values, keys, replicate(held, mesh)
+    lift = make_lift(points, len(own) > 1)
     began = time.perf_counter()
-    shapes, begin, train, test = programs(build, drift, task, mesh, given, lift, min(eval_every, rounds), with_auxiliary)
+    shapes, begin, train, test = compile_members(build, drift, task, mesh, given, lift, min(eval_every, rounds), with_auxiliary)
     compile_s = (time.perf_counter() - began) / len(places)
-    planned = memory.plan(shapes[0], given[2], [begin, train, test])
-    memory.check(planned, mesh)
-    state, shifting = begin(*given)
+    planned = memory.plan_memory(shapes[0], given[2], [begin, train, test])
+    memory.check_memory(planned, mesh)
+    state, data_state = begin(*given)
     if start:
-        state, shifting = jax.device_put(restored((state, shifting), start, places), replicated(mesh))
-    facts = [one | {"compile_s": one["compile_s"] + compile_s} for one in ([s.facts for s in start] if start else [COUNTERS] * len(places))]
+        state, data_state = jax.device_put(restore_members((state, data_state), start, places), replicated_sharding(mesh))
+    counters = [
+        one | {"compile_s": one["compile_s"] + compile_s} for one in ([s.counters for s in start] if start else [COUNTERS] * len(places))
+    ]
     algorithm = build({name: each[0] for name, each in values.items()})
-    alone = [standing(algorithm, drift, mesh, own[s % len(own)], key)[1] for s, key in enumerate(keys)]
+    alone = [state_shapes(algorithm, drift, mesh, own[s % len(own)], key)[1] for s, key in enumerate(keys)]
 
     def snapshot(member: int) -> Snapshot:
         place = places[member]
-        stands, moved = jax.tree.map(lambda leaf: leaf[place], (state, shifting))
-        return Snapshot(stands, cropped(moved, alone[place[0]]), facts[member])
+        stands, moved = jax.tree.map(lambda leaf: leaf[place], (state, data_state))
+        return Snapshot(stands, crop(moved, alone[place[0]]), counters[member])
 
     snapshots = [functools.partial(snapshot, member) for member in range(len(places))]
     for member, stands in enumerate(snapshots):
@@ -118,9 +132,9 @@ def run_members(
     while done < rounds:
         count = min(eval_every - done % eval_every, rounds - done)
         started = time.perf_counter()
-        state, shifting, infos = jax.block_until_ready(train(*given, state, shifting, done, count))
+        state, data_state, infos = jax.block_until_ready(train(*given, state, data_state, done, count))
         trained = time.perf_counter()
-        found, table = jax.block_until_ready(test(*given, state, shifting))
+        found, table = jax.block_until_ready(test(*given, state, data_state))
         ended = time.perf_counter()
         seconds = (trained - started) / len(places), (ended - trained) / len(places)
         fetched = jax.device_get(((state.round, state.traffic), infos, found))
@@ -128,51 +142,51 @@ def run_members(
             (round, sent), info, score = jax.tree.map(lambda leaf, place=place: leaf[place], fetched)
             info = jax.tree.map(lambda values, count=count: values[:count], info)
             stand = state.replace(round=round, traffic=sent, groups=groups)
-            complain(algorithm, stand, info)
-            row = plain_row(stand, info, score, facts[member])
-            if algorithm.clustered and hidden(discard, row, int(info.selected[0]), own[0].num_clients):
+            raise_if_nonfinite(algorithm, stand, info)
+            row = metrics_row(stand, info, score, counters[member])
+            if algorithm.clustered and discards_accuracy(discard, row, int(info.selected[0]), own[0].num_clients):
                 row["accuracy"] = None
-            facts[member] = counted(facts[member], row, *seconds)
+            counters[member] = update_counters(counters[member], row, *seconds)
             rows[member].append(row)
         done += count
         if on_rows([each[-1] for each in rows], snapshots):
             break
     if table is None:
-        _, table = test(*given, state, shifting)
+        _, table = test(*given, state, data_state)
 
     def result(member: int) -> Result:
-        (s, _), stands, times = places[member], snapshot(member), {name: facts[member][name] for name in TIMES}
+        (s, _), stands, times = places[member], snapshot(member), {name: counters[member][name] for name in TIMES}
         clients = jax.tree.map(lambda leaf: leaf[places[member]], table)
-        return Result(stands.state, stands.shifting.on(own[s % len(own)]), rows[member], clients, times, planned)
+        return Result(stands.state, stands.data_state.apply_to(own[s % len(own)]), rows[member], clients, times, planned)
 
     return [result(member) for member in range(len(places))]
 
 
-def programs(build, drift, task, mesh, given, lift, block: int, with_auxiliary: bool):
+def compile_members(build, drift, task, mesh, given, lift, block: int, with_auxiliary: bool):
     """Returns the shapes of all members' state and moving data, and the compiled start, rounds and evaluation of all of them."""
-    everywhere = replicated(mesh)
+    everywhere = replicated_sharding(mesh)
 
     def begin(values, key, data):
-        return build(values).init(key, data), beginning(drift, key, data)
+        return build(values).init(key, data), init_data_state(drift, key, data)
 
-    def train(values, key, data, state, shifting, done, count):
+    def train(values, key, data, state, data_state, done, count):
         # one round number for all: mapped, a branch that is due in some rounds only would be run in every round
         state = state.replace(round=lax.convert_element_type(done, state.round.dtype))
-        return rounds_of(build(values), drift, block)(key, state, shifting, data, count)
+        return make_rounds_fn(build(values), drift, block)(key, state, data_state, data, count)
 
-    def test(values, key, data, state, shifting):
-        return evaluate.row(build(values), task, mesh, state, shifting.on(data), with_auxiliary)
+    def test(values, key, data, state, data_state):
+        return evaluate.evaluate_all(build(values), task, mesh, state, data_state.apply_to(data), with_auxiliary)
 
-    with compiler() as compiled:
+    with parallel_compiler() as compiled:
         begin = jax.jit(lift(begin), out_shardings=everywhere).lower(*given)
-        shapes = sharding.shapes(begin.out_info, mesh)
+        shapes = sharding.replicated_shapes(begin.out_info, mesh)
         begin = compiled(begin)
         train = compiled(jax.jit(lift(train, 2, 2), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 0, 1))
         test = compiled(jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes))
         return shapes, begin.result(), train.result(), test.result()
 
 
-def lifted(points: int, several: bool):
+def make_lift(points: int, several: bool):
     """Returns lift(f, carried, common): the map of f(values, key, data, *carried, *common) over keys and, inside, over `points` values."""
 
     def lift(function, carried: int = 0, common: int = 0):
@@ -183,7 +197,7 @@ def lifted(points: int, several: bool):
     return lift
 
 
-def restored(begun, start: Sequence[Snapshot], places: list[tuple[int, int]]):
+def restore_members(begun, start: Sequence[Snapshot], places: list[tuple[int, int]]):
     """Returns (state, moving data) [D, H, ...] of all members, with those of the snapshots written over their leading parts."""
 
     def write(base, *parts):
@@ -192,4 +206,4 @@ def restored(begun, start: Sequence[Snapshot], places: list[tuple[int, int]]):
             base[(*place, *(slice(n) for n in part.shape))] = part
         return base
 
-    return jax.tree.map(write, jax.device_get(begun), *jax.device_get([(stands.state, stands.shifting) for stands in start]))
+    return jax.tree.map(write, jax.device_get(begun), *jax.device_get([(stands.state, stands.data_state) for stands in start]))

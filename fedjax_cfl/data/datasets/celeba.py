@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing
+from fedjax_cfl.data.datasets.download import locate, missing_data_error
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import read_users, short
+from fedjax_cfl.data.datasets.readers import read_users, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -56,13 +56,13 @@ def _files() -> tuple[list[Path], Path]:
     images = next((paths[0] for paths in map(locate, IMAGES) if paths), None)
     if files is None or images is None:
         absent = "celeba/data/all_data" if files is None else IMAGES[0]
-        raise missing("celeba (made by LEAF's scripts from the aligned images, no download)", absent)
+        raise missing_data_error("celeba (made by LEAF's scripts from the aligned images, no download)", absent)
     return files, images
 
 
 def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
     """Returns the image files and labels of one user of a LEAF file."""
-    said = f"{path}: user {short(user)}"
+    said = f"{path}: user {shorten(user)}"
     if not isinstance(held, dict) or not isinstance(held.get("x"), list) or not isinstance(held.get("y"), list):
         raise InputError(f"{said} is listed without data, expected lists x and y")
     names, labels = held["x"], held["y"]
@@ -70,7 +70,7 @@ def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str]
         raise InputError(f"{said}: num_samples does not equal {len(names)} (x) and {len(labels)} (y), expected one number")
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):  # no file outside the folder
-            shown = short(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            shown = shorten(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise InputError(f"{said}: entry {i} of x is {shown}, expected the name of an image file")
         if isinstance(label, bool) or not isinstance(label, int) or label not in (0, 1):
             raise InputError(f"{said}: entry {i} of y is a {type(label).__name__} or another number, expected 0 or 1")

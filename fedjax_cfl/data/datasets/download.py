@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import platformdirs
 
-from fedjax_cfl.errors import InputError, nearest
+from fedjax_cfl.errors import InputError, suggest_nearest
 
-VARIABLE = "FEDJAX_CFL_DATA"
+DATA_ENV_VAR = "FEDJAX_CFL_DATA"
 TIMEOUT = 30  # seconds without an answer
 
 
@@ -49,19 +49,19 @@ REGISTRY = {
 }
 
 
-def cache() -> Path:
+def cache_dir() -> Path:
     """Returns the folder that downloads go to (not created yet)."""
     return Path(platformdirs.user_cache_dir("fedjax_cfl"))
 
 
-def roots() -> list[Path]:
+def search_dirs() -> list[Path]:
     """Returns the folders that are searched, in order."""
     # those of pathlib raise errors of their own, for ~nobody and for names that are too long
-    named = [Path(os.path.expanduser(name)) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name.strip()]
+    named = [Path(os.path.expanduser(name)) for name in os.environ.get(DATA_ENV_VAR, "").split(os.pathsep) if name.strip()]
     for folder in named:
         if not os.path.isdir(folder):
-            raise InputError(f"{VARIABLE}: no folder {folder}, expected existing folders separated by {os.pathsep!r}")
-    return [*named, cache()]
+            raise InputError(f"{DATA_ENV_VAR}: no folder {folder}, expected existing folders separated by {os.pathsep!r}")
+    return [*named, cache_dir()]
 
 
 def locate(*relative_paths: str) -> list[Path] | None:
@@ -76,13 +76,13 @@ def locate(*relative_paths: str) -> list[Path] | None:
 def _find(relative: str) -> Path | None:
     """Returns the first root's copy of one file."""
     names = dict.fromkeys((relative, relative.removesuffix(".gz")))
-    return next((root / name for root in roots() for name in names if os.path.lexists(root / name)), None)
+    return next((root / name for root in search_dirs() for name in names if os.path.lexists(root / name)), None)
 
 
-def missing(name: str, *relative_paths: str) -> InputError:
+def missing_data_error(name: str, *relative_paths: str) -> InputError:
     """Returns the error for a data set that is not here, which says what to put where."""
     absent = [relative for relative in relative_paths if _find(relative) is None]
-    return InputError(f"{name}: not found: {', '.join(absent)}; put it into {cache()} or into a folder named in {VARIABLE}")
+    return InputError(f"{name}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder named in {DATA_ENV_VAR}")
 
 
 def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list[Path]:
@@ -91,14 +91,14 @@ def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list
     With `offline`, nothing is downloaded and a missing file is an error. `base_url` names another server with the same files.
     """
     if name not in REGISTRY:
-        raise InputError(f"download={name}: no such data set, expected one of {', '.join(REGISTRY)}{nearest(name, REGISTRY)}")
+        raise InputError(f"download={name}: no such data set, expected one of {', '.join(REGISTRY)}{suggest_nearest(name, REGISTRY)}")
     remote = REGISTRY[name]
     relative = [f"{name}/{file}" for file in remote.files]
     if offline and locate(*relative) is None:
-        raise missing(f"{name} (offline)", *relative)
+        raise missing_data_error(f"{name} (offline)", *relative)
     base = (base_url or remote.base_url).rstrip("/")
     return [
-        _find(path) or _retrieve(f"{base}/{file}", digest, cache() / path)
+        _find(path) or _retrieve(f"{base}/{file}", digest, cache_dir() / path)
         for path, (file, digest) in zip(relative, remote.files.items(), strict=True)
     ]
 
@@ -118,7 +118,7 @@ def _retrieve(url: str, digest: str, target: Path) -> Path:
     try:
         pooch.retrieve(url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader)
     except (OSError, ValueError) as error:  # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
-        place = f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder named in {VARIABLE}"
+        place = f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder named in {DATA_ENV_VAR}"
         raise InputError(f"{target.parent.name}: {url}: {_reason(error)}; {place}") from error
     return target
 

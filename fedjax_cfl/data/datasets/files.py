@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.pool import _compact, _tested, check_pool
+from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -18,7 +18,7 @@ def npz(path: str, num_classes: int | None = None) -> Pool:
     number, also bool, as long as they are whole.
     """
     arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), ("client", "split"))
-    test = _tested(path, arrays["split"], arrays["y"]) if "split" in arrays else None
+    test = _test_mask(path, arrays["split"], arrays["y"]) if "split" in arrays else None
     return check_pool(Pool(arrays["x"], arrays["y"], num_classes, arrays.get("client"), test), str(path))
 
 
@@ -37,7 +37,7 @@ def leaf(path: str, num_classes: int | None = None) -> Pool:
     return check_pool(Pool(x, y, num_classes, _compact(client), test), str(path))
 
 
-PIECE = 2**27  # bytes checked at once
+CHECK_BYTES = 2**27  # bytes checked at once
 
 
 def npy(path: str, num_classes: int | None = None) -> Pool:
@@ -47,12 +47,12 @@ def npy(path: str, num_classes: int | None = None) -> Pool:
     another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
-    x, y, client, split = (_mapped(folder / f"{name}.npy", needed=name in "xy") for name in ("x", "y", "client", "split"))
+    x, y, client, split = (_map_array(folder / f"{name}.npy", needed=name in "xy") for name in ("x", "y", "client", "split"))
     if x.dtype not in (np.uint8, np.float32) or not x.dtype.isnative:
         raise InputError(f"{folder / 'x.npy'}: x has dtype {x.dtype}, expected uint8 or float32 in this machine's byte order")
     if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not x.size:
         raise InputError(f"{folder}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...] with the same N >= 1")
-    rows = max(PIECE // x[:1].nbytes, 1)
+    rows = max(CHECK_BYTES // x[:1].nbytes, 1)
     for begin in range(0, len(x) if x.dtype == np.float32 else 0, rows):
         bad = ~np.isfinite(x[begin : begin + rows]).reshape(min(rows, len(x) - begin), -1).all(axis=1)
         if bad.any():
@@ -64,7 +64,7 @@ def npy(path: str, num_classes: int | None = None) -> Pool:
     return pool._replace(x=x)
 
 
-def _mapped(path: Path, needed: bool) -> np.ndarray | None:
+def _map_array(path: Path, needed: bool) -> np.ndarray | None:
     """Returns a file's array, memory-mapped; None if it is not there and need not be."""
     try:
         if not path.exists() and not needed:

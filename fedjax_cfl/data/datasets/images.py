@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.download import REGISTRY, fetch, locate, missing
+from fedjax_cfl.data.datasets.download import REGISTRY, fetch, locate, missing_data_error
 from fedjax_cfl.data.datasets.files import leaf
-from fedjax_cfl.data.datasets.pool import _compact, _tested, check_pool
+from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import Pool
 
-SPREAD = 0.001  # added to a pixel's standard deviation, which is 0 at the border
+STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
 CIFAR = tuple(f"cifar10/cifar-10-batches-bin/{part}.bin" for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
@@ -34,7 +34,7 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     its data (x in 0 .. 255); else x stays uint8. Files: the four IDX files under mnist/, downloaded if missing.
     """
     x, y, test = _idx("mnist", fetch("mnist", offline))
-    return check_pool(Pool(_standardized(x, slice(None)) if standardize else x, y, 10, test=test), "mnist")
+    return check_pool(Pool(_standardize(x, slice(None)) if standardize else x, y, 10, test=test), "mnist")
 
 
 def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = "official") -> Pool:
@@ -60,7 +60,7 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
         test = np.zeros(len(y), bool)
         test[np.concatenate([rng.permutation(same)[: len(same) // 7] for same in (np.flatnonzero(y == c) for c in range(10))])] = True
         rows = ~test
-    return check_pool(Pool(_standardized(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
+    return check_pool(Pool(_standardize(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
 
 
 def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True) -> Pool:
@@ -76,7 +76,7 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:
         arrays = _images(archive[0], ("images", "labels", "user", "split"))
-        test = _tested(archive[0], arrays["split"], arrays["labels"])
+        test = _test_mask(archive[0], arrays["split"], arrays["labels"])
         pool = check_pool(Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0]))
     elif folders is not None:
         pool = leaf(folders[0], num_classes=62)
@@ -84,7 +84,7 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
             raise InputError(f"{folders[0]}: x has samples of shape {pool.x.shape[1:]}, expected images of 784 pixels")
         pool = pool._replace(x=pool.x.reshape(-1, 28, 28))
     else:
-        raise missing("femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)", FEMNIST)
+        raise missing_data_error("femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)", FEMNIST)
     if classes == "digits":
         keep = np.flatnonzero(pool.y < 10)
         pool = Pool(pool.x[keep], pool.y[keep], 10, pool.client[keep], None if pool.test is None else pool.test[keep])
@@ -106,12 +106,12 @@ def cifar10() -> Pool:
         arrays = _images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
-        raise missing("cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART)
+        raise missing_data_error("cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART)
     return check_pool(pool, "cifar10")
 
 
 def _images(path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)) -> dict[str, np.ndarray]:
-    """Reads an npz file whose `images` must be [N, *shape] uint8 and `labels` [N]."""
+    """Reads an npz file whose `add_channel_axis` must be [N, *shape] uint8 and `labels` [N]."""
     arrays = readers.read_npz(path, names)
     x, y = arrays["images"], arrays["labels"]
     if x.shape[1:] != shape or x.dtype != np.uint8 or y.shape != x.shape[:1]:
@@ -121,7 +121,7 @@ def _images(path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28
 
 def _records(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Reads a file of CIFAR-10's binary version, at most 10,000 records; returns x [n, 32, 32, 3] and y [n], both uint8."""
-    with readers.unpacked(path) as (file, _):
+    with readers.open_unpacked(path) as (file, _):
         content = file.read(10_000 * RECORD + 1)
     if not content or len(content) % RECORD:
         raise InputError(f"{path}: size of the data is {len(content)} bytes, expected 1 to 10000 records of {RECORD} bytes")
@@ -141,13 +141,13 @@ def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.concatenate(images), np.concatenate(labels), np.repeat([False, True], [len(part) for part in labels])
 
 
-def _standardized(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
+def _standardize(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
     """Returns (x - mean) / (std + 0.001) per pixel as float32, with the statistics of `rows`; x is uint8 [N, ...], not scaled."""
     chunks = range(0, len(x), 4096)  # a float64 copy of the whole array would take half a gigabyte
     used = x[rows]
     mean = used.mean(axis=0, dtype=np.float64)
     square = sum((np.square(used[i : i + 4096], dtype=np.int64).sum(axis=0) for i in chunks), np.zeros(x.shape[1:], np.int64)) / len(used)
-    scale = np.sqrt(np.maximum(square - mean**2, 0)) + SPREAD
+    scale = np.sqrt(np.maximum(square - mean**2, 0)) + STD_EPSILON
     out = np.empty(x.shape, np.float32)
     for i in chunks:
         out[i : i + 4096] = (x[i : i + 4096] - mean) / scale

@@ -7,7 +7,7 @@ import numpy as np
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-MOST_CLASSES = 1_000_000  # a label beyond this is no label, and tables of classes should not end in a lack of memory
+MAX_CLASSES = 1_000_000  # a label beyond this is no label, and tables of classes should not end in a lack of memory
 
 
 def check_pool(pool: Pool, name: str) -> Pool:
@@ -34,8 +34,8 @@ def check_pool(pool: Pool, name: str) -> Pool:
     classes = int(y.max()) + 1 if pool.num_classes is None else pool.num_classes
     if (bad := y >= classes).any():
         raise InputError(f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1} (num_classes={classes})")
-    if classes > MOST_CLASSES:
-        raise InputError(f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below {MOST_CLASSES}")
+    if classes > MAX_CLASSES:
+        raise InputError(f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below {MAX_CLASSES}")
     client = None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
     test = None if pool.test is None else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
     return Pool(x, y, classes, client, test)
@@ -58,7 +58,7 @@ def _compact(client: np.ndarray) -> np.ndarray:
     return np.unique(client, return_inverse=True)[1].astype(np.int32)
 
 
-def _tested(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
     if split.dtype.kind not in "buif" or split.shape != y.shape or not np.isin(split, (0, 1)).all():
         found = f"{split.shape} {split.dtype} or other values"

@@ -21,15 +21,15 @@ import numpy as np
 from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
-MOST_BYTES = 2**31  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
-PACKING = 1032  # deflate packs at most so much into one byte
-PIECE = 2**20  # bytes read at once
-OBJECTS = {b",": 40, b"[": 64, b"{": 64, b":": 200}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
+MAX_UNPACKED_BYTES = 2**31  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+MAX_GZIP_RATIO = 1032  # deflate packs at most so much into one byte
+READ_BYTES = 2**20  # bytes read at once
+JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
 @contextlib.contextmanager
-def unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+def open_unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed file is read too), and the most bytes it can hold."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
@@ -37,9 +37,9 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if file.peek(2)[:2] == b"\x1f\x8b":
-                yield gzip.GzipFile(fileobj=file), min(PACKING * size, MOST_BYTES)
+                yield gzip.GzipFile(fileobj=file), min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES)
             else:
-                yield file, min(size, MOST_BYTES)
+                yield file, min(size, MAX_UNPACKED_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: gzip stream is truncated or damaged ({_line(error)}), expected a complete .gz file") from error
     except OSError as error:
@@ -53,7 +53,7 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
 def _read(file: IO[bytes], most: int) -> bytearray:
     """Returns at most `most` bytes; memory grows with what is there, not with what is asked for."""
     content = bytearray()
-    while len(content) < most and (piece := file.read(min(PIECE, most - len(content)))):
+    while len(content) < most and (piece := file.read(min(READ_BYTES, most - len(content)))):
         content += piece
     return content
 
@@ -64,7 +64,7 @@ def read_idx(path: PathLike) -> np.ndarray:
     The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension as a big-endian uint32, then the data.
     """
     path = Path(path)
-    with unpacked(path) as (file, most):
+    with open_unpacked(path) as (file, most):
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0":
             raise InputError(f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)")
@@ -90,7 +90,7 @@ def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = 
     """Returns the named arrays of an npz file; optional ones that are absent are left out, others are not read."""
     path = Path(path)
     required, optional = tuple(required), tuple(optional)
-    with unpacked(path) as (file, _):
+    with open_unpacked(path) as (file, _):
         start, size = file.peek(6)[:6], path.stat().st_size
         if start == b"\x93NUMPY":
             raise InputError(f"{path}: file is a single array, expected an npz archive with {', '.join(required)}")
@@ -104,7 +104,7 @@ def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = 
             names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
             for name in required:
                 if name not in names:
-                    found = ", ".join(short(name) for name in names[:9]) or "none"
+                    found = ", ".join(shorten(name) for name in names[:9]) or "none"
                     raise InputError(f"{path}: array {name!r} is missing, expected {', '.join(required)}; found {found}")
             return {name: _member(path, archive, name, size) for name in required + optional if name in names}
 
@@ -121,14 +121,16 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
         with archive.open(info) as member:
             dtype, nbytes, start = _header(member)
         packed = info.compress_type == zipfile.ZIP_DEFLATED
-        if packed and nbytes > MOST_BYTES:
-            raise ValueError(f"its header asks for {nbytes} bytes, more than {MOST_BYTES} must be stored uncompressed, by numpy.savez")
-        most = min(PACKING * size, MOST_BYTES) if packed else size
+        if packed and nbytes > MAX_UNPACKED_BYTES:
+            raise ValueError(
+                f"its header asks for {nbytes} bytes, more than {MAX_UNPACKED_BYTES} must be stored uncompressed, by numpy.savez"
+            )
+        most = min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES) if packed else size
         if start + nbytes != info.file_size or nbytes > most:
             held = min(max(info.file_size - start, 0), most)
             raise ValueError(f"its header asks for {nbytes} bytes, {held} or less are there")
         if dtype.names is not None or dtype.kind not in "buifcSUMm" or dtype.itemsize == 0:
-            raise ValueError(f"its type is {short(str(dtype))}")
+            raise ValueError(f"its type is {shorten(str(dtype))}")
         with archive.open(info) as member:
             array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):  # none is left; at the end the checksum is compared
@@ -146,7 +148,7 @@ def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
         raise ValueError(f"its format is {version[0]}.{version[1]}, not 1.0 or 2.0")
     shape, _, dtype = readers[version](member)
     if any(isinstance(n, bool) or n < 0 for n in shape):
-        raise ValueError(f"its shape is {short(shape)}")
+        raise ValueError(f"its shape is {shorten(shape)}")
     return dtype, math.prod(shape) * dtype.itemsize, member.tell()
 
 
@@ -165,7 +167,7 @@ def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndar
     shape = held[0][1].shape[1:]
     for user, x, _, path in held:
         if x.shape[1:] != shape:
-            raise InputError(f"{path}: x of user {short(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
+            raise InputError(f"{path}: x of user {shorten(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
     client = np.repeat(np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users])
     return np.concatenate([x for _, x, _, _ in held]), np.concatenate([y for _, _, y, _ in held]), client, users
 
@@ -176,7 +178,7 @@ def read_users(folders: Iterable[PathLike], parse: Callable[[Path, str, object, 
     for path in [shard for folder in folders for shard in _shards(Path(folder))]:
         for user, x, y in _shard(path, parse):
             if user in data:
-                raise InputError(f"{path}: user {short(user)} is also in {data[user][2]}, expected every user in one shard only")
+                raise InputError(f"{path}: user {shorten(user)} is also in {data[user][2]}, expected every user in one shard only")
             data[user] = (x, y, path)
     return data
 
@@ -206,29 +208,31 @@ def _shard(path: Path, parse: Callable) -> list[tuple]:
     if len(sizes) != len(users):
         raise InputError(f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user")
     if unlisted := sorted(data.keys() - set(users)):
-        raise InputError(f"{path}: user_data holds {short(unlisted[0])}, expected only names listed in users")
+        raise InputError(f"{path}: user_data holds {shorten(unlisted[0])}, expected only names listed in users")
     return [(user, *parse(path, user, size, data.get(user))) for user, size in zip(users, sizes, strict=True)]
 
 
 def _json(path: Path) -> Any:
     """Returns what a JSON file holds; objects with a repeated key are refused, as are files that would fill the memory with objects."""
-    with unpacked(path) as (file, _):
-        text = _read(file, MOST_BYTES // 4 + 1)
-        need = max(4 * len(text), sum(cost * text.count(mark) for mark, cost in OBJECTS.items()))
-        if need > MOST_BYTES:
-            raise InputError(f"{path}: file takes {need} bytes of memory or more, expected at most {MOST_BYTES}; split it into shards")
+    with open_unpacked(path) as (file, _):
+        text = _read(file, MAX_UNPACKED_BYTES // 4 + 1)
+        need = max(4 * len(text), sum(cost * text.count(mark) for mark, cost in JSON_MEMORY_BYTES.items()))
+        if need > MAX_UNPACKED_BYTES:
+            raise InputError(
+                f"{path}: file takes {need} bytes of memory or more, expected at most {MAX_UNPACKED_BYTES}; split it into shards"
+            )
         try:
-            return json.loads(text, object_pairs_hook=_distinct)
+            return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             raise InputError(f"{path}: file is not JSON ({_line(error)}), expected LEAF JSON") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a JSON object; of two values for one key, neither can be trusted."""
     found = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"key {short(name)} is there twice")
+            raise ValueError(f"key {shorten(name)} is there twice")
         found[name] = value
     return found
 
@@ -236,20 +240,20 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user."""
     if not isinstance(held, dict) or "x" not in held or "y" not in held:
-        raise InputError(f"{path}: user {short(user)} is listed without data, expected user_data[{short(user)}] with x and y")
+        raise InputError(f"{path}: user {shorten(user)} is listed without data, expected user_data[{shorten(user)}] with x and y")
     x, y = (_numbers(path, user, name, held[name]) for name in ("x", "y"))
     if y.ndim != 1:
-        raise InputError(f"{path}: y of user {short(user)} has shape {y.shape}, expected one label a sample")
+        raise InputError(f"{path}: y of user {shorten(user)} has shape {y.shape}, expected one label a sample")
     if not isinstance(size, int) or not len(x) == len(y) == size:
-        given = short(size) if isinstance(size, int | float | str | None) else type(size).__name__
-        raise InputError(f"{path}: num_samples of user {short(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
+        given = shorten(size) if isinstance(size, int | float | str | None) else type(size).__name__
+        raise InputError(f"{path}: num_samples of user {shorten(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return x.astype(np.float32), y
 
 
 def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
     """Returns a nested list as an array of int64, or of float64 if there is a float."""
-    said = f"{path}: {name} of user {short(user)}"
+    said = f"{path}: {name} of user {shorten(user)}"
     items = np.array(value if isinstance(value, list) else [value], dtype=object)  # by itself NumPy would give all the longest text's room
     kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
     if isinstance(value, list) and list in kinds:
@@ -263,7 +267,7 @@ def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
         raise InputError(f"{said} holds a number of too many digits, expected at most 64 bits") from error
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """Returns a value as a message can show it: on one line, and not whole if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

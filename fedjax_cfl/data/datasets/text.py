@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing
+from fedjax_cfl.data.datasets.download import locate, missing_data_error
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import PathLike, read_users, short, unpacked
+from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, read_users, shorten
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import Pool
 
@@ -32,54 +32,54 @@ def sent140(
     `text.read_tweets`; `test` is set where they are split. There is no download. Raises InputError for missing or bad files.
     """
     tweets, y, client, test = read_tweets(users, min_tweets, seed)
-    return check_pool(Pool(sequences(tweets, embedding, lower, pad), y, 2, client, test), "sent140")
+    return check_pool(Pool(embed_texts(tweets, embedding, lower, pad), y, 2, client, test), "sent140")
 
 
-TOKENS, DIMENSIONS = 25, 300  # of a tweet, of a word
+MAX_TOKENS, VECTOR_SIZE = 25, 300  # of a tweet, of a word
 TOKEN = re.compile(r"[\w']+|[.,!?;]")
-DEVIATION = 0.4  # of a component of a hashed vector, about that of GloVe.6B's vectors: the norm is then about 7
+HASH_STD = 0.4  # of a component of a hashed vector, about that of GloVe.6B's vectors: the norm is then about 7
 TEXT, COLUMNS = 4, 5  # LEAF's row of a tweet is id, date, query, user, text, and sometimes more
 POSITIVE, NEGATIVE = ("4", "1"), ("0", "2")  # labels as the original writes them (2 is neutral, not in its training file), or LEAF
-LONGEST = 2**14  # bytes of a line of word vectors: 300 numbers of 50 signs and more
+MAX_LINE_BYTES = 2**14  # bytes of a line of word vectors: 300 numbers of 50 signs and more
 STAND_IN = "sent140_k30_test_pseudonymised.json"
-TENTH = 10  # the stand-in holds only the test tenth of each user's tweets
+STAND_IN_DIVISOR = 10  # the stand-in holds only the test tenth of each user's tweets
 
 
-def tokens(text: str, lower: bool = False) -> list[str]:
+def tokenize(text: str, lower: bool = False) -> list[str]:
     """Returns the tokens of a text: every longest run of word characters and apostrophes, and each of `. , ! ? ;`."""
     return TOKEN.findall(text.lower() if lower else text)
 
 
-def sequences(texts: Sequence[str], embedding: PathLike | None = None, lower: bool = False, pad: str = "front") -> np.ndarray:
+def embed_texts(texts: Sequence[str], embedding: PathLike | None = None, lower: bool = False, pad: str = "front") -> np.ndarray:
     """Returns the word vectors [N, TOKENS, DIMENSIONS] float32 of texts: the first TOKENS tokens, zeros at the "front" or at the "end".
 
-    Vectors come from a GloVe text file, `embedding`, or are hashed, see `hashed`. Raises InputError for a bad file or another `pad`.
+    Vectors come from a GloVe text file, `embedding`, or are hashed, see `hash_words`. Raises InputError for a bad file or another `pad`.
     """
     require("dataset.source.pad", pad, ("front", "end"))
     number = {}  # word -> row of the table; row 0 is the padding
-    rows = np.zeros((len(texts), TOKENS), np.int32)
+    rows = np.zeros((len(texts), MAX_TOKENS), np.int32)
     for row, text in zip(rows, texts, strict=True):
-        found = [number.setdefault(token, len(number) + 1) for token in tokens(text, lower)[:TOKENS]]
-        row[(TOKENS - len(found) if pad == "front" else 0) :][: len(found)] = found
-    table = np.zeros((len(number) + 1, DIMENSIONS), np.float32)
-    table[1:] = hashed(number) if embedding is None else glove(embedding, number)
+        found = [number.setdefault(token, len(number) + 1) for token in tokenize(text, lower)[:MAX_TOKENS]]
+        row[(MAX_TOKENS - len(found) if pad == "front" else 0) :][: len(found)] = found
+    table = np.zeros((len(number) + 1, VECTOR_SIZE), np.float32)
+    table[1:] = hash_words(number) if embedding is None else read_glove(embedding, number)
     return table[rows]
 
 
-def hashed(words: Collection[str]) -> np.ndarray:
+def hash_words(words: Collection[str]) -> np.ndarray:
     """Returns vectors of words [V, DIMENSIONS] float32 that need no file: a function of a word's UTF-8 text and of nothing else.
 
     A component is the sum of four bytes of the word's SHAKE-256 digest, centred and scaled to DEVIATION: nearly normal, and the same
     on any machine. No word is unknown, but similar words are not near each other: accuracies differ from those of GloVe.
     """
     # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
-    digests = (hashlib.shake_256(word.encode("utf-8", "surrogatepass")).digest(4 * DIMENSIONS) for word in words)
-    drawn = np.frombuffer(b"".join(digests), np.uint8).reshape(len(words), DIMENSIONS, 4)
+    digests = (hashlib.shake_256(word.encode("utf-8", "surrogatepass")).digest(4 * VECTOR_SIZE) for word in words)
+    drawn = np.frombuffer(b"".join(digests), np.uint8).reshape(len(words), VECTOR_SIZE, 4)
     center, deviation = 4 * 127.5, (4 * (256**2 - 1) / 12) ** 0.5
-    return (drawn.sum(axis=2, dtype=np.int32) - int(center)).astype(np.float32) * np.float32(DEVIATION / deviation)
+    return (drawn.sum(axis=2, dtype=np.int32) - int(center)).astype(np.float32) * np.float32(HASH_STD / deviation)
 
 
-def glove(path: PathLike, words: Collection[str]) -> np.ndarray:
+def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
     """Returns vectors of words [V, DIMENSIONS] float32 from a GloVe text file (plain or .gz); a word that is not in it gets zeros.
 
     A line is a word and DIMENSIONS numbers, with single spaces between them; of a repeated word the first line counts. The file is
@@ -88,22 +88,22 @@ def glove(path: PathLike, words: Collection[str]) -> np.ndarray:
     """
     path = Path(os.path.expanduser(str(path)))
     wanted = {word.encode("utf-8", "surrogatepass"): i for i, word in enumerate(words)}
-    table, missing, number = np.zeros((len(wanted), DIMENSIONS), np.float32), len(wanted), 0
-    with unpacked(path) as (file, _):
-        while line := file.readline(LONGEST + 1):
+    table, missing, number = np.zeros((len(wanted), VECTOR_SIZE), np.float32), len(wanted), 0
+    with open_unpacked(path) as (file, _):
+        while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             place = f"{path}: line {number}"
-            if len(line) > LONGEST:
-                raise InputError(f"{place} has more than {LONGEST} bytes, expected a word and {DIMENSIONS} numbers")
+            if len(line) > MAX_LINE_BYTES:
+                raise InputError(f"{place} has more than {MAX_LINE_BYTES} bytes, expected a word and {VECTOR_SIZE} numbers")
             line = line.rstrip(b"\r\n")
-            if (columns := line.count(b" ") + 1) != DIMENSIONS + 1:
-                raise InputError(f"{place} has {columns} columns, expected {DIMENSIONS + 1}: a word and {DIMENSIONS} numbers")
+            if (columns := line.count(b" ") + 1) != VECTOR_SIZE + 1:
+                raise InputError(f"{place} has {columns} columns, expected {VECTOR_SIZE + 1}: a word and {VECTOR_SIZE} numbers")
             word, _, rest = line.partition(b" ")
             _check_utf8(place, word)
             if (i := wanted.pop(word, None)) is not None:
                 table[i] = _vector(place, rest.split(b" "))
     if number == 0:
-        raise InputError(f"{path}: file is empty, expected lines of a word and {DIMENSIONS} numbers")
+        raise InputError(f"{path}: file is empty, expected lines of a word and {VECTOR_SIZE} numbers")
     if len(wanted) == missing > 0:
         raise InputError(f"{path}: none of the {missing} different words of the data is in it, expected vectors of English words")
     return table
@@ -114,12 +114,12 @@ def _check_utf8(place: str, word: bytes) -> None:
     try:
         word.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{place}: word {short(word)} is not UTF-8, expected a GloVe text file") from error
+        raise InputError(f"{place}: word {shorten(word)} is not UTF-8, expected a GloVe text file") from error
 
 
 def _vector(place: str, columns: list[bytes]) -> np.ndarray:
     """Returns the numbers of a line [DIMENSIONS] float32."""
-    vector = np.zeros(DIMENSIONS, np.float32)
+    vector = np.zeros(VECTOR_SIZE, np.float32)
     for i, column in enumerate(columns):
         try:
             with np.errstate(over="ignore"):
@@ -127,7 +127,7 @@ def _vector(place: str, columns: list[bytes]) -> np.ndarray:
         except ValueError:
             vector[i] = np.nan
         if not np.isfinite(vector[i]):
-            raise InputError(f"{place}: column {i + 2} is {short(column.decode(errors='replace'))}, expected a finite number")
+            raise InputError(f"{place}: column {i + 2} is {shorten(column.decode(errors='replace'))}, expected a finite number")
     return vector
 
 
@@ -148,7 +148,7 @@ def read_tweets(
     names = sorted(set().union(*parts))
     sizes = np.array([sum(len(part[name][0]) for part in parts if name in part) for name in names], int)
     # LEAF trains on int(0.9 n) of n tweets: whoever had more than 30 has more than 3 in the test tenth, and nobody else.
-    least = min_tweets // TENTH if files[0][0].name.startswith(STAND_IN) else min_tweets
+    least = min_tweets // STAND_IN_DIVISOR if files[0][0].name.startswith(STAND_IN) else min_tweets
     enough = np.flatnonzero(sizes > least)
     if not len(enough):
         most = f"the most of any user in {files[0][0].parent} is {sizes.max(initial=0)}"
@@ -187,26 +187,26 @@ def _files() -> list[list[Path]]:
         return [train, test] if train and test and len(train) + len(test) == len(own) else [own]
     stand_in = locate(f"sent140/{STAND_IN}.gz")  # or unpacked
     if stand_in is None:
-        raise missing("sent140 (made by LEAF's scripts, no download)", "sent140/data/train", "sent140/data/test")
+        raise missing_data_error("sent140 (made by LEAF's scripts, no download)", "sent140/data/train", "sent140/data/test")
     return [stand_in]
 
 
 def _tweets(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
     """Returns the texts and labels (1 positive, 0 negative) of one user of a LEAF file."""
-    said = f"{path}: user {short(user)}"
+    said = f"{path}: user {shorten(user)}"
     if not isinstance(held, dict) or not isinstance(held.get("x"), list) or not isinstance(held.get("y"), list):
         raise InputError(f"{said} is listed without data, expected lists x and y")
     rows, labels = held["x"], held["y"]
     if isinstance(size, bool) or not isinstance(size, int) or not len(rows) == len(labels) == size:
-        raise InputError(f"{said}: num_samples is {_shown(size)}, expected {len(rows)} (x) and {len(labels)} (y) to equal it")
+        raise InputError(f"{said}: num_samples is {_describe_value(size)}, expected {len(rows)} (x) and {len(labels)} (y) to equal it")
     for i, (row, label) in enumerate(zip(rows, labels, strict=True)):
         if not isinstance(row, list) or len(row) < COLUMNS or not isinstance(row[TEXT], str):
-            raise InputError(f"{said}: entry {i} of x is {_shown(row)}, expected a row of id, date, query, user, text")
+            raise InputError(f"{said}: entry {i} of x is {_describe_value(row)}, expected a row of id, date, query, user, text")
         if isinstance(label, bool) or not isinstance(label, int | str) or str(label) not in POSITIVE + NEGATIVE:
-            raise InputError(f"{said}: entry {i} of y is {_shown(label)}, expected 4 or 1 (positive), 0 or 2")
+            raise InputError(f"{said}: entry {i} of y is {_describe_value(label)}, expected 4 or 1 (positive), 0 or 2")
     return [row[TEXT] for row in rows], [int(str(label) in POSITIVE) for label in labels]
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     """Returns a value as a message can show it; what is nested, and could be so without end, by its kind and length."""
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else short(value)
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else shorten(value)
