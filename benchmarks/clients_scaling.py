@@ -1,13 +1,15 @@
 """Does a round cost the same, in time and in memory, however many clients there are?
 
-FedAvg, softmax regression on 60 features, 20 samples a client (18 train, 2 test), 1,000 clients a round, B = 10, E = 1. Samples lie in
-memory-mapped files (4.8 GB for a million clients) and stay there (resident=host); every size runs in a process of its own.
+FedAvg, softmax regression on 60 features, 20 samples a client (18 train, 2 test), 1,000
+clients a round, B = 10, E = 1. Samples lie in memory-mapped files (4.8 GB for a million
+clients) and stay there (resident=host); every size runs in a process of its own.
 
     python benchmarks/clients_scaling.py
     python benchmarks/clients_scaling.py --quick      1,000 and 10,000 clients, under two minutes
 
-`training` is rounds per second, fetching included; `own memory` is the peak of what the process itself allocated, without the pages of
-the mapped files, which the system can drop at any time.
+`training` is rounds per second, fetching included; `own memory` is the peak of what the
+process itself allocated, without the pages of the mapped files, which the system can
+drop at any time.
 
 Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2:
 
@@ -17,11 +19,14 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2:
       100,000               53.73              0.15             959           1,623     0.189
     1,000,000               61.66              0.94           1,437           6,502     0.188
 
-On 2 cores of an Intel Xeon, a day earlier: 53, 33, 47 and 36 rounds/s, an evaluation of a million 1.9 s, the same memory.
+On 2 cores of an Intel Xeon, a day earlier: 53, 33, 47 and 36 rounds/s, an evaluation of
+a million 1.9 s, the same memory.
 
-The samples cost no memory; what grows is 0.9 KB a client: the numbers of its 20 samples, of which this program holds two copies, and what
-every device knows of everybody. A part of an evaluation only has a table of its own clients; when it had one of all, a million clients
-took 2.6 to 3.2 GB. Drawing a cohort costs the same for any number of clients: beyond 65,536 a Feistel permutation.
+The samples cost no memory; what grows is 0.9 KB a client: the numbers of its 20
+samples, of which this program holds two copies, and what every device knows of
+everybody. A part of an evaluation only has a table of its own clients; when it had one
+of all, a million clients took 2.6 to 3.2 GB. Drawing a cohort costs the same for any
+number of clients: beyond 65,536 a Feistel permutation.
 """
 
 import argparse
@@ -48,7 +53,10 @@ def written(folder: Path, clients: int) -> None:
     teacher = rng.standard_normal((FEATURES, CLASSES)).astype(np.float32)
     for begin in range(0, total, 200_000):
         piece = rng.standard_normal((min(200_000, total - begin), FEATURES), np.float32)
-        x[begin : begin + len(piece)], y[begin : begin + len(piece)] = piece, np.argmax(piece @ teacher, axis=1)
+        x[begin : begin + len(piece)], y[begin : begin + len(piece)] = (
+            piece,
+            np.argmax(piece @ teacher, axis=1),
+        )
     x.flush()
     y.flush()
 
@@ -76,7 +84,9 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
     x, y = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy")
     numbers = np.arange(clients * HELD, dtype=np.int32)
     held = cfl.Holdings(numbers, numbers // HELD, numbers % HELD >= HELD - 2)
-    data = cfl.federate(cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True)
+    data = cfl.federate(
+        cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True
+    )
     task = cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES)
     algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(COHORT))
     began = time.perf_counter()
@@ -97,13 +107,19 @@ def main() -> None:
     """Prints a line for each number of clients."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1,000 and 10,000 clients")
-    parser.add_argument("--folder", type=Path, help="where the files go (default: a temporary folder)")
-    parser.add_argument("--side", type=int, metavar="K", help="measure this many clients here, in files that exist")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files go (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--side", type=int, metavar="K", help="measure this many clients here, in files that exist"
+    )
     given = parser.parse_args()
     if given.side:
         print(json.dumps(measured(given.folder, given.side)))
         return
-    print(f"{'clients':>9}{'training, rounds/s':>20}{'an evaluation, s':>18}{'own memory, MB':>16}{'with files, MB':>16}{'accuracy':>10}")
+    print(
+        f"{'clients':>9}{'training, rounds/s':>20}{'an evaluation, s':>18}{'own memory, MB':>16}{'with files, MB':>16}{'accuracy':>10}"
+    )
     for clients in (10**3, 10**4) if given.quick else (10**3, 10**4, 10**5, 10**6):
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             written(Path(folder), clients)

@@ -1,12 +1,14 @@
 """How does local training scale with devices?
 
-FedAvg on W1, W2 and W3 of `workloads.py` with 1, 2, 4, ... devices up to the cores of this machine (or its accelerators), each number in a
-process of its own, in alternating repetitions; the first rounds, which compile, are dropped.
+FedAvg on W1, W2 and W3 of `workloads.py` with 1, 2, 4, ... devices up to the cores of
+this machine (or its accelerators), each number in a process of its own, in alternating
+repetitions; the first rounds, which compile, are dropped.
 
     python benchmarks/devices_scaling.py
     python benchmarks/devices_scaling.py --quick      W1 only, few rounds, under two minutes
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, `--rounds 24`:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
+`--rounds 24`:
 
     W1  1 device       638..679 client updates/s  1.00 times one device (1.00..1.00)
     W1  2 devices     1064..1101 client updates/s  1.64 times one device (1.59..1.67)
@@ -15,9 +17,10 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
     W3  1 device        20..24 client updates/s  1.00 times one device (1.00..1.00)
     W3  2 devices       40..42 client updates/s  1.77 times one device (1.77..2.14)
 
-A round of 20 clients takes at least as long as its largest client on one device, and a client of a size not met before costs some
-milliseconds once: in the usual 9 rounds W1 gains 1.32 times (1.24..1.62), W2 1.58 (1.44..1.59). On a slower machine (2 cores, Intel Xeon,
-AVX-512, 2026-11-22, 9 rounds): 2.05, 1.89 and 1.77.
+A round of 20 clients takes at least as long as its largest client on one device, and a
+client of a size not met before costs some milliseconds once: in the usual 9 rounds W1
+gains 1.32 times (1.24..1.62), W2 1.58 (1.44..1.59). On a slower machine (2 cores, Intel
+Xeon, AVX-512, 2026-11-22, 9 rounds): 2.05, 1.89 and 1.77.
 """
 
 import argparse
@@ -35,7 +38,12 @@ WARM = 2  # rounds that are dropped
 def speed(name: str, devices: int, rounds: int) -> float:
     """Returns client updates per second of a process with so many CPU devices."""
     command = [sys.executable, __file__, "--side", name, "--rounds", str(rounds)]
-    done = subprocess.run(command, env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         sys.exit(f"{name} on {devices} devices failed:\n{done.stderr[-2000:]}")
     seconds = json.loads(done.stdout.splitlines()[-1])[WARM:]
@@ -63,12 +71,16 @@ def main() -> None:
         for _ in range(repeats):
             for count in counts:
                 found[count].append(speed(name, count, rounds))
-        ratios = {count: sorted(a / b for a, b in zip(found[count], found[1], strict=True)) for count in counts}
+        ratios = {
+            count: sorted(a / b for a, b in zip(found[count], found[1], strict=True))
+            for count in counts
+        }
         for count in counts:
             median = ratios[count][repeats // 2]
             print(
-                f"{name}  {count} device{'s' * (count > 1):1}  {min(found[count]):7.0f}..{max(found[count]):.0f} client updates/s  "
-                f"{median:.2f} times one device ({ratios[count][0]:.2f}..{ratios[count][-1]:.2f})",
+                f"{name}  {count} device{'s' * (count > 1):1} "
+                f" {min(found[count]):7.0f}..{max(found[count]):.0f} client updates/s  {median:.2f}"
+                f" times one device ({ratios[count][0]:.2f}..{ratios[count][-1]:.2f})",
                 flush=True,
             )
 

@@ -1,14 +1,18 @@
 """How near does local training come to what this machine can do?
 
-Client updates per second of FedAvg on W1, W2 and W3 of `workloads.py` with K clients a round, and two ceilings measured in the same run:
-matrix products (NumPy's sgemm at the shapes of a step) and memory bandwidth (p -= q on 256 MB). The operations counted are those of SGD on
-the layers themselves, and the bytes those of reading and writing the parameters once a step, as if no cache held them: more than 100 % of
-the bandwidth's ceiling means that a cache does; more than 100 % of the products' ceiling that training in sample space needs fewer.
+Client updates per second of FedAvg on W1, W2 and W3 of `workloads.py` with K clients a
+round, and two ceilings measured in the same run: matrix products (NumPy's sgemm at the
+shapes of a step) and memory bandwidth (p -= q on 256 MB). The operations counted are
+those of SGD on the layers themselves, and the bytes those of reading and writing the
+parameters once a step, as if no cache held them: more than 100 % of the bandwidth's
+ceiling means that a cache does; more than 100 % of the products' ceiling that training
+in sample space needs fewer.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --quick      W1, K = 20, under two minutes
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 (the column of percentages is the share of each ceiling):
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 (the
+column of percentages is the share of each ceiling):
 
     W1: ceilings 30 GFLOP/s at its own shapes, 261 at 2048^3, 59 GB/s
     W1 K=20    direct        787 client updates/s     43394 steps/s   165.2 GFLOP/s   63%    53.0 GB/s   89%
@@ -28,10 +32,12 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 
     W3 K=20    direct         41 client updates/s       422 steps/s   253.3 GFLOP/s   97%     0.4 GB/s    1%
     W3 K=100   direct         43 client updates/s       431 steps/s   258.9 GFLOP/s   99%     0.4 GB/s    1%
 
-On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), whose best product was between 116 and 238 GFLOP/s within the hour, at 17 GB/s: W1 48 to
-55 % directly and 84 to 95 % in sample space, W2 5 to 8 %, W3 31 to 46 %.
+On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), whose best product was between 116
+and 238 GFLOP/s within the hour, at 17 GB/s: W1 48 to 55 % directly and 84 to 95 % in
+sample space, W2 5 to 8 %, W3 31 to 46 %.
 
-On accelerators the ceilings have to be measured there; this program has only been run on a CPU. ResNet-18 is not among the models.
+On accelerators the ceilings have to be measured there; this program has only been run
+on a CPU. ResNet-18 is not among the models.
 """
 
 import argparse
@@ -59,9 +65,22 @@ def bandwidth() -> float:
     return 3 * p.nbytes / best / 1e9
 
 
-def line(name: str, count: int, first_layer: str, rounds: int, flop_ceiling: float, byte_ceiling: float) -> None:
+def line(
+    name: str, count: int, first_layer: str, rounds: int, flop_ceiling: float, byte_ceiling: float
+) -> None:
     """Measures one number of clients in a process of its own and prints it."""
-    command = [sys.executable, __file__, "--side", name, "--count", str(count), "--rounds", str(rounds), "--first-layer", first_layer]
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        name,
+        "--count",
+        str(count),
+        "--rounds",
+        str(rounds),
+        "--first-layer",
+        first_layer,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{name}, K={count} failed:\n{done.stderr[-2000:]}")
@@ -71,10 +90,14 @@ def line(name: str, count: int, first_layer: str, rounds: int, flop_ceiling: flo
     samples = work.epochs * held[clients].sum()
     steps = work.epochs * np.ceil(held[clients] / work.batch).sum()
     parameters = sum(kernel.size + bias.size for kernel, bias in initial(work.model))
-    gflops, gbytes = samples * flops(work.model) / seconds / 1e9, steps * 3 * 4 * parameters / seconds / 1e9
+    gflops, gbytes = (
+        samples * flops(work.model) / seconds / 1e9,
+        steps * 3 * 4 * parameters / seconds / 1e9,
+    )
     print(
-        f"{name} K={count:<5} {first_layer:7}{clients.size / seconds:10.0f} client updates/s{steps / seconds:10.0f} steps/s"
-        f"{gflops:8.1f} GFLOP/s {gflops / flop_ceiling:5.0%}{gbytes:8.1f} GB/s {gbytes / byte_ceiling:5.0%}",
+        f"{name} K={count:<5} {first_layer:7}{clients.size / seconds:10.0f} client"
+        f" updates/s{steps / seconds:10.0f} steps/s{gflops:8.1f} GFLOP/s"
+        f" {gflops / flop_ceiling:5.0%}{gbytes:8.1f} GB/s {gbytes / byte_ceiling:5.0%}",
         flush=True,
     )
 
@@ -91,13 +114,22 @@ def main() -> None:
     if given.side:
         from peers import ours
 
-        print(json.dumps(ours.train(WORKLOADS[given.side], given.rounds, given.count, given.first_layer).seconds))
+        print(
+            json.dumps(
+                ours.train(
+                    WORKLOADS[given.side], given.rounds, given.count, given.first_layer
+                ).seconds
+            )
+        )
         return
     byte_ceiling = bandwidth()
     for name in ["W1"] if given.quick else WORKLOADS:
         peaks = gemm_peak(WORKLOADS[name])
         own, square = (peaks[shapes] for shapes in ("own shapes", "2048^3"))
-        print(f"{name}: ceilings {own:.0f} GFLOP/s at its own shapes, {square:.0f} at 2048^3, {byte_ceiling:.0f} GB/s")
+        print(
+            f"{name}: ceilings {own:.0f} GFLOP/s at its own shapes, {square:.0f} at 2048^3,"
+            f" {byte_ceiling:.0f} GB/s"
+        )
         for count in (20,) if given.quick else COUNTS[name]:
             for first_layer in ("direct",) if name == "W3" else ("direct", "auto"):
                 line(name, count, first_layer, given.rounds, square, byte_ceiling)

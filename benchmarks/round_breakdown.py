@@ -1,16 +1,19 @@
 """Where does a round's time go: how much of it is local training?
 
-1,000 power-law MNIST-sized clients (random pixels, a linear teacher for each true group), MLP 784-128-10 with L2, K = 20, E = 10, B = 10;
-all test samples are evaluated after every round. Medians over 20 rounds, each program compiled before:
+1,000 power-law MNIST-sized clients (random pixels, a linear teacher for each true
+group), MLP 784-128-10 with L2, K = 20, E = 10, B = 10; all test samples are evaluated
+after every round. Medians over 20 rounds, each program compiled before:
 
 - met: rounds 60 on, when every client has been met;
 - cold: FlexCFL's first rounds, where the whole cohort is pre-trained and joins;
-- swap_all: rounds 60 on, p = 0.05: some fifty clients a round swap their data, are detected, pre-trained and join anew.
+- swap_all: rounds 60 on, p = 0.05: some fifty clients a round swap their data, are
+detected, pre-trained and join anew.
 
     python benchmarks/round_breakdown.py
     python benchmarks/round_breakdown.py --quick     fewer rounds, under two minutes
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, milliseconds:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
+milliseconds:
 
     one product of all 6,167 test samples with the first layer: 6.0
                                 round   training      other evaluation not training
@@ -20,13 +23,16 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
     FlexCFL, met                 29.1       14.7        3.7       10.7        49%
     FlexCFL, swap_all            68.9       15.6       41.8       11.5        77%
 
-On an Intel Xeon the day before, training took 35 to 39 ms of 55 to 69: 32 % (FedAvg), 46 % (IFCA) and 44 % (FlexCFL) were not training.
+On an Intel Xeon the day before, training took 35 to 39 ms of 55 to 69: 32 % (FedAvg),
+46 % (IFCA) and 44 % (FlexCFL) were not training.
 
-Training here is in sample space (`dual`), which takes about half the time of SGD on the kernel and so doubles the share of the rest. What
-is left is arithmetic: a forward pass over some 6,000 test samples, twice in clustered methods (their own models and the auxiliary one), and
-2,500 pre-training steps a round under swap_all, against 1,300 of training. The two products of the first layer alone are 12 ms, as
-much as the evaluation, and 44 % of 12 + 15: an evaluation of both every round leaves IFCA and FlexCFL more than 25 % outside training
-however it is written.
+Training here is in sample space (`dual`), which takes about half the time of SGD on the
+kernel and so doubles the share of the rest. What is left is arithmetic: a forward pass
+over some 6,000 test samples, twice in clustered methods (their own models and the
+auxiliary one), and 2,500 pre-training steps a round under swap_all, against 1,300 of
+training. The two products of the first layer alone are 12 ms, as much as the
+evaluation, and 44 % of 12 + 15: an evaluation of both every round leaves IFCA and
+FlexCFL more than 25 % outside training however it is written.
 """
 
 import argparse
@@ -50,10 +56,14 @@ COHORT, GROUPS = 20, 3
 
 
 def federation(mesh) -> cfl.FederatedData:
-    """Returns the clients: every tenth sample is a test sample, labels follow the teacher of the client's group."""
+    """Returns the clients: every tenth sample is a test sample, labels follow the
+    teacher of the client's group.
+    """
     x, _, start = population()
     owner = np.repeat(np.arange(CLIENTS), np.diff(start)).astype(np.int32)
-    teacher = np.random.RandomState(2).standard_normal((GROUPS, FEATURES, CLASSES)).astype(np.float32)
+    teacher = (
+        np.random.RandomState(2).standard_normal((GROUPS, FEATURES, CLASSES)).astype(np.float32)
+    )
     y = np.zeros(owner.size, np.int32)
     for group in range(GROUPS):
         mine = owner % GROUPS == group
@@ -62,21 +72,40 @@ def federation(mesh) -> cfl.FederatedData:
     return jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), replicated_sharding(mesh))
 
 
-def measured(name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int) -> None:
+def measured(
+    name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int
+) -> None:
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
     key, mesh = jax.random.key(0), trains.mesh
     data = drift.bound_client_samples(data, shift)
-    carry = jax.jit(lambda key, data: (algorithm.init(key, data), compilation.init_data_state(shift, key, data)))(key, data)
-    step = jax.jit(lambda key, state, data_state, data: compilation.run_round(algorithm, shift, key, state, data_state, data))
-    score = jax.jit(lambda state, data_state, data: evaluate.evaluate_all(algorithm, task, mesh, state, data_state.apply_to(data), True)[0])
+    carry = jax.jit(
+        lambda key, data: (algorithm.init(key, data), compilation.init_data_state(shift, key, data))
+    )(key, data)
+    step = jax.jit(
+        lambda key, state, data_state, data: compilation.run_round(
+            algorithm, shift, key, state, data_state, data
+        )
+    )
+    score = jax.jit(
+        lambda state, data_state, data: evaluate.evaluate_all(
+            algorithm, task, mesh, state, data_state.apply_to(data), True
+        )[0]
+    )
     solve = over_clients(sgd(task, trains), trains)
 
     @jax.jit
     def train(key, state, data_state, data):
-        ids = cfl.select.rr_then_random(COHORT)(derive_key(key, SELECT, state.round), state.round, CLIENTS)
+        ids = cfl.select.rr_then_random(COHORT)(
+            derive_key(key, SELECT, state.round), state.round, CLIENTS
+        )
         cohort = make_cohort(ids, data_state.apply_to(data), trains)
         gid = jnp.maximum(state.assignment[cohort.ids], 0)
-        return solve(cohort, data_state.apply_to(data), (derive_key(key, TRAIN, state.round), state.groups), full_work(gid))
+        return solve(
+            cohort,
+            data_state.apply_to(data),
+            (derive_key(key, TRAIN, state.round), state.groups),
+            full_work(gid),
+        )
 
     def timed(function, *arguments):
         began = time.perf_counter()
@@ -92,11 +121,17 @@ def measured(name: str, algorithm, task, trains: cfl.Local, data, shift, first: 
         seconds.append((whole, timed(score, *carry, data)[1], timed(train, key, *before, data)[1]))
     whole, scored, trained = 1000 * np.median(np.array(seconds[2:]), axis=0)
     share = 1 - trained / (whole + scored)
-    print(f"{name:24s} {whole + scored:8.1f} {trained:10.1f} {whole - trained:10.1f} {scored:10.1f} {share:10.0%}", flush=True)
+    print(
+        f"{name:24s} {whole + scored:8.1f} {trained:10.1f} {whole - trained:10.1f} {scored:10.1f}"
+        f" {share:10.0%}",
+        flush=True,
+    )
 
 
 def product(data) -> float:
-    """Returns the milliseconds of one NumPy product of all test samples with the first layer: no forward pass takes less."""
+    """Returns the milliseconds of one NumPy product of all test samples with the first
+    layer: no forward pass takes less.
+    """
     x, kernel = np.asarray(data.x[data.test.order]), np.ones((FEATURES, 128), np.float32)
     seconds = []
     for _ in range(20):
@@ -108,7 +143,9 @@ def product(data) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="5 rounds, one line")
     quick = parser.parse_args().quick
     cfl.use_cpu_cores()
@@ -126,10 +163,18 @@ def main() -> None:
         ("FlexCFL, swap_all", flexcfl, drift.swap_all(), 60),
     ]
     print(f"jax {jax.__version__}, {mesh.size} x {jax.devices()[0].device_kind}; milliseconds")
-    print(f"one product of all {data.test.order.size:,} test samples with the first layer: {product(data):.1f}")
-    print(f"{'':24s} {'round':>8s} {'training':>10s} {'other':>10s} {'evaluation':>10s} {'not training':>12s}")
+    print(
+        f"one product of all {data.test.order.size:,} test samples with the first layer:"
+        f" {product(data):.1f}"
+    )
+    print(
+        f"{'':24s} {'round':>8s} {'training':>10s} {'other':>10s} {'evaluation':>10s}"
+        f" {'not training':>12s}"
+    )
     for name, algorithm, shift, first in lines[:1] if quick else lines:
-        measured(name, algorithm, task, trains, data, shift, 2 if quick else first, 5 if quick else 22)
+        measured(
+            name, algorithm, task, trains, data, shift, 2 if quick else first, 5 if quick else 22
+        )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
     python benchmarks/server_side.py             the sizes of the papers; needs about 9 GB of memory
     python benchmarks/server_side.py --quick     the same programs, a few megabytes
 
-- Label histograms of 5,078 clients x 100 classes: K-means++ for K = 2 .. 10 and the K of best silhouette, as "Fielding: Clustered Federated
+- Label histograms of 5,078 clients x 100 classes: K-means++ for K = 2 .. 10 and the K
+of best silhouette, as "Fielding: Clustered Federated
   Learning with Data Drift" (https://arxiv.org/abs/2411.01580) re-clusters; it reports 15.6 s. Beside it: scikit-learn here.
-- EDC of the updates of 302 clients, ResNet-18 (11.2 M parameters); Fielding measures 37.92 s for FlexCFL's SVD on its server.
-- EDC of 100 clients, MNIST-MLP and FashionMNIST-CNN, beside scikit-learn's TruncatedSVD.
+- EDC of the updates of 302 clients, ResNet-18 (11.2 M parameters); Fielding measures
+37.92 s for FlexCFL's SVD on its server.
+- EDC of 100 clients, MNIST-MLP and FashionMNIST-CNN, beside scikit-learn's
+TruncatedSVD.
 
-Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, seconds; the first call includes compilation:
+Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
+seconds; the first call includes compilation:
 
     what                                               first call     then   beside it
     K-means++ and silhouette, K = 2..10, 5,078 x 100        11.8       2.7   scikit-learn 2.7, the same K; published 15.6
@@ -16,8 +20,8 @@ Measured 2026-11-21 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
     EDC, 100 clients x FashionMNIST-CNN (3.27 M)             1.3      0.67   scikit-learn's TruncatedSVD 9.3
     EDC, 302 clients x ResNet-18 (11.2 M)                   13.6      11.5   published 37.9
 
-The published seconds are from other machines. EDC's cost is the Gram matrix: 302^2 x 11.2 M multiply-adds run at 177 GFLOP/s here, close
-to what two cores can do.
+The published seconds are from other machines. EDC's cost is the Gram matrix: 302^2 x
+11.2 M multiply-adds run at 177 GFLOP/s here, close to what two cores can do.
 """
 
 import argparse
@@ -36,7 +40,9 @@ RESTARTS = 10
 
 
 def seconds(function, *arguments, repeats: int = 3):
-    """Returns (result, seconds of the first call, median of the later ones); the first includes compilation."""
+    """Returns (result, seconds of the first call, median of the later ones); the first
+    includes compilation.
+    """
     times = []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -60,7 +66,9 @@ def histograms(clients: int, classes: int) -> np.ndarray:
 def choose(key, x, most: int = 10):
     """Returns (scores [most - 1], labels [most - 1, N]) of K = 2 .. most."""
     found = [kmeans(key, x, m, RESTARTS).labels for m in range(2, most + 1)]
-    return jnp.stack([silhouette(x, labels, m) for m, labels in enumerate(found, start=2)]), jnp.stack(found)
+    return jnp.stack(
+        [silhouette(x, labels, m) for m, labels in enumerate(found, start=2)]
+    ), jnp.stack(found)
 
 
 def by_sklearn(x, most: int = 10) -> tuple[int, float]:
@@ -69,7 +77,10 @@ def by_sklearn(x, most: int = 10) -> tuple[int, float]:
     from sklearn.metrics import silhouette_score
 
     began = time.perf_counter()
-    found = [KMeans(m, n_init=RESTARTS, max_iter=20, random_state=0).fit(x).labels_ for m in range(2, most + 1)]
+    found = [
+        KMeans(m, n_init=RESTARTS, max_iter=20, random_state=0).fit(x).labels_
+        for m in range(2, most + 1)
+    ]
     scores = [silhouette_score(x, labels) for labels in found]
     return int(np.argmax(scores)) + 2, time.perf_counter() - began
 
@@ -80,18 +91,27 @@ def label_clustering(clients: int, classes: int) -> None:
     (scores, _), first, steady = seconds(jax.jit(choose), jax.random.key(0), jnp.asarray(x))
     best, theirs = by_sklearn(x)
     ours = int(jnp.argmax(scores)) + 2
-    line(f"K-means++, silhouette, K = 2..10, {clients} x {classes}", first, steady, f"best K {ours}; scikit-learn {theirs:.2f} s, K {best}")
+    line(
+        f"K-means++, silhouette, K = 2..10, {clients} x {classes}",
+        first,
+        steady,
+        f"best K {ours}; scikit-learn {theirs:.2f} s, K {best}",
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def layer(key, clients: int, size: int) -> jax.Array:
     """Returns a layer's updates [clients, size] of three groups of clients."""
     centers = jax.random.normal(key, (3, size))
-    return centers[jnp.arange(clients) % 3] + jax.random.normal(jax.random.fold_in(key, 1), (clients, size))
+    return centers[jnp.arange(clients) % 3] + jax.random.normal(
+        jax.random.fold_in(key, 1), (clients, size)
+    )
 
 
 def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: bool) -> None:
-    """Times EDC from the Gram matrix, summed layer by layer; `oracle` also scikit-learn's truncated SVD of the whole."""
+    """Times EDC from the Gram matrix, summed layer by layer; `oracle` also
+    scikit-learn's truncated SVD of the whole.
+    """
     inner, first, steady, kept = jnp.zeros((clients, clients)), 0.0, 0.0, []
     gram = jax.jit(distances.gram)
     for key, size in zip(jax.random.split(jax.random.key(1), len(sizes)), sizes, strict=True):
@@ -101,7 +121,10 @@ def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: boo
         kept += [np.asarray(delta)] if oracle else []
     features, begin, again = seconds(jax.jit(edc, static_argnums=1), inner, m)
     labels = kmeans(jax.random.key(0), features, 3).labels
-    pure = len(set(zip(np.asarray(labels).tolist(), (np.arange(clients) % 3).tolist(), strict=True))) == 3
+    pure = (
+        len(set(zip(np.asarray(labels).tolist(), (np.arange(clients) % 3).tolist(), strict=True)))
+        == 3
+    )
     other = "groups found" if pure else "GROUPS NOT FOUND"
     if oracle:
         from sklearn.decomposition import TruncatedSVD
@@ -110,19 +133,30 @@ def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: boo
         began = time.perf_counter()
         TruncatedSVD(m, random_state=0).fit(flat)
         other += f"; scikit-learn's TruncatedSVD {time.perf_counter() - began:.2f} s"
-    line(f"EDC, {clients} clients x {name} ({sum(sizes) / 1e6:.2f} M parameters)", first + begin, steady + again, other)
+    line(
+        f"EDC, {clients} clients x {name} ({sum(sizes) / 1e6:.2f} M parameters)",
+        first + begin,
+        steady + again,
+        other,
+    )
 
 
 def resnet18() -> list[int]:
     """Returns the sizes of ResNet-18's layers, 1,000 classes kept out: 11.2 M parameters."""
     widths = [(64, 64), (64, 128), (128, 256), (256, 512)]
-    blocks = [size for a, b in widths for size in (9 * a * b, 9 * b * b, 9 * b * b, 9 * b * b, a * b if a != b else 0)]
+    blocks = [
+        size
+        for a, b in widths
+        for size in (9 * a * b, 9 * b * b, 9 * b * b, 9 * b * b, a * b if a != b else 0)
+    ]
     return [size for size in (9408, *blocks) if size]
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     quick = parser.parse_args().quick
     print(f"jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
@@ -131,7 +165,13 @@ def main() -> None:
     decomposition("MNIST-MLP", 100, mlp, 3, True)
     if not quick:
         decomposition("FashionMNIST-CNN", 100, cnn, 5, True)
-    decomposition("ResNet-18", 30 if quick else 302, [size // 64 for size in resnet18()] if quick else resnet18(), 4, False)
+    decomposition(
+        "ResNet-18",
+        30 if quick else 302,
+        [size // 64 for size in resnet18()] if quick else resnet18(),
+        4,
+        False,
+    )
 
 
 if __name__ == "__main__":

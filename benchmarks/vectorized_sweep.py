@@ -1,12 +1,13 @@
 """What does training a sweep as one program gain over its runs one after another?
 
-FlexCFL, 5 seeds x 5 eta_g, end to end as a user waits for it: two commands, each with an empty cache of compiled programs.
+FlexCFL, 5 seeds x 5 eta_g, end to end as a user waits for it: two commands, each with
+an empty cache of compiled programs.
 
     python benchmarks/vectorized_sweep.py                 digits (60 rounds), and MNIST-MLP (20 rounds) where the data are
     python benchmarks/vectorized_sweep.py --quick         digits, 2 x 2 runs of 5 rounds, under two minutes
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the sums of what the runs say they spent, and the mean of
-their best accuracies:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the
+sums of what the runs say they spent, and the mean of their best accuracies:
 
                                  runs  seconds  compiling  training  evaluating  accuracy
     digits, one after another      25    104.5       79.5       2.8         1.3    0.9494
@@ -16,7 +17,8 @@ their best accuracies:
     MNIST-MLP, one program         25     67.3       13.5      21.5         6.4    0.9395
     MNIST-MLP: 3.5 times as fast
 
-What is gained is compiling and starting; training itself is as fast, 25 cohorts of 20 being no better a load than one.
+What is gained is compiling and starting; training itself is as fast, 25 cohorts of 20
+being no better a load than one.
 """
 
 import argparse
@@ -39,7 +41,12 @@ def timed(folder: Path, *overrides: str) -> float:
     """Runs a command with a cache of its own; returns its seconds."""
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     began = time.perf_counter()
-    done = subprocess.run([*COMMAND, *overrides, f"run_dir={folder / 'runs'}"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*COMMAND, *overrides, f"run_dir={folder / 'runs'}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
     return time.perf_counter() - began
@@ -47,7 +54,9 @@ def timed(folder: Path, *overrides: str) -> float:
 
 def totals(folder: Path) -> dict[str, float]:
     """Returns the sums over all runs of what they say they spent, and their mean best accuracy."""
-    runs = [json.loads(path.read_text()) for path in sorted((folder / "runs").rglob("summary.json"))]
+    runs = [
+        json.loads(path.read_text()) for path in sorted((folder / "runs").rglob("summary.json"))
+    ]
     return {name: sum(run[name] for run in runs) for name in ("compile_s", "train_s", "eval_s")} | {
         "accuracy": sum(run["best_accuracy"] or 0.0 for run in runs) / len(runs),
         "runs": len(runs),
@@ -60,13 +69,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="digits only, 2 x 2 runs of 5 rounds")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     given = parser.parse_args()
-    cases = {"digits": ["dataset=digits", "rounds=5", "discard=none"]} if given.quick else {name: CASES[name] for name in given.cases}
+    cases = (
+        {"digits": ["dataset=digits", "rounds=5", "discard=none"]}
+        if given.quick
+        else {name: CASES[name] for name in given.cases}
+    )
     seeds, rates = ("0,1", "0,0.1") if given.quick else ("0,1,2,3,4", "0,0.05,0.1,0.5,1")
     grid = [f"seed={seeds}", f"algorithm.eta_g={rates}"]
-    print(f"{'':28}{'runs':>5}{'seconds':>9}{'compiling':>11}{'training':>10}{'evaluating':>12}{'accuracy':>10}")
+    print(
+        f"{'':28}{'runs':>5}{'seconds':>9}{'compiling':>11}{'training':>10}{'evaluating':>12}{'accuracy':>10}"
+    )
     for name, overrides in cases.items():
         seconds = {}
-        for way, more in (("one after another", ["-m"]), ("one program", ["vectorize=[seed,algorithm.eta_g]"])):
+        for way, more in (
+            ("one after another", ["-m"]),
+            ("one program", ["vectorize=[seed,algorithm.eta_g]"]),
+        ):
             with tempfile.TemporaryDirectory() as folder:
                 seconds[way] = timed(Path(folder), *more, "algorithm=flexcfl", *overrides, *grid)
                 parts = totals(Path(folder))

@@ -1,18 +1,24 @@
 """Is local training faster than each peer's on the same machine, in the same run?
 
-One round of FedAvg, client updates and aggregation: the same cohorts, data, first model and hyperparameters (`workloads.py`) for all.
+One round of FedAvg, client updates and aggregation: the same cohorts, data, first model
+and hyperparameters (`workloads.py`) for all.
 
     python benchmarks/versus_peers.py --make-environments DIR [PEER ...]     a virtual environment for each peer in DIR, about 6 GB
     python benchmarks/versus_peers.py --environments DIR                     the table; a peer without environment is not measured
     python benchmarks/versus_peers.py --quick                                only ours, two rounds of each workload, under two minutes
 
-Results come first: after two epochs of full batches, where the order of samples cannot matter, every parameter of the aggregated model has
-to agree with ours to 1/1,000 of the largest movement; and in the timed rounds, where each shuffles as it does, the model has to have moved
-as far as ours within 10 %. A peer that fails either gets no speed, and the program exits with 1. Then: ours, the peer, ours, the peer, each
-in a fresh process; the ratio of every such pair, median (least..most). The first rounds, which compile and fill caches, have a column.
+Results come first: after two epochs of full batches, where the order of samples cannot
+matter, every parameter of the aggregated model has to agree with ours to 1/1,000 of the
+largest movement; and in the timed rounds, where each shuffles as it does, the model has
+to have moved as far as ours within 10 %. A peer that fails either gets no speed, and
+the program exits with 1. Then: ours, the peer, ours, the peer, each in a fresh process;
+the ratio of every such pair, median (least..most). The first rounds, which compile and
+fill caches, have a column.
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both sides, PyTorch 2.13.0; 20 clients a round. W1: three
-repetitions of 30 rounds, W2: two; W3: four of 9 rounds, pfl and the PyTorch loop again with another four, fluke and FedJAX three of 7:
+Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2 on both
+sides, PyTorch 2.13.0; 20 clients a round. W1: three repetitions of 30 rounds, W2: two;
+W3: four of 9 rounds, pfl and the PyTorch loop again with another four, fluke and FedJAX
+three of 7:
 
                       client updates/s        ours over the peer           steps/s  first 2 rounds, s     largest
                           ours    peer            median (range)      ours    peer       ours    peer  difference
@@ -36,12 +42,15 @@ repetitions of 30 rounds, W2: two; W3: four of 9 rounds, pfl and the PyTorch loo
 
 The first of these runs of W3 had pfl at 1.1 (1.1..1.3).
 
-In the first rounds after compiling, a client of a size not met before costs up to 10 ms more, once: over rounds 3 to 9 alone W1 has 860 to
-890 client updates/s, 5.1 times FedJAX, 10.6 times the PyTorch loop, 11.8 times pfl and 17.4 times Flower.
+In the first rounds after compiling, a client of a size not met before costs up to 10 ms
+more, once: over rounds 3 to 9 alone W1 has 860 to 890 client updates/s, 5.1 times
+FedJAX, 10.6 times the PyTorch loop, 11.8 times pfl and 17.4 times Flower.
 
-What limits W1: a round of 20 clients is as long as its largest client, which one core trains, or half of all. With the times of single
-clients on a core, interpolated from 14 sizes measured apart from this program, these rounds cannot take less than 11.9 ms: 1,675 client
-updates/s, 30 times Flower. With 100 clients a round, measured in the same way, ours has 1,610 to 1,750.
+What limits W1: a round of 20 clients is as long as its largest client, which one core
+trains, or half of all. With the times of single clients on a core, interpolated from 14
+sizes measured apart from this program, these rounds cannot take less than 11.9 ms:
+1,675 client updates/s, 30 times Flower. With 100 clients a round, measured in the same
+way, ours has 1,610 to 1,750.
 
 On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), two repetitions of 6 to 8 rounds:
 
@@ -53,16 +62,20 @@ On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), two repetitions of 6 to 8 ro
 
     W3 ours: 72 GFLOP/s, 30% (24%..31%) of the GEMM peak (140 at own shapes, 238 at 2048^3 GFLOP/s)
 
-CFLA, on the AMD EPYC of 2026-11-22: W1 745.8 against 40.3 client updates/s, 20.2 times (14.3..26); W3 1.04 times, with convolutions of
-whole batches. The machines are shared; what holds is the ratio within a pair, to about a third. The last column is the largest difference
-of the aggregated model from ours in the check, over the largest movement.
+CFLA, on the AMD EPYC of 2026-11-22: W1 745.8 against 40.3 client updates/s, 20.2 times
+(14.3..26); W3 1.04 times, with convolutions of whole batches. The machines are shared;
+what holds is the ratio within a pair, to about a third. The last column is the largest
+difference of the aggregated model from ours in the check, over the largest movement.
 
-W3's share of the GEMM peak: the matrix products of forward and backward pass per second, over the most that NumPy's sgemm reaches in the
-same run, at W3's own im2col shapes and at 2,048 x 2,048.
+W3's share of the GEMM peak: the matrix products of forward and backward pass per
+second, over the most that NumPy's sgemm reaches in the same run, at W3's own im2col
+shapes and at 2,048 x 2,048.
 
-What is done to peers (see `peers/`): FedJAX gets the one line that lets 0.0.17 run on a current JAX. CFLA's FedAvg client gets SGD for its
-Adam and no evaluation. pfl keeps the order of its batches. PyTorch peers take one thread or PyTorch's default number, whichever is faster
-here; Flower's workers take one each. Not here: TensorFlow code of FlexCFL, which is not packaged.
+What is done to peers (see `peers/`): FedJAX gets the one line that lets 0.0.17 run on a
+current JAX. CFLA's FedAvg client gets SGD for its Adam and no evaluation. pfl keeps the
+order of its batches. PyTorch peers take one thread or PyTorch's default number,
+whichever is faster here; Flower's workers take one each. Not here: TensorFlow code of
+FlexCFL, which is not packaged.
 """
 
 import argparse
@@ -81,7 +94,12 @@ from workloads import COHORT, WORKLOADS, Workload, cohorts, flops, gemm_peak, in
 
 TORCH = "torch==2.13.0"
 WARM = 2  # rounds that are dropped
-SAME, AS_FAR = 1e-3, 0.1  # of the largest movement; of the length of ours, which shuffles alone change by 2.7 % (W3, standard deviation)
+SAME, AS_FAR = (
+    1e-3,
+    0.1,
+    # of the largest movement; of the length of ours, which shuffles alone change by 2.7 % (W3,
+    # standard deviation)
+)
 
 
 class Peer(NamedTuple):
@@ -97,16 +115,28 @@ PEERS = {
         "fedjax_jit",
         "FedJAX jit",
         (
-            ("jax==0.10.2", "jaxlib==0.10.2", "dm-haiku==0.0.17", "optax==0.2.8", "chex==0.1.92", "numpy==2.4.6", "pandas==3.1.1"),
+            (
+                "jax==0.10.2",
+                "jaxlib==0.10.2",
+                "dm-haiku==0.0.17",
+                "optax==0.2.8",
+                "chex==0.1.92",
+                "numpy==2.4.6",
+                "pandas==3.1.1",
+            ),
             ("msgpack==1.2.4", "absl-py==2.5.1", "tqdm==4.70.1", "requests==2.34.2"),
             ("--no-deps", "fedjax==0.0.17"),
         ),
     ),
     "torch": Peer("torch_loop", "PyTorch loop", ((TORCH, "numpy==2.4.6"),)),
     "pfl": Peer("pfl_simulated", "pfl", (("pfl==0.6.0", TORCH),)),
-    "flower": Peer("flower_simulation", "Flower", (("flwr[simulation]==1.41.0", "ray==2.55.1", TORCH),)),
+    "flower": Peer(
+        "flower_simulation", "Flower", (("flwr[simulation]==1.41.0", "ray==2.55.1", TORCH),)
+    ),
     "fluke": Peer("fluke_federation", "fluke", (("fluke-fl==0.8.1", TORCH),)),
-    "cfla": Peer("cfla_server", "CFLA", ((TORCH, "numpy==2.4.6"), ("--no-deps", "cfla==1.0.4"))),  # it asks for torch 2.0.1
+    "cfla": Peer(
+        "cfla_server", "CFLA", ((TORCH, "numpy==2.4.6"), ("--no-deps", "cfla==1.0.4"))
+    ),  # it asks for torch 2.0.1
 }
 
 
@@ -131,7 +161,9 @@ def interpreter(folder: Path, name: str) -> Path:
 
 
 def side(module: str, work: Workload, rounds: int, model: str) -> None:
-    """Trains in this process and prints seconds and steps per round as one line of JSON; the first round's model goes to a file."""
+    """Trains in this process and prints seconds and steps per round as one line of
+    JSON; the first round's model goes to a file.
+    """
     done = importlib.import_module(f"peers.{module}").train(work, rounds)
     np.savez(model, *(array for layer in done.model for array in layer))
     sys.stdout.flush()
@@ -148,16 +180,35 @@ class Side(NamedTuple):
     @property
     def rates(self) -> np.ndarray:
         """Client updates and local steps per second, after the first rounds."""
-        return np.array([COHORT * len(self.seconds[WARM:]), self.steps[WARM:].sum()]) / self.seconds[WARM:].sum()
+        return (
+            np.array([COHORT * len(self.seconds[WARM:]), self.steps[WARM:].sum()])
+            / self.seconds[WARM:].sum()
+        )
 
 
 def measure(python, module: str, work: Workload, rounds: int, check: bool = False) -> Side:
     """Runs one side in its own process; raises Failed if it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model.npz")
-        command = [str(python), __file__, "--side", module, "--workload", work.name, "--rounds", str(rounds), "--model", model]
+        command = [
+            str(python),
+            __file__,
+            "--side",
+            module,
+            "--workload",
+            work.name,
+            "--rounds",
+            str(rounds),
+            "--model",
+            model,
+        ]
         process = subprocess.Popen(
-            command + ["--check"] * check, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, start_new_session=True
+            command + ["--check"] * check,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            start_new_session=True,
         )
         try:
             out, error = process.communicate(timeout=900)
@@ -174,15 +225,25 @@ def measure(python, module: str, work: Workload, rounds: int, check: bool = Fals
         found = json.loads(out.splitlines()[-1])
         with np.load(model) as arrays:
             first = (array for layer in initial(work.model) for array in layer)
-            moved = np.concatenate([(arrays[name] - start).ravel() for name, start in zip(arrays.files, first, strict=True)])
+            moved = np.concatenate(
+                [
+                    (arrays[name] - start).ravel()
+                    for name, start in zip(arrays.files, first, strict=True)
+                ]
+            )
     return Side(np.array(found["seconds"]), np.array(found["steps"]), moved)
 
 
 def compared(ours: Side, theirs: Side) -> float:
-    """Returns the largest difference over our largest movement; raises Failed if it is too large."""
+    """Returns the largest difference over our largest movement; raises Failed if it is
+    too large.
+    """
     apart, most = np.abs(theirs.moved - ours.moved).max(), np.abs(ours.moved).max()
     if not apart <= SAME * most:
-        raise Failed(f"another result: parameters differ by up to {apart:.1e}, ours moved by up to {most:.1e}; no speed is reported")
+        raise Failed(
+            f"another result: parameters differ by up to {apart:.1e}, ours moved by up to"
+            f" {most:.1e}; no speed is reported"
+        )
     return float(apart / most)
 
 
@@ -191,18 +252,26 @@ def as_far(ours: Side, theirs: Side) -> None:
     far = np.linalg.norm(theirs.moved) / np.linalg.norm(ours.moved)
     steps = theirs.steps.sum() / ours.steps.sum()
     if not (abs(far - 1) <= AS_FAR and abs(steps - 1) <= AS_FAR):
-        raise Failed(f"another result: {steps:.2f} times our steps, moved {far:.3f} times as far; no speed is reported")
+        raise Failed(
+            f"another result: {steps:.2f} times our steps, moved {far:.3f} times as far; no speed"
+            " is reported"
+        )
 
 
 def of_peak(work: Workload, rounds: int, ours: list[Side], peaks: list[dict[str, float]]) -> str:
-    """Returns a line: the matrix products per second of ours, as a share of the best sgemm of the run."""
+    """Returns a line: the matrix products per second of ours, as a share of the best
+    sgemm of the run.
+    """
     samples = sizes(work.model)[cohorts(work, rounds)[WARM:]].sum() * work.epochs
     reached = [samples * flops(work.model) / one.seconds[WARM:].sum() / 1e9 for one in ours]
     best = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
     share = np.array(reached) / max(best.values())
     told = ", ".join(f"{value:.0f} at {name}" for name, value in best.items())
     spread = f"{np.median(share):.0%} ({share.min():.0%}..{share.max():.0%})"
-    return f"{work.name} ours: {np.median(reached):.0f} GFLOP/s, {spread} of the GEMM peak ({told} GFLOP/s)"
+    return (
+        f"{work.name} ours: {np.median(reached):.0f} GFLOP/s, {spread} of the GEMM peak ({told}"
+        " GFLOP/s)"
+    )
 
 
 def row(work: Workload, shown: str, pairs: list[tuple[Side, Side]], difference: float) -> str:
@@ -216,15 +285,22 @@ def row(work: Workload, shown: str, pairs: list[tuple[Side, Side]], difference: 
     return text + f"{first[0]:11.1f}{first[1]:8.1f}{difference:12.1e}"
 
 
-HEAD = f"{'':18s}{'client updates/s':>16s}{'ours over the peer':>26s}{'steps/s':>18s}{'first 2 rounds, s':>19s}{'largest':>12s}\n" + (
-    f"{'':18s}{'ours':>8s}{'peer':>8s}{'median (range)':>26s}{'ours':>10s}{'peer':>8s}{'ours':>11s}{'peer':>8s}{'difference':>12s}"
+HEAD = (
+    f"{'':18s}{'client updates/s':>16s}{'ours over the peer':>26s}{'steps/s':>18s}{'first 2 rounds, s':>19s}{'largest':>12s}\n"
+    + f"{'':18s}{'ours':>8s}{'peer':>8s}{'median (range)':>26s}{'ours':>10s}{'peer':>8s}{'ours':>11s}{'peer':>8s}{'difference':>12s}"
 )
 
 
-def table(folder: Path, names: list[str], chosen: list[Workload], rounds: int, repeats: int) -> bool:
+def table(
+    folder: Path, names: list[str], chosen: list[Workload], rounds: int, repeats: int
+) -> bool:
     """Prints the table and returns whether every peer measured came to our result."""
     present = [name for name in names if interpreter(folder, name).exists()]
-    print("not measured, no environment: " + (", ".join(name for name in names if name not in present) or "none"), flush=True)
+    print(
+        "not measured, no environment: "
+        + (", ".join(name for name in names if name not in present) or "none"),
+        flush=True,
+    )
     print(HEAD, flush=True)
     wrong = []
     for work in chosen:
@@ -232,7 +308,10 @@ def table(folder: Path, names: list[str], chosen: list[Workload], rounds: int, r
         differences, pairs = {}, {name: [] for name in present}
         for name in present:
             try:
-                differences[name] = compared(here, measure(interpreter(folder, name), PEERS[name].module, work, 1, check=True))
+                differences[name] = compared(
+                    here,
+                    measure(interpreter(folder, name), PEERS[name].module, work, 1, check=True),
+                )
             except Failed as failure:
                 wrong.append(f"{work.name:4s}{PEERS[name].shown:14s}{failure}")
         for _ in range(repeats):
@@ -262,18 +341,39 @@ def quick(chosen: list[Workload]) -> None:
         updates, steps = mine.rates
         first = mine.seconds[:WARM].sum()
         print(
-            f"{work.name}, {work.what}: {updates:.0f} client updates/s, {steps:.0f} steps/s; first {WARM} rounds {first:.1f} s", flush=True
+            f"{work.name}, {work.what}: {updates:.0f} client updates/s, {steps:.0f} steps/s; first"
+            f" {WARM} rounds {first:.1f} s",
+            flush=True,
         )
 
 
 def main() -> None:
     """Reads the arguments and does what they ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--make-environments", metavar="DIR", type=Path, help="create the environments of the peers in DIR")
-    parser.add_argument("--environments", metavar="DIR", type=Path, help="measure the peers that have an environment in DIR")
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"which (default: all): {', '.join(PEERS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--make-environments",
+        metavar="DIR",
+        type=Path,
+        help="create the environments of the peers in DIR",
+    )
+    parser.add_argument(
+        "--environments",
+        metavar="DIR",
+        type=Path,
+        help="measure the peers that have an environment in DIR",
+    )
+    parser.add_argument(
+        "peers", nargs="*", metavar="PEER", help=f"which (default: all): {', '.join(PEERS)}"
+    )
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=tuple(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=9, help=f"rounds of a repetition, the first {WARM} are dropped")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help=f"rounds of a repetition, the first {WARM} are dropped",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="alternating repetitions")
     parser.add_argument("--quick", action="store_true", help="only ours, two rounds")
     for inner in ("--side", "--workload", "--model"):
@@ -291,7 +391,9 @@ def main() -> None:
     elif given.quick:
         quick(chosen)
     elif given.environments:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress ends too
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # so that a side in progress ends too
         if not table(given.environments.absolute(), names, chosen, given.rounds, given.repeats):
             sys.exit(1)
     else:

@@ -7,7 +7,18 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local, federated, select
 from fedjax_cfl.sharding import make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Partition, Pool, ServedModels, State, Task, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    ClientIndex,
+    FederatedData,
+    Info,
+    Partition,
+    Pool,
+    ServedModels,
+    State,
+    Task,
+    Upload,
+)
 
 __version__ = "0.1.0"
 

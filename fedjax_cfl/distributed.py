@@ -1,4 +1,6 @@
-"""Several processes as one: each holds some of the devices, all compute the same run, and process 0 alone reads and writes its files."""
+"""Several processes as one: each holds some of the devices, all compute the same run,
+and process 0 alone reads and writes its files.
+"""
 
 import jax
 import numpy as np
@@ -7,23 +9,43 @@ from jax.experimental import multihost_utils
 from fedjax_cfl.errors import InputError
 
 
-def connect(coordinator: str | None, processes: int | None = None, process: int | None = None) -> None:
+def connect(
+    coordinator: str | None, processes: int | None = None, process: int | None = None
+) -> None:
     """Joins the other processes of a run; call it before anything touches a device.
 
-    `coordinator` None: this process is alone | auto: as the environment says (SLURM, a TPU pod, Open MPI, Kubernetes) | HOST:PORT of
-    process 0, with the number of `processes` and which one this is. Raises InputError if they cannot be joined.
+    `coordinator` None: this process is alone | auto: as the environment says (SLURM, a
+    TPU pod, Open MPI, Kubernetes) | HOST:PORT of process 0, with the number of
+    `processes` and which one this is. Raises InputError if they cannot be joined.
     """
     if coordinator is None or jax.distributed.is_initialized():
         return
-    if coordinator != "auto" and (processes is None or process is None or not 0 <= process < processes):
-        raise InputError(f"coordinator={coordinator}: needs processes=N and process=0 .. N-1, not processes={processes} process={process}")
-    address = {} if coordinator == "auto" else {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from the run, which stops by itself
+    if coordinator != "auto" and (
+        processes is None or process is None or not 0 <= process < processes
+    ):
+        raise InputError(
+            f"coordinator={coordinator}: needs processes=N and process=0 .. N-1, not"
+            f" processes={processes} process={process}"
+        )
+    address = (
+        {}
+        if coordinator == "auto"
+        else {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+    )
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would take SIGTERM away from the run, which stops by itself
     try:
         jax.distributed.initialize(**address)
     except (RuntimeError, ValueError) as error:
-        hint = "no cluster was found in the environment; name it, as coordinator=HOST:PORT processes=N process=I"
-        raise InputError(f"coordinator={coordinator}: {hint if coordinator == 'auto' else str(error).splitlines()[0]}") from None
+        hint = (
+            "no cluster was found in the environment; name it, as coordinator=HOST:PORT processes=N"
+            " process=I"
+        )
+        raise InputError(
+            f"coordinator={coordinator}:"
+            f" {hint if coordinator == 'auto' else str(error).splitlines()[0]}"
+        ) from None
 
 
 def is_primary() -> bool:
@@ -33,7 +55,11 @@ def is_primary() -> bool:
 
 def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process; all of them must ask."""
-    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return (
+        flag
+        if jax.process_count() == 1
+        else bool(multihost_utils.process_allgather(np.array(flag)).any())
+    )
 
 
 def broadcast_from_primary(tree):

@@ -1,11 +1,15 @@
-"""The one exception for bad input: its text is a single line that names the field, the value and what is allowed."""
+"""The one exception for bad input: its text is a single line that names the field, the
+value and what is allowed.
+"""
 
 import difflib
 from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Bad config, data, file or checkpoint. The command line prints it as one line and exits with status 2."""
+    """Bad config, data, file or checkpoint. The command line prints it as one line and
+    exits with status 2.
+    """
 
 
 class RunError(RuntimeError):
@@ -13,13 +17,17 @@ class RunError(RuntimeError):
 
 
 class NonFiniteUpdate(RunError):
-    """A client sent an update that is not finite and `faults.nonfinite` is raise; names round, client and layer."""
+    """A client sent an update that is not finite and `faults.nonfinite` is raise; names
+    round, client and layer.
+    """
 
 
 def require(field: str, value, options: Iterable[str]) -> None:
     """Raises InputError unless `value` is one of `options`."""
     if value not in options:
-        raise InputError(f"{field}={value}: one of {', '.join(options)}{suggest_nearest(value, options)}")
+        raise InputError(
+            f"{field}={value}: one of {', '.join(options)}{suggest_nearest(value, options)}"
+        )
 
 
 def suggest_nearest(name: str, options: Iterable[str]) -> str:

@@ -1,6 +1,5 @@
 """Numbers as people read them."""
 
-
 # the terminal
 
 

@@ -1,4 +1,6 @@
-"""Devices: one mesh axis `clients`, the dealing of a cohort over it, and the only `shard_map` of the package."""
+"""Devices: one mesh axis `clients`, the dealing of a cohort over it, and the only
+`shard_map` of the package.
+"""
 
 import os
 
@@ -12,28 +14,41 @@ AXIS = "clients"
 
 
 def use_cpu_cores(count: int | None = None) -> None:
-    """Makes JAX show one CPU device per usable core (or `count`); call it before anything touches a device.
+    """Makes JAX show one CPU device per usable core (or `count`); call it before
+    anything touches a device.
 
-    A client's matrices are too small to gain from several cores, so clients are spread over cores instead.
-    A user's own JAX_NUM_CPU_DEVICES or XLA_FLAGS choice is left alone. Raises InputError if JAX has already started.
+    A client's matrices are too small to gain from several cores, so clients are spread
+    over cores instead. A user's own JAX_NUM_CPU_DEVICES or XLA_FLAGS choice is left
+    alone. Raises InputError if JAX has already started.
     """
-    chosen = "JAX_NUM_CPU_DEVICES" in os.environ or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    chosen = (
+        "JAX_NUM_CPU_DEVICES" in os.environ
+        or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    )
     if count is None and chosen:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         jax.config.update("jax_num_cpu_devices", count or cores)
     except RuntimeError:
-        raise InputError("devices: JAX has already started; call use_cpu_cores() before the first JAX operation") from None
+        raise InputError(
+            "devices: JAX has already started; call use_cpu_cores() before the first JAX operation"
+        ) from None
 
 
 def make_mesh(devices: int | None = None) -> Mesh:
-    """Returns the mesh over the first `devices` devices (default: all). Raises InputError if there are fewer."""
+    """Returns the mesh over the first `devices` devices (default: all). Raises
+    InputError if there are fewer.
+    """
     found = jax.devices()
     if devices is not None and jax.process_count() > 1:
         raise InputError(f"devices={devices}: several processes use all of their devices; use null")
     if devices is not None and not 1 <= devices <= len(found):
-        raise InputError(f"devices={devices}: between 1 and {len(found)} are available ({found[0].platform})")
+        raise InputError(
+            f"devices={devices}: between 1 and {len(found)} are available ({found[0].platform})"
+        )
     return Mesh(np.array(found[:devices]), (AXIS,))
 
 
@@ -43,8 +58,12 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated_shapes(tree, mesh: Mesh):
-    """Returns shapes, types and sharding of arrays that every device holds whole, of a tree of arrays or of their shapes."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated_sharding(mesh)), tree)
+    """Returns shapes, types and sharding of arrays that every device holds whole, of a
+    tree of arrays or of their shapes.
+    """
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated_sharding(mesh)), tree
+    )
 
 
 def replicate(tree, mesh: Mesh):
@@ -52,21 +71,33 @@ def replicate(tree, mesh: Mesh):
     if jax.process_count() == 1:
         return jax.device_put(tree, replicated_sharding(mesh))
 
-    def put(leaf):  # an array of one process's device cannot be moved to those of another, but one of the host can
+    def put(
+        leaf,
+        # an array of one process's device cannot be moved to those of another, but one of the host
+        # can
+    ):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+            return jax.random.wrap_key_data(
+                put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+            )
         held = np.asarray(leaf)
-        return jax.make_array_from_callback(held.shape, replicated_sharding(mesh), lambda part: held[part])
+        return jax.make_array_from_callback(
+            held.shape, replicated_sharding(mesh), lambda part: held[part]
+        )
 
     return jax.tree.map(put, tree)
 
 
 def over_devices(block, mesh: Mesh):
-    """Maps block(shared, client_inputs) over the devices: `sync_resume` is replicated, `client_inputs` and the result are split along axis 0."""
+    """Maps block(shared, client_inputs) over the devices: `sync_resume` is replicated,
+    `client_inputs` and the result are split along axis 0.
+    """
     if mesh.size == 1:
         return block
     split, whole = PartitionSpec(AXIS), PartitionSpec()
-    return jax.shard_map(block, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False)
+    return jax.shard_map(
+        block, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False
+    )
 
 
 def is_cpu(mesh: Mesh) -> bool:

@@ -1,8 +1,9 @@
 """Data types and axis letters. No logic: read this file first.
 
-Axis letters, used in every shape comment of the package:
-K clients, S cohort slots (clients of one round, padded), m groups (static maximum), P parameters, N samples, B batch, C classes.
-A pytree with a leading axis is written like an array: `groups [m, ...]` is a parameter pytree whose every leaf has a leading axis m.
+Axis letters, used in every shape comment of the package: K clients, S cohort slots
+(clients of one round, padded), m groups (static maximum), P parameters, N samples, B
+batch, C classes. A pytree with a leading axis is written like an array: `groups [m,
+...]` is a parameter pytree whose every leaf has a leading axis m.
 
 Functions travel in NamedTuples, arrays in frozen dataclasses that change by `.replace`.
 """
@@ -19,20 +20,32 @@ Params = Any  # a pytree of float arrays
 
 
 class FirstLayer(NamedTuple):
-    """How a model whose first layer is dense and sees nothing but the flat sample can be trained without touching that layer's kernel."""
+    """How a model whose first layer is dense and sees nothing but the flat sample can
+    be trained without touching that layer's kernel.
+    """
 
     name: str  # params[name]["kernel"] is [F, H]
     shape: tuple[int, int]  # (F, H)
     l2: float  # weight of its kernel's squared norm in the loss
     inputs: Callable[..., jax.Array]  # (x [B, ...]) -> [B, F], what the kernel is multiplied with
-    loss: Callable[..., jax.Array]  # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without that L2 term
+    loss: Callable[
+        ...,
+        jax.Array,
+        # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without that L2
+        # term
+    ]
 
 
 class Task(NamedTuple):
     """A supervised problem: all that an algorithm knows of Flax."""
 
     init: Callable[[Key], Params]  # random initial parameters
-    loss: Callable[..., jax.Array]  # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a key
+    loss: Callable[
+        ...,
+        jax.Array,
+        # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a
+        # key
+    ]
     predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
@@ -43,12 +56,18 @@ class Pool(NamedTuple):
     x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
     y: np.ndarray  # [N] int32, 0 .. num_classes - 1
     num_classes: int
-    client: np.ndarray | None = None  # [N] int32, the natural owner of each sample, where the source names one
-    test: np.ndarray | None = None  # [N] bool, True in the source's own test split, where it has one
+    client: np.ndarray | None = (
+        None  # [N] int32, the natural owner of each sample, where the source names one
+    )
+    test: np.ndarray | None = (
+        None  # [N] bool, True in the source's own test split, where it has one
+    )
 
 
 class Partition(NamedTuple):
-    """Who holds which sample of a pool: what a partition returns. A sample may be held more than once."""
+    """Who holds which sample of a pool: what a partition returns. A sample may be held
+    more than once.
+    """
 
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
@@ -57,7 +76,9 @@ class Partition(NamedTuple):
 
 @struct.dataclass
 class ClientIndex:
-    """A ragged array of sample numbers in CSR form: client k holds order[start[k] : start[k] + size[k]]."""
+    """A ragged array of sample numbers in CSR form: client k holds order[start[k] :
+    start[k] + size[k]].
+    """
 
     order: jax.Array  # [N] int32, sample numbers, grouped by client
     start: jax.Array  # [K] int32
@@ -76,8 +97,12 @@ class FederatedData:
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
     num_classes: int = struct.field(pytree_node=False)
-    max_client_samples: int = struct.field(pytree_node=False)  # most training samples one client may ever hold
-    has_drift: bool = struct.field(pytree_node=False, default=True)  # False: nobody's samples ever change
+    max_client_samples: int = struct.field(
+        pytree_node=False
+    )  # most training samples one client may ever hold
+    has_drift: bool = struct.field(
+        pytree_node=False, default=True
+    )  # False: nobody's samples ever change
 
     @property
     def num_clients(self) -> int:
@@ -112,12 +137,16 @@ class FaultCounts:
     dropped: jax.Array  # [] int32, clients that trained but never answered
     nonfinite: jax.Array  # [] int32, clients whose update was not finite
     byzantine: jax.Array  # [] int32, clients that attacked
-    first_nonfinite: jax.Array  # [2] int32, the first client with an update that was not finite and the number of the leaf; -1 if none
+    # [2] int32, the first client with an update that was not finite and the number of the leaf;
+    # -1 if none
+    first_nonfinite: jax.Array
 
 
 @struct.dataclass
 class Traffic:
-    """Cumulative communication: whole models (unit u = one model) and 4-byte words of everything else."""
+    """Cumulative communication: whole models (unit u = one model) and 4-byte words of
+    everything else.
+    """
 
     units_down: jax.Array  # [] int32
     units_up: jax.Array  # [] int32
@@ -127,7 +156,9 @@ class Traffic:
 
 @struct.dataclass
 class State:
-    """Everything a run carries from round to round; the checkpoint is this, the data's owner and y, and the key."""
+    """Everything a run carries from round to round; the checkpoint is this, the data's
+    owner and y, and the key.
+    """
 
     round: jax.Array  # [] int32, rounds finished
     groups: Params  # [m, ...]
@@ -144,7 +175,9 @@ class Info:
 
     loss: jax.Array  # [] mean training loss of the cohort, first local epoch, weighted by samples
     last_loss: jax.Array  # [] the same, last local epoch
-    discrepancy: jax.Array  # [] mean L2 distance of the trained models from their own group's new model
+    discrepancy: (
+        jax.Array
+    )  # [] mean L2 distance of the trained models from their own group's new model
     group_discrepancy: jax.Array  # [m], NaN for a group without participants
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
     selected: jax.Array  # [] int32, clients selected
@@ -152,9 +185,13 @@ class Info:
     steps: jax.Array  # [] int32, local SGD steps taken
     cold: jax.Array  # [] int32, clients that met the server for the first time
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
-    migrated: jax.Array  # [] int32, clients that changed group before the round, because their data or the centers did
+    # [] int32, clients that changed group before the round, because their data or the centers
+    # did
+    migrated: jax.Array
     fault_counts: FaultCounts
-    idle_groups: jax.Array  # [] int32, groups that had clients in the cohort but nothing usable from them: their model stayed
+    # [] int32, groups that had clients in the cohort but nothing usable from them: their model
+    # stayed
+    idle_groups: jax.Array
 
 
 class ServedModels(NamedTuple):
@@ -170,7 +207,15 @@ class Algorithm(NamedTuple):
     init: Callable[..., State]  # (key, data) -> state
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
     serve: Callable[..., ServedModels]  # (state) -> models and who uses which
-    clustered: bool = False  # clients are served only once met, so the first rounds do not cover everybody
-    data_clients: Callable[..., jax.Array] | None = None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
-    eval_models: Callable[..., ServedModels] | None = None  # (state) -> the models clients are tested on; None: those they are served
-    nonfinite: str = "skip"  # what the run does about updates that are not finite, see `faults.Faults`
+    clustered: bool = (
+        False  # clients are served only once met, so the first rounds do not cover everybody
+    )
+    data_clients: Callable[..., jax.Array] | None = (
+        None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
+    )
+    eval_models: Callable[..., ServedModels] | None = (
+        None  # (state) -> the models clients are tested on; None: those they are served
+    )
+    nonfinite: str = (
+        "skip"  # what the run does about updates that are not finite, see `faults.Faults`
+    )

@@ -16,19 +16,32 @@ class Rule(NamedTuple):
 
 
 def _whole(low: int, high: int | None = None, or_none: bool = False) -> Rule:
-    text = f"a whole number {'from ' + str(low) + ' to ' + str(high) if high is not None else '>= ' + str(low)}"
+    text = (
+        "a whole number"
+        f" {'from ' + str(low) + ' to ' + str(high) if high is not None else '>= ' + str(low)}"
+    )
 
     def holds(value):
         if value is None:
             return or_none
-        return isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+        return (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value >= low
+            and (high is None or value <= high)
+        )
 
     return Rule(text + (" or null" if or_none else ""), holds)
 
 
 def _number(text: str, inside: Callable[[float], bool]) -> Rule:
     def holds(value):
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and inside(value)
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and inside(value)
+        )
 
     return Rule(text, holds)
 
@@ -55,10 +68,16 @@ RULES = {
     "eval_every": _whole(1),
     "devices": _whole(1, or_none=True),
     "precision": _one_of("float32", "tensorfloat32", "bfloat16"),
-    "coordinator": Rule("null, auto or HOST:PORT", lambda value: value in (None, "auto") or re.fullmatch(r"\S+:\d{1,5}", str(value))),
+    "coordinator": Rule(
+        "null, auto or HOST:PORT",
+        lambda value: value in (None, "auto") or re.fullmatch(r"\S+:\d{1,5}", str(value)),
+    ),
     "processes": _whole(1, or_none=True),
     "process": _whole(0, or_none=True),
-    "run_dir": Rule("the name of a directory", lambda value: type(value) in (str, int) and bool(str(value).strip())),
+    "run_dir": Rule(
+        "the name of a directory",
+        lambda value: type(value) in (str, int) and bool(str(value).strip()),
+    ),
     "resume": _one_of("auto", "must", "never"),
     "checkpoint.every": _whole(1),
     "checkpoint.minutes": _positive,
@@ -75,10 +94,14 @@ RULES = {
     "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),
     "local.momentum": _below_one,
-    "local.width": Rule("auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)),
+    "local.width": Rule(
+        "auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)
+    ),
     "local.first_layer": _one_of("auto", "direct", "dual"),
     "model.l2": _not_negative,
-    "preset.l2": Rule("null or a finite number >= 0", lambda value: value is None or _not_negative.holds(value)),
+    "preset.l2": Rule(
+        "null or a finite number >= 0", lambda value: value is None or _not_negative.holds(value)
+    ),
     "algorithm.m": _whole(1),
     "algorithm.alpha": _whole(1),
     "algorithm.eta_g": _not_negative,
@@ -95,7 +118,9 @@ RULES = {
     "algorithm.spare": _below_one,
     "algorithm.restart_rounds": _whole(1),
     "algorithm.temperature_max": _number("a finite number > 1", lambda value: value > 1),
-    "algorithm.epsilon": Rule("null or a finite number > 0", lambda value: value is None or _positive.holds(value)),
+    "algorithm.epsilon": Rule(
+        "null or a finite number > 0", lambda value: value is None or _positive.holds(value)
+    ),
     "algorithm.beta": _trim,
     "algorithm.theta": _trim,
     "algorithm.erm_epochs": _whole(1, 100_000, or_none=True),
@@ -105,7 +130,9 @@ RULES = {
     "algorithm.gamma_max": _fraction,
     "algorithm.min_size": _whole(1),
     "algorithm.warm_up": _whole(0),
-    "algorithm.threshold": Rule("null or a finite number > 0", lambda value: value is None or _positive.holds(value)),
+    "algorithm.threshold": Rule(
+        "null or a finite number > 0", lambda value: value is None or _positive.holds(value)
+    ),
     "dataset.source.num_classes": _whole(1, or_none=True),
     "dataset.source.users": _whole(1, or_none=True),
     "dataset.source.match_total": _whole(1, or_none=True),
@@ -134,7 +161,9 @@ def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_value(name: str, value: Any, rule: Rule | None = None) -> None:
-    """Raises InputError for a value that a setting may not have, by default by its rule in RULES."""
+    """Raises InputError for a value that a setting may not have, by default by its rule
+    in RULES.
+    """
     rule = rule or RULES[name]
     if not rule.holds(value):
         raise InputError(f"{name}={_format_value(value)}: must be {rule.allowed}")
@@ -147,4 +176,8 @@ def _like(default: Any) -> Rule:
 
 def _format_value(value: Any) -> str:
     """Returns a value as the command line writes it."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if isinstance(value, bool | None)
+        else str(value)
+    )

@@ -10,14 +10,22 @@ import shutil
 import sys
 import tempfile
 
-# On programs this small compiling takes nearly all the time. Unoptimised it is four times faster, here and in the processes that
-# tests start; what is compiled twice is read from a folder that lives as long as the session, and nothing touches the user's own cache.
+# On programs this small compiling takes nearly all the time. Unoptimised it is four times
+# faster, here and in the processes that tests start; what is compiled twice is read from a
+# folder that lives as long as the session, and nothing touches the user's own cache.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later versions have only one kind of emitter
+if importlib.metadata.version("jaxlib").startswith(
+    "0.10."
+):  # later versions have only one kind of emitter
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    flags = [f"--{name}={0 if name.endswith('level') else not on}".lower() for name, on in OPTIMIZED.items()]
-    flags.append("--xla_cpu_parallel_codegen_split_count=1")  # a module each is too much for so little code
+    flags = [
+        f"--{name}={0 if name.endswith('level') else not on}".lower()
+        for name, on in OPTIMIZED.items()
+    ]
+    flags.append(
+        "--xla_cpu_parallel_codegen_split_count=1"
+    )  # a module each is too much for so little code
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
@@ -31,7 +39,9 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
-gc.freeze()  # what is imported stays: tracing makes so many objects that looking through all of them takes a twentieth of the time
+# what is imported stays: tracing makes so many objects that looking through all of them takes a
+# twentieth of the time
+gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
@@ -43,7 +53,22 @@ jit_as_users_do = functools.partial(jax.jit, compiler_options=OPTIMIZED)
 VARYING = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s"}
 VARYING |= {"peak_memory_bytes", "planned_memory_bytes", "overrides"}
 
-SIZES = (7, 40, 0, 3, 12, 16, 1, 25, 9, 17, 2, 33, 5, 20)  # training samples: every bucket, one client without any, one with one
+SIZES = (
+    7,
+    40,
+    0,
+    3,
+    12,
+    16,
+    1,
+    25,
+    9,
+    17,
+    2,
+    33,
+    5,
+    20,
+)  # training samples: every bucket, one client without any, one with one
 TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has none
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2
 
@@ -52,7 +77,9 @@ FEATURES, CLASSES, CONCEPTS = 5, 4, 2
 def toy_pool():
     """Well separated classes; in the odd clients, concept 1, classes 0 and 1 have changed names."""
     rng = np.random.default_rng(0)
-    owner = np.concatenate([np.repeat(np.arange(len(SIZES)), sizes) for sizes in (SIZES, TESTS)]).astype(np.int32)
+    owner = np.concatenate(
+        [np.repeat(np.arange(len(SIZES)), sizes) for sizes in (SIZES, TESTS)]
+    ).astype(np.int32)
     test = np.arange(len(owner)) >= sum(SIZES)
     shape = rng.integers(CLASSES, size=len(owner))
     x = 2.0 * np.eye(CLASSES, FEATURES)[shape] + 0.3 * rng.normal(size=(len(owner), FEATURES))
@@ -97,12 +124,16 @@ def local():
 
 def matrix(tree):
     """Returns the leaves of `tree [S, ...]` as one matrix [S, P]."""
-    return np.concatenate([np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)], axis=1)
+    return np.concatenate(
+        [np.asarray(leaf).reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)], axis=1
+    )
 
 
 @pytest.fixture
 def fedjax_cfl(tmp_path, monkeypatch, capsys):
-    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current directory on one device."""
+    """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current
+    directory on one device.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
@@ -112,7 +143,9 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
 def call(monkeypatch, line: str, devices: int = 2) -> int:
     """Runs the command line in this process, without drawing; returns its exit status."""
     monkeypatch.setattr("fedjax_cfl.runs.plot.plot_curves", lambda run_dir, summary: None)
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))  # other tests may have started JAX already
+    monkeypatch.setenv(
+        "JAX_NUM_CPU_DEVICES", str(devices)
+    )  # other tests may have started JAX already
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
         return main()

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from conftest import matrix
 
-from fedjax_cfl.round.aggregate import cohort_mean, first_client, inter_group, q_fair, uniform_mean, weighted_mean
+from fedjax_cfl.round.aggregate import (
+    cohort_mean,
+    first_client,
+    inter_group,
+    q_fair,
+    uniform_mean,
+    weighted_mean,
+)
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -20,19 +27,29 @@ def sent(delta, weight, loss=0.0):
     weight = jnp.asarray(weight, jnp.float32)
     nothing = jnp.zeros_like(weight)
     delta = jnp.asarray(delta, jnp.float32)
-    return Upload({"w": delta[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32), delta**2)
+    return Upload(
+        {"w": delta[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32), delta**2
+    )
 
 
 def combined(part, delta, weight, gid, groups=1, rank=None, extra=()):
     """Returns (step [m], mass [m]) as NumPy arrays."""
     rank = jnp.arange(len(gid)) if rank is None else jnp.array(rank)
     state = SimpleNamespace(active=jnp.ones(groups, bool))
-    step, mass = part(sent(delta, weight), jnp.array(gid), Cohort(ids=jnp.arange(len(gid)), rank=rank), extra, state)
+    step, mass = part(
+        sent(delta, weight),
+        jnp.array(gid),
+        Cohort(ids=jnp.arange(len(gid)), rank=rank),
+        extra,
+        state,
+    )
     return np.asarray(step["w"])[:, 0], np.asarray(mass)
 
 
 def test_means_by_hand():
-    """Group 0: deltas 1 and 4 of 1 and 3 samples; group 1: delta 5 of 2 samples, and a client without data; group 2: nobody."""
+    """Group 0: deltas 1 and 4 of 1 and 3 samples; group 1: delta 5 of 2 samples, and a
+    client without data; group 2: nobody.
+    """
     world = ([1.0, 5.0, 4.0, 99.0], [1, 2, 3, 0], [0, 1, 0, 1], 3)
     for part, expected, mass in (
         (weighted_mean, [13 / 4, 5, 0], [4, 2, 0]),
@@ -46,13 +63,21 @@ def test_means_by_hand():
 
 def test_first_client_takes_one_update_for_all():
     """Deltas 1 and 3: the group moves by 1 L / (L + 1e-5), L = 2, where the mean is 2."""
-    np.testing.assert_allclose(combined(first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT)
-    np.testing.assert_allclose(combined(uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT)
+    np.testing.assert_allclose(
+        combined(first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT
+    )
+    np.testing.assert_allclose(
+        combined(uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT
+    )
 
 
 def test_first_client_is_first_by_selection_and_has_data():
-    """Slots hold clients by size: the first selected of group 0 stands in slot 3, but is without data, the next in slot 1."""
-    step, mass = combined(first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0])
+    """Slots hold clients by size: the first selected of group 0 stands in slot 3, but
+    is without data, the next in slot 1.
+    """
+    step, mass = combined(
+        first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0]
+    )
     np.testing.assert_allclose(step, [2 * 2 / (2 + 1e-5), 4 / (1 + 1e-5)], **EXACT)
     np.testing.assert_array_equal(mass, [2, 1])
 
@@ -73,11 +98,15 @@ def groups_of(*rows):
 
 
 def test_inter_group_of_equal_norms():
-    """W1' = (W1 + (eta / s) W2) / (1 + eta / s), and the same for W2 from the OLD W1; norms s = 5."""
+    """W1' = (W1 + (eta / s) W2) / (1 + eta / s), and the same for W2 from the OLD W1;
+    norms s = 5.
+    """
     old = np.array([[3.0, 4.0, 0.0], [0.0, 5.0, 0.0]])
     for eta in (0.1, 5.0):
         new, sent = inter_group(eta)(groups_of(*old), jnp.ones(2, bool))
-        np.testing.assert_allclose(matrix(new), (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT)
+        np.testing.assert_allclose(
+            matrix(new), (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT
+        )
         assert sent.units_down == 2 and sent.units_up == 0
 
 

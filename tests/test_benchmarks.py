@@ -13,7 +13,10 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "wor
 LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a minute each
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in PROGRAMS],
+)
 def test_a_quick_run_of_a_benchmark_prints_its_numbers(name):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(FOLDER / name), "--quick"]

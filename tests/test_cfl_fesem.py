@@ -1,4 +1,6 @@
-"""FedCluster, the form of CFL that the FeSEM paper compares with: FedAvg where nothing is cut, planted groups, and when it cuts."""
+"""FedCluster, the form of CFL that the FeSEM paper compares with: FedAvg where nothing
+is cut, planted groups, and when it cuts.
+"""
 
 from itertools import pairwise
 
@@ -28,12 +30,24 @@ def concepts():
 
 @pytest.fixture(scope="module")
 def cutting(concepts, linear, local):
-    """Runs cycles of two rounds and a round with everybody, with room for five groups: cutting(gamma, min_size, rounds) -> states."""
+    """Runs cycles of two rounds and a round with everybody, with room for five groups:
+    cutting(gamma, min_size, rounds) -> states.
+    """
 
     def algorithm(gamma, min_size):
-        return fedcluster(linear, local, select.rr_then_random(COHORT), m=5, rounds=ROUNDS, gamma=gamma, min_size=min_size)
+        return fedcluster(
+            linear,
+            local,
+            select.rr_then_random(COHORT),
+            m=5,
+            rounds=ROUNDS,
+            gamma=gamma,
+            min_size=min_size,
+        )
 
-    one_round = jax.jit(lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0])
+    one_round = jax.jit(
+        lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0]
+    )
 
     def run(gamma, min_size, rounds):
         states = [jax.jit(algorithm(0.0, 0).init)(KEY, concepts)]
@@ -49,11 +63,16 @@ def group(groups, g=0):
     return jax.tree.map(lambda leaf: leaf[g : g + 1], groups)
 
 
-@pytest.mark.parametrize(("gamma", "min_size"), [(1.0, 2), (0.0, CLIENTS)], ids=["gamma", "min_size"])
+@pytest.mark.parametrize(
+    ("gamma", "min_size"), [(1.0, 2), (0.0, CLIENTS)], ids=["gamma", "min_size"]
+)
 def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma, min_size):
     """Two cycles: FedAvg whose every third round has all clients."""
     states = cutting(gamma, min_size, 6)
-    some, all_of_them = (fedavg(linear, local, each) for each in (select.rr_then_random(COHORT), select.full_participation()))
+    some, all_of_them = (
+        fedavg(linear, local, each)
+        for each in (select.rr_then_random(COHORT), select.full_participation())
+    )
     one_round = [jax.jit(each.round) for each in (some, some, all_of_them)]
     state = jax.jit(some.init)(KEY, concepts).replace(groups=group(states[0].groups))
     for round, after in enumerate(states[1:]):
@@ -66,7 +85,9 @@ def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma
 
 
 def test_planted_groups_are_found_and_then_no_more(cutting):
-    """Groups of 18 and 12 are cut and those of 6 are not; only rounds with everybody cut, and each half goes on from its parent's model."""
+    """Groups of 18 and 12 are cut and those of 6 are not; only rounds with everybody
+    cut, and each half goes on from its parent's model.
+    """
     states = cutting(0.13, 6, 12)
     counts = [int(state.active.sum()) for state in states]
     assert counts == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]
@@ -75,11 +96,15 @@ def test_planted_groups_are_found_and_then_no_more(cutting):
     cut = states[3]
     assert cut.memory.parent.tolist() == [-1, 0, -1, -1, -1]
     np.testing.assert_allclose(matrix(cut.memory.models)[1], matrix(states[2].groups)[0], rtol=1e-6)
-    assert matrix(cut.groups)[2:].tolist() == matrix(states[0].groups)[2:].tolist(), "groups without clients wait"
+    assert matrix(cut.groups)[2:].tolist() == matrix(states[0].groups)[2:].tolist(), (
+        "groups without clients wait"
+    )
 
 
 def test_only_large_groups_are_cut_and_there_is_room_for_m(cutting):
-    """With gamma 0 whatever is large enough is cut: until the five groups are there, or no group has more than `min_size` clients."""
+    """With gamma 0 whatever is large enough is cut: until the five groups are there, or
+    no group has more than `min_size` clients.
+    """
     for min_size, most in ((2, 5), (8, 5), (17, 2)):
         states = cutting(0.0, min_size, 12)
         assert int(states[-1].active.sum()) <= most

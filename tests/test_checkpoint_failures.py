@@ -1,4 +1,6 @@
-"""Checkpoints that cannot be written, and writers that are killed: one line, and what was saved before is still there."""
+"""Checkpoints that cannot be written, and writers that are killed: one line, and what
+was saved before is still there.
+"""
 
 import builtins
 import errno
@@ -25,12 +27,17 @@ def fails(number):
 
 
 def check_failed_save(folder, reason):
-    """Asserts that a save fails with one line, twice, and leaves the checkpoints as they were and nothing else."""
+    """Asserts that a save fails with one line, twice, and leaves the checkpoints as
+    they were and nothing else.
+    """
     before = names(folder)
     for _ in range(2):
         with pytest.raises(InputError) as caught:
             save(folder, 9)
-        assert str(caught.value) == f"checkpoint of step 9 in {folder} could not be written: {os.strerror(reason)}"
+        assert (
+            str(caught.value)
+            == f"checkpoint of step 9 in {folder} could not be written: {os.strerror(reason)}"
+        )
     assert names(folder) == before
     assert latest(folder) == (1, [])
 
@@ -41,9 +48,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, where):
     if where == "open":
         real = builtins.open
         full = fails(errno.ENOSPC)
-        monkeypatch.setattr(builtins, "open", lambda file, mode="r", *a, **k: (full if mode == "x" else real)(file, mode, *a, **k))
+        monkeypatch.setattr(
+            builtins,
+            "open",
+            lambda file, mode="r", *a, **k: (full if mode == "x" else real)(file, mode, *a, **k),
+        )
     elif where == "free":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000)
+        )
     else:
         monkeypatch.setattr(Path if where == "mkdir" else os, where, fails(errno.ENOSPC))
     check_failed_save(tmp_path, errno.ENOSPC)
@@ -103,7 +116,9 @@ def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_pa
 
 def test_what_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    monkeypatch.setattr(atomic_folder, "_remove", lambda path: path.exists() and fails(errno.EACCES)())
+    monkeypatch.setattr(
+        atomic_folder, "_remove", lambda path: path.exists() and fails(errno.EACCES)()
+    )
     save(tmp_path, 2, keep=1)
     assert latest(tmp_path) == (2, [])
     monkeypatch.undo()

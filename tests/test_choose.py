@@ -1,4 +1,6 @@
-"""Choosing the number of groups: three planted groups are found, and the drawn clients keep their data."""
+"""Choosing the number of groups: three planted groups are found, and the drawn clients
+keep their data.
+"""
 
 import jax
 import numpy as np
@@ -15,7 +17,9 @@ KEY = jax.random.key(1)
 
 
 def test_three_groups_of_permuted_labels_are_found(linear, local):
-    """30 of 60 clients, three rounds. Accuracy is highest with three groups; distances bend there: a fourth hardly brings any nearer."""
+    """30 of 60 clients, three rounds. Accuracy is highest with three groups; distances
+    bend there: a fourth hardly brings any nearer.
+    """
     data = planted(concepts=3, clients=60)
     made = []
 
@@ -32,7 +36,10 @@ def test_three_groups_of_permuted_labels_are_found(linear, local):
 
 
 def test_of_equal_candidates_the_least_is_best():
-    table = [{"m": m, "accuracy": a, "distance": d} for m, a, d in ((1, 0.5, 3.0), (2, 0.9, 2.0), (3, 0.9, 1.0), (4, 0.7, 1.0))]
+    table = [
+        {"m": m, "accuracy": a, "distance": d}
+        for m, a, d in ((1, 0.5, 3.0), (2, 0.9, 2.0), (3, 0.9, 1.0), (4, 0.7, 1.0))
+    ]
     assert pick_best(table, "accuracy") == 2 and pick_best(table, "distance") == 3
 
 

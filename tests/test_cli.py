@@ -1,4 +1,6 @@
-"""The command line as its user meets it: bad input ends in one clear line, and every choice composes."""
+"""The command line as its user meets it: bad input ends in one clear line, and every
+choice composes.
+"""
 
 import os
 import subprocess
@@ -96,7 +98,9 @@ REFUSED = {
     "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",
     "algorithm.pretrain=50": "algorithm.pretrain=50: text",
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
-    "algorithm=ifca algorithm.average=gradient algorithm.weighting=samples": "algorithm.weighting=samples: uniform",
+    "algorithm=ifca algorithm.average=gradient algorithm.weighting=samples": (
+        "algorithm.weighting=samples: uniform"
+    ),
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
     "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: all or digits",
@@ -140,8 +144,12 @@ REFUSED = {
     "dataset=npz dataset.source.path={files}/half.npz": "half.npz: y is 0.5",
     "dataset=npz dataset.source.path={files}/negative.npz": "negative.npz: y is -1",
     "dataset=npz dataset.source.path={files}/huge.npz": "huge.npz: y is",
-    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=2": "good.npz: num_classes=2",
-    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=0": "num_classes=0: >= 1",
+    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=2": (
+        "good.npz: num_classes=2"
+    ),
+    "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=0": (
+        "num_classes=0: >= 1"
+    ),
     "dataset=npz dataset.source.path={files}/object.npz": "object.npz: 'y' cannot be read",
     "dataset=npz dataset.source.path={files}/words.npz": "words.npz: y expected integers",
     "dataset=npz dataset.source.path={files}/text_x.npz": "text_x.npz: x expected numbers",
@@ -152,8 +160,11 @@ REFUSED = {
     "dataset=npz dataset.source.path={files}/split.npz": "split.npz: split",
     "dataset=npz dataset.source.path={files}/all_test.npz": "training sample",
     "dataset=npz dataset.source.path={files}/good.npz": "partition.clients=100: at most 4",
-    "dataset=npz dataset.source.path={files}/owned.npz algorithm=ifca algorithm.m=6 clients_per_round=2": "algorithm.m=6: at most 5",
-    "dataset=npz dataset.source.path={files}/good.npz partition=by_user": "partition=by_user: no clients",
+    "dataset=npz dataset.source.path={files}/owned.npz algorithm=ifca algorithm.m=6 "
+    "clients_per_round=2": "algorithm.m=6: at most 5",
+    "dataset=npz dataset.source.path={files}/good.npz partition=by_user": (
+        "partition=by_user: no clients"
+    ),
     "dataset=leaf dataset.source.path={files}/none": "none: cannot be read",
     "dataset=leaf dataset.source.path={files}/good.npz": "good.npz: not JSON",
     "dataset=mnist offline=true": "mnist (offline): not found",
@@ -173,7 +184,9 @@ REFUSED = {
     "partition=quantity_skew dataset.clients=180": "partition.clients=180: at most 179",
     "partition=dirichlet partition.alpha=0.001": "partition.min_samples=10: not met",
     "partition.classes_per_client=11": "partition.classes_per_client=11: 1 .. 10",
-    "model.module._target_=no_such.Model": "model.module._target_=no_such.Model: cannot be imported",
+    "model.module._target_=no_such.Model": (
+        "model.module._target_=no_such.Model: cannot be imported"
+    ),
     "model.module._target_=fedjax_cfl.models.None_": "fedjax_cfl.models.None_: cannot be imported",
     "model.module._target_=builtins.dict": "builtins.dict",
     "+model.module.depth=3": "model.module 'depth'",
@@ -192,7 +205,9 @@ def files(tmp_path_factory):
         array[3, 1] = float(name)
     client = np.repeat([0, 1, 2, 4], 10)  # nobody is client 3
     split = np.tile([0, 0, 0, 0, 1], 8)
-    some = np.where(client == 4, 1, np.where(client == 2, 0, split))  # client 4 never trains, client 2 has no test samples
+    some = np.where(
+        client == 4, 1, np.where(client == 2, 0, split)
+    )  # client 4 never trains, client 2 has no test samples
     arrays = {
         "good": {"x": x, "y": y},
         "owned": {"x": x, "y": y, "client": client, "split": some},
@@ -222,7 +237,9 @@ def files(tmp_path_factory):
 
 def one_line(error: str) -> None:
     """Asserts that what went to stderr is one line of our own."""
-    assert error.startswith("fedjax-cfl: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    assert error.startswith("fedjax-cfl: ") and error.count("\n") == 1 and error.endswith("\n"), (
+        error
+    )
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -254,7 +271,10 @@ def test_a_folder_that_cannot_be_written_is_refused(fedjax_cfl, tmp_path):
 def test_a_module_that_cannot_be_imported_is_refused(fedjax_cfl, tmp_path):
     (tmp_path / "broken_module.py").write_text("import no_such_package")
     status, _, error = fedjax_cfl("model.module._target_=broken_module.Model")
-    assert status == 2 and "broken_module.Model: cannot be imported: No module named 'no_such_package'" in error
+    assert (
+        status == 2
+        and "broken_module.Model: cannot be imported: No module named 'no_such_package'" in error
+    )
     one_line(error)
 
 
@@ -273,7 +293,14 @@ def composed():
                 check_overrides(line.split())
             config = hydra.compose("config", line.split(), return_hydra_config=True)
             chosen = config.hydra.runtime.choices
-            return OmegaConf.to_container(OmegaConf.masked_copy(config, ["algorithm", "partition", "model", "rounds", "local"])), chosen
+            return (
+                OmegaConf.to_container(
+                    OmegaConf.masked_copy(
+                        config, ["algorithm", "partition", "model", "rounds", "local"]
+                    )
+                ),
+                chosen,
+            )
 
     return compose
 
@@ -287,13 +314,20 @@ def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, 
     path = " dataset.source.path=x" if dataset in ("npz", "npy", "leaf") else ""
     _, chosen = composed(f"dataset={dataset}{path}")
     assert chosen["partition"] in options("partition") and chosen["model"] in options("model")
-    for line in (f"dataset={dataset} partition=iid model=lenet{path}", f"model=lenet partition=iid dataset={dataset}{path}"):
+    for line in (
+        f"dataset={dataset} partition=iid model=lenet{path}",
+        f"model=lenet partition=iid dataset={dataset}{path}",
+    ):
         config, chosen = composed(line, checked=False)
         assert (chosen["partition"], chosen["model"]) == ("iid", "lenet")
-        assert config["partition"]["_target_"].endswith(".iid") and config["model"]["name"] == "lenet"
+        assert (
+            config["partition"]["_target_"].endswith(".iid") and config["model"]["name"] == "lenet"
+        )
 
 
-@pytest.mark.parametrize("group", ["concept", "drift", "model", "partition"])  # algorithm: test_contract, experiment: test_paper
+@pytest.mark.parametrize(
+    "group", ["concept", "drift", "model", "partition"]
+)  # algorithm: test_contract, experiment: test_paper
 def test_every_option_composes(group, composed):
     for option in options(group):
         assert composed(f"{group}={option}")[1][group] == option
@@ -303,7 +337,9 @@ def test_help_and_the_whole_configuration(fedjax_cfl):
     status, out, _ = fedjax_cfl("--help")
     assert status in (0, None)
     for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
-        assert f"{group}: {', '.join(options(group))}" in " ".join(out.split())  # long lines are folded
+        assert f"{group}: {', '.join(options(group))}" in " ".join(
+            out.split()
+        )  # long lines are folded
     assert max(map(len, out.splitlines())) < 180 and "Traceback" not in out
     status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
     assert status == 0 and "fedjax_cfl.algorithms.ifca" in out
@@ -323,7 +359,12 @@ def test_doctor_and_download(fedjax_cfl):
 
 @pytest.mark.parametrize("line", ["clients_per_round=61", "-m clients_per_round=61,62"])
 def test_the_process_ends_with_2_and_no_traceback(line, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "fedjax_cfl", *line.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "fedjax_cfl", *line.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and done.stdout == ""
     one_line(done.stderr)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

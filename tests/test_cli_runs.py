@@ -1,4 +1,6 @@
-"""The command line in use: a run, a sweep, one's own data and model end in complete run directories."""
+"""The command line in use: a run, a sweep, one's own data and model end in complete run
+directories.
+"""
 
 import json
 import subprocess
@@ -12,12 +14,17 @@ import pytest
 
 from fedjax_cfl.cli.build import assemble
 
-SMALL = "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2 algorithm.alpha=2 devices=1"
+SMALL = (
+    "dataset.clients=8 clients_per_round=3 rounds=2 local.epochs=1 algorithm.pretrain=iters:2"
+    " algorithm.alpha=2 devices=1"
+)
 BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
 SUMMARY = (
-    "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy last10_accuracy macro_accuracy "
-    "micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up units_down bytes_up bytes_down client_updates local_steps "
-    "client_updates_per_s local_steps_per_s compile_s train_s eval_s planned_memory_bytes peak_memory_bytes width devices versions"
+    "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy"
+    " last10_accuracy macro_accuracy micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up"
+    " units_down bytes_up bytes_down client_updates local_steps client_updates_per_s"
+    " local_steps_per_s compile_s train_s eval_s planned_memory_bytes peak_memory_bytes width"
+    " devices versions"
 )
 
 
@@ -27,27 +34,57 @@ def rows(run_dir: Path) -> list[dict]:
 
 def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
     for name in ("one", "two"):
-        status, out, error = fedjax_cfl(f"{SMALL} rounds=5 eval_every=2 concept=rotate concept.groups=2 run_dir={name}")
+        status, out, error = fedjax_cfl(
+            f"{SMALL} rounds=5 eval_every=2 concept=rotate concept.groups=2 run_dir={name}"
+        )
         assert status == 0 and error == ""
-    assert out.startswith("flexcfl on digits: 8 clients, 10 classes,") and "without" not in out.splitlines()[0]
-    assert all(f" {words} " in out for words in ("best accuracy", "clients per group", "data sent", "peak memory", "devices"))
+    assert (
+        out.startswith("flexcfl on digits: 8 clients, 10 classes,")
+        and "without" not in out.splitlines()[0]
+    )
+    assert all(
+        f" {words} " in out
+        for words in ("best accuracy", "clients per group", "data sent", "peak memory", "devices")
+    )
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert set(SUMMARY.split()) <= set(summary)
-    assert summary["algorithm"] == "flexcfl" and summary["partition"] == "power_law" and summary["rounds"] == 5
-    assert -1 <= summary["ari"] <= 1 and 0 <= summary["best_accuracy"] <= 1 and sum(summary["group_sizes"]) == 8
+    assert (
+        summary["algorithm"] == "flexcfl"
+        and summary["partition"] == "power_law"
+        and summary["rounds"] == 5
+    )
+    assert (
+        -1 <= summary["ari"] <= 1
+        and 0 <= summary["best_accuracy"] <= 1
+        and sum(summary["group_sizes"]) == 8
+    )
     first, second = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert [row["round"] for row in first] == [2, 4, 5]
     assert [row | {"wall_s": 0} for row in first] == [row | {"wall_s": 0} for row in second]
     clients = pyarrow.parquet.read_table(tmp_path / "one" / "clients.parquet")
-    assert clients.num_rows == 8 and {"client", "group", "concept", "train_samples", "test_samples", "accuracy"} <= set(
-        clients.column_names
-    )
-    assert sorted(path.name for path in (tmp_path / "one" / ".hydra").iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    assert clients.num_rows == 8 and {
+        "client",
+        "group",
+        "concept",
+        "train_samples",
+        "test_samples",
+        "accuracy",
+    } <= set(clients.column_names)
+    assert sorted(path.name for path in (tmp_path / "one" / ".hydra").iterdir()) == [
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("precision", "asked"), [("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("bfloat16", "DEFAULT")])
-def test_an_accelerator_rounds_matrix_products_only_by_choice(precision, asked, monkeypatch, request):
+@pytest.mark.parametrize(
+    ("precision", "asked"),
+    [("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("bfloat16", "DEFAULT")],
+)
+def test_an_accelerator_rounds_matrix_products_only_by_choice(
+    precision, asked, monkeypatch, request
+):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
     request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", "float32"))
     _, task, data, _ = assemble([f"precision={precision}"])
@@ -62,42 +99,84 @@ def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
 
 def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl(
-        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 devices=1 run_dir=sweep -m"
+        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 devices=1"
+        " run_dir=sweep -m"
     )
     assert status == 0 and error == ""
-    runs = [json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text()) for number in range(4)]
-    assert {(run["algorithm"], run["seed"]) for run in runs} == {(name, seed) for name in ("fedavg", "fedsgd") for seed in (0, 1)}
-    assert len({rows(tmp_path / "sweep" / str(number))[-1]["train_loss"] for number in range(4)}) == 4, "another seed is another run"
+    runs = [
+        json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text())
+        for number in range(4)
+    ]
+    assert {(run["algorithm"], run["seed"]) for run in runs} == {
+        (name, seed) for name in ("fedavg", "fedsgd") for seed in (0, 1)
+    }
+    assert (
+        len({rows(tmp_path / "sweep" / str(number))[-1]["train_loss"] for number in range(4)}) == 4
+    ), "another seed is another run"
     status, out, _ = fedjax_cfl("compare sweep --out sweep")
-    assert status == 0 and "fedavg" in out and "fedsgd" in out and (tmp_path / "sweep" / "compare.csv").is_file()
+    assert (
+        status == 0
+        and "fedavg" in out
+        and "fedsgd" in out
+        and (tmp_path / "sweep" / "compare.csv").is_file()
+    )
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another
 
 
 def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, tmp_path):
     client, split = np.repeat([0, 1, 2, 4], 10), np.tile([0, 0, 0, 0, 1], 8)  # nobody is client 3
-    split[client == 2], split[client == 4] = 0, 1  # client 4 never trains, client 2 has no test samples
-    np.savez(tmp_path / "owned.npz", x=np.ones((40, 5), np.float32), y=np.arange(40) % 3, client=client, split=split)
+    split[client == 2], split[client == 4] = (
+        0,
+        1,
+    )  # client 4 never trains, client 2 has no test samples
+    np.savez(
+        tmp_path / "owned.npz",
+        x=np.ones((40, 5), np.float32),
+        y=np.arange(40) % 3,
+        client=client,
+        split=split,
+    )
     status, out, error = fedjax_cfl(f"dataset=npz dataset.source.path=owned.npz {BARE} run_dir=run")
     assert status == 0 and error == ""
     line = out.splitlines()[0]
     assert line.startswith("fedavg on npz: 5 clients, 3 classes,")
     assert "2 clients without train samples, 2 clients without test samples" in line
-    assert pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")["train_samples"].to_pylist() == [8, 8, 10, 0, 0]
+    assert pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")[
+        "train_samples"
+    ].to_pylist() == [8, 8, 10, 0, 0]
 
 
 def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):
-    np.savez(tmp_path / "pixels.npz", x=np.random.default_rng(0).integers(0, 256, (40, 4, 3, 2), np.uint8), y=np.arange(40) % 3)
-    line = f"dataset=npz dataset.source.path=pixels.npz {BARE} dataset.clients=4 partition.min_samples=2 model=mlp"
-    status, out, error = fedjax_cfl(f"{line} local.batch_size=1000000000 run_dir=5")  # a full batch, and a name that reads as a number
-    assert status == 0 and error == "" and "4 clients, 3 classes, " in out and (tmp_path / "5" / "summary.json").is_file()
+    np.savez(
+        tmp_path / "pixels.npz",
+        x=np.random.default_rng(0).integers(0, 256, (40, 4, 3, 2), np.uint8),
+        y=np.arange(40) % 3,
+    )
+    line = (
+        f"dataset=npz dataset.source.path=pixels.npz {BARE} dataset.clients=4"
+        " partition.min_samples=2 model=mlp"
+    )
+    status, out, error = fedjax_cfl(
+        f"{line} local.batch_size=1000000000 run_dir=5"
+    )  # a full batch, and a name that reads as a number
+    assert (
+        status == 0
+        and error == ""
+        and "4 clients, 3 classes, " in out
+        and (tmp_path / "5" / "summary.json").is_file()
+    )
 
 
 def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
     (tmp_path / "my_models.py").write_text(
-        "import flax.linen as nn\n\n\nclass Tiny(nn.Module):\n    num_classes: int\n    width: int = 4\n\n    @nn.compact\n"
-        "    def __call__(self, x):\n        return nn.Dense(self.num_classes)(nn.Dense(self.width)(x.reshape(len(x), -1)))\n"
+        "import flax.linen as nn\n\n\nclass Tiny(nn.Module):\n    num_classes: int\n    width: int"
+        " = 4\n\n    @nn.compact\n    def __call__(self, x):\n        return"
+        " nn.Dense(self.num_classes)(nn.Dense(self.width)(x.reshape(len(x), -1)))\n"
     )
-    status, _, error = fedjax_cfl(f"model.module._target_=my_models.Tiny +model.module.width=3 dataset.clients=8 {BARE} run_dir=run")
+    status, _, error = fedjax_cfl(
+        f"model.module._target_=my_models.Tiny +model.module.width=3 dataset.clients=8 {BARE}"
+        " run_dir=run"
+    )
     assert status == 0 and error == ""
 
 

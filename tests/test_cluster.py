@@ -35,11 +35,16 @@ def tree(rows):
     """Splits rows [S, P] into an update pytree with two leaves of different rank."""
     rows = np.asarray(rows, np.float32)
     third = rows.shape[1] // 3
-    return {"kernel": jnp.asarray(rows[:, : 2 * third].reshape(len(rows), 2, third)), "bias": jnp.asarray(rows[:, 2 * third :])}
+    return {
+        "kernel": jnp.asarray(rows[:, : 2 * third].reshape(len(rows), 2, third)),
+        "bias": jnp.asarray(rows[:, 2 * third :]),
+    }
 
 
 def planted(seed, clients=60, size=785, groups=3, noise=0.1):
-    """Returns updates of random length along one of `groups` random directions, and who follows which."""
+    """Returns updates of random length along one of `groups` random directions, and who
+    follows which.
+    """
     rng = np.random.default_rng(seed)
     directions = rng.normal(size=(groups, size))
     owner = np.arange(clients) % groups
@@ -81,7 +86,9 @@ def test_cosine_survives_tiny_and_huge_updates():
     rows = np.array([[1, 0, 0], [1e-15, 1e-15, 0], [1e15, 0, 0], [0, 0, 0]])
     got = distances.cosine(tree(rows), tree(rows))
     half = np.sqrt(0.5)
-    np.testing.assert_allclose(got, [[1, half, 1, 0], [half, 1, half, 0], [1, half, 1, 0], [0, 0, 0, 0]], atol=1e-6)
+    np.testing.assert_allclose(
+        got, [[1, half, 1, 0], [half, 1, half, 0], [1, half, 1, 0], [0, 0, 0, 0]], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("m", [1, 3])
@@ -124,11 +131,15 @@ def test_madc_equals_the_triple_loop():
         out = np.zeros_like(s)
         for i in np.flatnonzero(valid):
             for j in np.flatnonzero(valid):
-                out[i, j] = sum(abs(s[i, z] - s[j, z]) for z in np.flatnonzero(valid) if z not in (i, j)) / (valid.sum() - 2)
+                out[i, j] = sum(
+                    abs(s[i, z] - s[j, z]) for z in np.flatnonzero(valid) if z not in (i, j)
+                ) / (valid.sum() - 2)
         return out
 
     inner = jnp.asarray(rows @ rows.T, jnp.float32)
-    np.testing.assert_allclose(MADC(inner, jnp.ones(9, bool)), reference(rows, np.ones(9, bool)), atol=1e-5)
+    np.testing.assert_allclose(
+        MADC(inner, jnp.ones(9, bool)), reference(rows, np.ones(9, bool)), atol=1e-5
+    )
     np.testing.assert_allclose(MADC(inner, jnp.asarray(valid)), reference(rows, valid), atol=1e-5)
 
 
@@ -148,7 +159,9 @@ def test_kmeans_equals_scikit_learn_on_separated_data():
     expected = ScikitKMeans(3, n_init=10, random_state=0).fit(x)
     assert adjusted_rand_score(owner, found.labels) == 1
     np.testing.assert_allclose(found.inertia, expected.inertia_, rtol=1e-4)
-    np.testing.assert_allclose(np.sort(found.centers, axis=0), np.sort(expected.cluster_centers_, axis=0), atol=1e-4)
+    np.testing.assert_allclose(
+        np.sort(found.centers, axis=0), np.sort(expected.cluster_centers_, axis=0), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("greedy", [None, 1])
@@ -166,7 +179,9 @@ def test_kmeans_weights_count_like_copies():
     x, _ = blobs(9, points=60, groups=3, spread=0.5)
     weight = np.arange(60) % 4 + 1
     copies = ScikitKMeans(3, n_init=10, random_state=0).fit(np.repeat(x, weight, axis=0))
-    np.testing.assert_allclose(fit(x, weight=jnp.asarray(weight, jnp.float32)).inertia, copies.inertia_, rtol=1e-4)
+    np.testing.assert_allclose(
+        fit(x, weight=jnp.asarray(weight, jnp.float32)).inertia, copies.inertia_, rtol=1e-4
+    )
 
 
 def test_kmeans_ignores_masked_rows_whatever_they_hold():
@@ -208,7 +223,9 @@ def test_agglomerate_equals_scipy_and_skips_masked_rows(linkage, m):
         distance = squareform(rng.permutation(24 * 23 // 2) / 100 + 1)  # without ties
         valid = rng.random(24) < (0.7 if seed % 2 else 1)
         labels = np.asarray(AGGLOMERATE(jnp.asarray(distance), m, linkage, jnp.asarray(valid)))
-        expected = fcluster(scipy_linkage(squareform(distance[valid][:, valid]), linkage), m, "maxclust")
+        expected = fcluster(
+            scipy_linkage(squareform(distance[valid][:, valid]), linkage), m, "maxclust"
+        )
         assert adjusted_rand_score(expected, labels[valid]) == 1
         assert (labels[~valid] == -1).all()
         first = [np.flatnonzero(labels == g)[0] for g in range(m)]
@@ -216,7 +233,8 @@ def test_agglomerate_equals_scipy_and_skips_masked_rows(linkage, m):
 
 
 def test_agglomerate_breaks_ties_by_lowest_index():
-    # Points 0 .. 5 on a line, complete linkage: {0, 1}, then {2, 3}, then {4, 5}, then the first two pairs.
+    # Points 0 .. 5 on a line, complete linkage: {0, 1}, then {2, 3}, then {4, 5}, then the
+    # first two pairs.
     distance = jnp.abs(jnp.subtract.outer(jnp.arange(6.0), jnp.arange(6.0)))
     for m, expected in [(4, [0, 0, 1, 1, 2, 3]), (2, [0, 0, 0, 0, 1, 1])]:
         np.testing.assert_array_equal(AGGLOMERATE(distance, m, "complete"), expected)
@@ -242,7 +260,14 @@ def everything(key, delta, weight):
     found = kmeans(key, features, 4, restarts=3, iterations=5, weight=weight)
     distance = madc(inner, weight > 0)
     merged = [agglomerate(distance, 4, linkage, weight > 0) for linkage in LINKAGES]
-    return features, edc_randomized(key, delta, 4), distances.cosine(delta, delta), found, distance, merged
+    return (
+        features,
+        edc_randomized(key, delta, 4),
+        distances.cosine(delta, delta),
+        found,
+        distance,
+        merged,
+    )
 
 
 DEGENERATE = {
@@ -264,7 +289,10 @@ def test_degenerate_updates_stay_finite_and_labels_valid(name, valid):
     features, randomized, cosine, found, distance, merged = out = JITTED(KEY, tree(rows), weight)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
     assert found.labels.dtype == jnp.int32 and ((found.labels >= 0) & (found.labels < 4)).all()
-    assert all(np.abs(part).max() <= 1 for part in (features, randomized, cosine)) and (distance >= 0).all()
+    assert (
+        all(np.abs(part).max() <= 1 for part in (features, randomized, cosine))
+        and (distance >= 0).all()
+    )
     for labels in merged:
         labels = np.asarray(labels)
         assert (labels[valid:] == -1).all()
@@ -299,7 +327,9 @@ def test_jit_equals_no_jit():
         (kmeans(KEY, features, 3, weight=ALL), fit(features)),
     ]
     for plain, jitted in pairs:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, jitted)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, jitted
+        )
 
 
 def test_permuting_the_rows_permutes_the_partition():
@@ -308,7 +338,10 @@ def test_permuting_the_rows_permutes_the_partition():
     def partitions(rows):
         inner = GRAM(tree(rows))
         distance = MADC(inner)
-        return [fit(EDC(inner, 3)).labels, *(AGGLOMERATE(distance, 3, linkage) for linkage in LINKAGES)]
+        return [
+            fit(EDC(inner, 3)).labels,
+            *(AGGLOMERATE(distance, 3, linkage) for linkage in LINKAGES),
+        ]
 
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(60)

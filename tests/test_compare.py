@@ -1,4 +1,6 @@
-"""Comparing runs: files that no run wrote end in one line and nothing is written; names are drawn as they are."""
+"""Comparing runs: files that no run wrote end in one line and nothing is written; names
+are drawn as they are.
+"""
 
 import json
 from pathlib import Path
@@ -50,7 +52,10 @@ COMPARE = {
 
 
 def run_of(folder, summary, metrics):
-    for name, content in (("summary.json", summary), ("metrics.jsonl", ROW if metrics is None else metrics)):
+    for name, content in (
+        ("summary.json", summary),
+        ("metrics.jsonl", ROW if metrics is None else metrics),
+    ):
         content = content if isinstance(content, bytes | str) else json.dumps(content)
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -98,4 +103,8 @@ def test_names_are_drawn_as_they_are(tmp_path):
     run = run_of(tmp_path / "run", SUMMARY | {"algorithm": r"$\frac$ | _[red]"}, None)
     (run / ".hydra").mkdir()
     assert compare.compare([run])[0]["label"] == r"$\frac$ | _[red]"
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["compare.csv", "compare.md", "compare.png"]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == [
+        "compare.csv",
+        "compare.md",
+        "compare.png",
+    ]

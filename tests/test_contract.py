@@ -1,4 +1,6 @@
-"""Every file of conf/algorithm is built the way the command line builds it and put through the same checks."""
+"""Every file of conf/algorithm is built the way the command line builds it and put
+through the same checks.
+"""
 
 import functools
 from itertools import pairwise
@@ -20,8 +22,17 @@ ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
-KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")  # one of every kind, for what takes long to compile
-SENT = {"feddane": (3, 2), "nonfed": (0, 0)}  # models down and up per client of the cohort, where it is not one each
+KINDS = (
+    "cfl",
+    "fesem",
+    "flexcfl",
+    "ifca",
+    "qfedavg",
+)  # one of every kind, for what takes long to compile
+SENT = {
+    "feddane": (3, 2),
+    "nonfed": (0, 0),
+}  # models down and up per client of the cohort, where it is not one each
 SETTINGS = {
     "dataset": "npz",
     "partition": "by_user",
@@ -53,10 +64,16 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def build(toy_pool, tmp_path_factory):
-    """Composes a configuration on the toy data: build(algorithm, preset) -> (algorithm, task, data, mesh)."""
+    """Composes a configuration on the toy data: build(algorithm, preset) -> (algorithm,
+    task, data, mesh).
+    """
     path = tmp_path_factory.mktemp("toy") / "toy.npz"
-    np.savez(path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=toy_pool.test.astype(int))
-    settings = [f"{name}={value}" for name, value in SETTINGS.items()] + [f"dataset.source.path={path}"]
+    np.savez(
+        path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=toy_pool.test.astype(int)
+    )
+    settings = [f"{name}={value}" for name, value in SETTINGS.items()] + [
+        f"dataset.source.path={path}"
+    ]
 
     @functools.cache
     def build(algorithm, preset="clean", members=False):
@@ -64,9 +81,17 @@ def build(toy_pool, tmp_path_factory):
         assert resolved["algorithm"]["name"] == algorithm
         config = OmegaConf.create(resolved)
         algorithm, task, data, *_, mesh = parts.build(config, resolved)
-        return parts.build_algorithm(config, resolved, task, data, mesh, {}) if members else algorithm, task, data, mesh
+        return (
+            parts.build_algorithm(config, resolved, task, data, mesh, {}) if members else algorithm,
+            task,
+            data,
+            mesh,
+        )
 
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)), pytest.MonkeyPatch.context() as patch:
+    with (
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
         yield build
 
@@ -91,7 +116,9 @@ def test_catalogue():
 
 def test_finite(case):
     chex.assert_tree_all_finite(case.states)
-    chex.assert_tree_all_finite([info.replace(group_discrepancy=jnp.zeros(())) for info in case.infos])
+    chex.assert_tree_all_finite(
+        [info.replace(group_discrepancy=jnp.zeros(())) for info in case.infos]
+    )
 
 
 def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
@@ -108,7 +135,9 @@ def test_loss_falls(case):
 
 
 def test_training_helps_within_a_round(case):
-    slack = 1.05 if case.name == "feddane" else 1.0  # a step along others' gradients need not lower a small client's objective
+    slack = (
+        1.05 if case.name == "feddane" else 1.0
+    )  # a step along others' gradients need not lower a small client's objective
     assert all(info.last_loss <= slack * info.loss for info in case.infos)
 
 
@@ -144,23 +173,35 @@ def test_jit_equals_no_jit(case):
 @pytest.mark.parametrize("case", KINDS, indirect=True)
 def test_scan_equals_python_loop(case):
     def scanned(key, state, data):
-        return jax.lax.scan(lambda state, _: case.algorithm.round(key, state, data), state, length=4)
+        return jax.lax.scan(
+            lambda state, _: case.algorithm.round(key, state, data), state, length=4
+        )
 
     state, infos = jax.jit(scanned)(jax.random.key(0), case.states[0], case.data)
     chex.assert_trees_all_close(state, case.states[4], rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(infos, jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(
+        infos,
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *case.infos[:4]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_whole_equals_run(build):
     algorithm, task, data, mesh = build("ifca")
     key = jax.random.key(0)
-    state, (infos, metrics) = jax.jit(cfl.make_run_fn(algorithm, task, mesh, rounds=4, eval_every=2))(key, data)
+    state, (infos, metrics) = jax.jit(
+        cfl.make_run_fn(algorithm, task, mesh, rounds=4, eval_every=2)
+    )(key, data)
     ran = cfl.run(algorithm, task, data, key, rounds=4, eval_every=2, discard="none", mesh=mesh)
     chex.assert_trees_all_close(state, ran.state, rtol=1e-5, atol=1e-6)
     assert [row["round"] for row in ran.rows] == [2, 4]
     for column in ("accuracy", "macro_accuracy", "test_loss", "auxiliary_accuracy", "group_sizes"):
         np.testing.assert_allclose(metrics[column], [row[column] for row in ran.rows], rtol=1e-5)
-    for column, value in (("train_loss", infos.loss[:, -1]), ("discrepancy", infos.discrepancy.mean(1))):
+    for column, value in (
+        ("train_loss", infos.loss[:, -1]),
+        ("discrepancy", infos.discrepancy.mean(1)),
+    ):
         np.testing.assert_allclose(value, [row[column] for row in ran.rows], rtol=1e-5)
 
 
@@ -177,7 +218,12 @@ def test_resume_equals_uninterrupted(case):
 def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
     cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
     for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
-        assert any(np.any(old != new) for old, new in zip(jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True))
+        assert any(
+            np.any(old != new)
+            for old, new in zip(
+                jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True
+            )
+        )
         assert np.sum(before.assignment != after.assignment) <= cohort
         assert 0 < info.clients <= cohort
         assert info.cold == np.sum((before.assignment < 0) & (after.assignment >= 0))
@@ -206,12 +252,21 @@ def test_serves_clients_models_that_exist(case):
 
 
 def test_same_key_same_result_another_key_another(case):
-    again, other = (case.round(key, case.init(key, case.data), case.data) for key in map(jax.random.key, (0, 1)))
+    again, other = (
+        case.round(key, case.init(key, case.data), case.data) for key in map(jax.random.key, (0, 1))
+    )
     chex.assert_trees_all_equal(again, (case.states[1], case.infos[0]))
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(again[0].groups), jax.tree.leaves(other[0].groups), strict=True))
+    assert all(
+        np.any(a != b)
+        for a, b in zip(
+            jax.tree.leaves(again[0].groups), jax.tree.leaves(other[0].groups), strict=True
+        )
+    )
 
 
-@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "clean"])  # all of the above is clean
+@pytest.mark.parametrize(
+    "preset", [preset for preset in PRESETS if preset != "clean"]
+)  # all of the above is clean
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_builds_under_every_preset(build, algorithm, preset):
     built, _, data, _ = build(algorithm, preset)

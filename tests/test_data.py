@@ -15,24 +15,39 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 
 K, N, C = 5, 40, 3
-REOWN, COUNTS = jax.jit(federation.update_client_index), jax.jit(federation.label_counts, static_argnums=3)
+REOWN, COUNTS = (
+    jax.jit(federation.update_client_index),
+    jax.jit(federation.label_counts, static_argnums=3),
+)
 NUMBERS = np.arange(0, N, 2)  # a view of every second sample
 
 
 def held(view, k):
     """Returns the samples of one client."""
-    return np.asarray(view.order)[int(view.start[k]) : int(view.start[k]) + int(view.size[k])].tolist()
+    return np.asarray(view.order)[
+        int(view.start[k]) : int(view.start[k]) + int(view.size[k])
+    ].tolist()
 
 
 def toy(owner, test, clients=None):
     """Returns federated data of N samples with these owners."""
     n = len(owner)
-    pool = Pool(np.arange(2 * n, dtype=np.float32).reshape(n, 2), (np.arange(n) % C).astype(np.int32), C)
-    return federation.federate(pool, Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    pool = Pool(
+        np.arange(2 * n, dtype=np.float32).reshape(n, 2), (np.arange(n) % C).astype(np.int32), C
+    )
+    return federation.federate(
+        pool,
+        Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)),
+        clients=clients,
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(owners=st.lists(st.lists(st.integers(-1, K - 1), min_size=N, max_size=N), min_size=1, max_size=3))
+@given(
+    owners=st.lists(
+        st.lists(st.integers(-1, K - 1), min_size=N, max_size=N), min_size=1, max_size=3
+    )
+)
 def test_reown_equals_brute_force(owners):
     start = view = federation.build_client_index(NUMBERS, NUMBERS % K, K)
     labels = jnp.arange(N, dtype=jnp.int32) % C
@@ -42,11 +57,17 @@ def test_reown_equals_brute_force(owners):
         for k in range(K):
             mine = [i for i in NUMBERS if owner[i] == k]
             assert held(view, k) == mine
-            assert COUNTS(view, new, labels, C)[k].tolist() == [sum(i % C == c for i in mine) for c in range(C)]
+            assert COUNTS(view, new, labels, C)[k].tolist() == [
+                sum(i % C == c for i in mine) for c in range(C)
+            ]
         assert sorted(view.order.tolist()) == NUMBERS.tolist()
         assert {a.dtype for a in jax.tree.leaves(view)} == {jnp.dtype(jnp.int32)}
-    direct = REOWN(start, new)  # the way there does not matter: a resumed run rebuilds the same view
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(view), jax.tree.leaves(direct), strict=True))
+    direct = REOWN(
+        start, new
+    )  # the way there does not matter: a resumed run rebuilds the same view
+    assert all(
+        (a == b).all() for a, b in zip(jax.tree.leaves(view), jax.tree.leaves(direct), strict=True)
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -61,17 +82,29 @@ def test_federate_equals_brute_force(rows):
     for k in range(K):
         assert held(made.train, k) == [i for i, (o, t) in enumerate(rows) if o == k and not t]
         assert held(made.test, k) == [i for i, (o, t) in enumerate(rows) if o == k and t]
-    assert made.num_clients == K and made.max_client_samples == made.train.size.max() and made.concept.tolist() == [-1] * K
+    assert (
+        made.num_clients == K
+        and made.max_client_samples == made.train.size.max()
+        and made.concept.tolist() == [-1] * K
+    )
     same = REOWN(made.train, made.owner)
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(made.train), strict=True))
+    assert all(
+        (a == b).all()
+        for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(made.train), strict=True)
+    )
 
 
 def test_a_whole_composition():
     rng = np.random.default_rng(0)
-    pool = Pool(rng.integers(0, 256, (300, 4, 4), np.uint8), rng.integers(0, C, 300).astype(np.int32), C)
+    pool = Pool(
+        rng.integers(0, 256, (300, 4, 4), np.uint8), rng.integers(0, C, 300).astype(np.int32), C
+    )
     holdings = partition.dirichlet_per_client(pool, clients=8, alpha=3.0, samples_per_client=20)
     made = federation.federate(pool, holdings, partial(concept.rotate, groups=2, seed=1))
-    assert made.x.dtype == jnp.uint8 and made.y.dtype == made.owner.dtype == made.concept.dtype == jnp.int32
+    assert (
+        made.x.dtype == jnp.uint8
+        and made.y.dtype == made.owner.dtype == made.concept.dtype == jnp.int32
+    )
     for i, (sample, k) in enumerate(zip(holdings.sample, holdings.owner, strict=True)):
         np.testing.assert_array_equal(made.x[i], np.rot90(pool.x[sample], 2 * int(made.concept[k])))
     counts = federation.label_counts(made.train, made.owner, made.y, C)

@@ -28,13 +28,20 @@ SIZE = jnp.array([100])
 
 def test_hand_numbers():
     elsewhere, uneven = row(c8=50, c9=50), row(c0=60, c1=40)
-    assert shift_detection.count_wasserstein(HALVES, elsewhere) == 0 and shift_detection.count_wasserstein(HALVES, uneven) == 2.0
-    assert not shift_detection.counts_as_samples(elsewhere, HALVES, SIZE) and not shift_detection.counts_as_samples(
-        uneven, HALVES, SIZE
-    )  # 2.0 is tau
+    assert (
+        shift_detection.count_wasserstein(HALVES, elsewhere) == 0
+        and shift_detection.count_wasserstein(HALVES, uneven) == 2.0
+    )
+    assert not shift_detection.counts_as_samples(
+        elsewhere, HALVES, SIZE
+    ) and not shift_detection.counts_as_samples(uneven, HALVES, SIZE)  # 2.0 is tau
     assert shift_detection.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
-    assert shift_detection.total_variation(HALVES, elsewhere) == 1 and shift_detection.tv(elsewhere, HALVES, SIZE)
-    assert shift_detection.label_wasserstein(HALVES, elsewhere) == 8 and shift_detection.label_w1(elsewhere, HALVES, SIZE)
+    assert shift_detection.total_variation(HALVES, elsewhere) == 1 and shift_detection.tv(
+        elsewhere, HALVES, SIZE
+    )
+    assert shift_detection.label_wasserstein(HALVES, elsewhere) == 8 and shift_detection.label_w1(
+        elsewhere, HALVES, SIZE
+    )
     assert shift_detection.label_wasserstein(row(c3=7), row(c4=2)) == 1
 
 
@@ -43,19 +50,30 @@ def test_thresholds_are_strict():
     kept = np.stack([n, 0 * n], axis=1)
     for more, expected in ((0, False), (1, True)):
         moved = n // 5 + more
-        assert (shift_detection.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected).all()
-        assert (shift_detection.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n) == expected).all()
-    assert shift_detection.label_w1(row(c0=4, c6=1), row(c0=5), None) and not shift_detection.label_w1(row(c0=4, c3=1), row(c0=5), None)
+        assert (
+            shift_detection.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected
+        ).all()
+        assert (
+            shift_detection.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n)
+            == expected
+        ).all()
+    assert shift_detection.label_w1(
+        row(c0=4, c6=1), row(c0=5), None
+    ) and not shift_detection.label_w1(row(c0=4, c3=1), row(c0=5), None)
     assert not shift_detection.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
     assert shift_detection.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
 
 
 def test_size_and_names_of_labels():
     double = 2 * HALVES
-    assert not shift_detection.tv(double, HALVES, SIZE) and not shift_detection.label_w1(double, HALVES, SIZE)
+    assert not shift_detection.tv(double, HALVES, SIZE) and not shift_detection.label_w1(
+        double, HALVES, SIZE
+    )
     assert shift_detection.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
     swapped = row(c0=50, c9=50)  # 50 samples of label 1 became label 9
-    assert shift_detection.tv(swapped, HALVES, SIZE) and shift_detection.label_w1(swapped, HALVES, SIZE)
+    assert shift_detection.tv(swapped, HALVES, SIZE) and shift_detection.label_w1(
+        swapped, HALVES, SIZE
+    )
     assert not shift_detection.counts_as_samples(swapped, HALVES, SIZE)
 
 
@@ -75,7 +93,9 @@ def test_clients_without_samples():
     assert shift_detection.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
 
 
-COUNTS = st.lists(st.lists(st.integers(0, 300), min_size=C, max_size=C).filter(any), min_size=2, max_size=2)
+COUNTS = st.lists(
+    st.lists(st.integers(0, 300), min_size=C, max_size=C).filter(any), min_size=2, max_size=2
+)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -84,9 +104,22 @@ def test_distances_equal_scipy(both):
     now, then = np.array(both)
     labels = np.arange(C)
     args = jnp.asarray(both)[:1], jnp.asarray(both)[1:]
-    np.testing.assert_allclose(shift_detection.label_wasserstein(*args)[0], wasserstein_distance(labels, labels, now, then), atol=1e-5)
-    np.testing.assert_allclose(shift_detection.count_wasserstein(*args)[0], wasserstein_distance(now, then), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(shift_detection.total_variation(*args)[0], abs(now / now.sum() - then / then.sum()).sum() / 2, atol=1e-6)
+    np.testing.assert_allclose(
+        shift_detection.label_wasserstein(*args)[0],
+        wasserstein_distance(labels, labels, now, then),
+        atol=1e-5,
+    )
+    np.testing.assert_allclose(
+        shift_detection.count_wasserstein(*args)[0],
+        wasserstein_distance(now, then),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    np.testing.assert_allclose(
+        shift_detection.total_variation(*args)[0],
+        abs(now / now.sum() - then / then.sum()).sum() / 2,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
@@ -94,6 +127,11 @@ def test_rows_are_independent_and_the_function_compiles(detector):
     rng = np.random.default_rng(1)
     now, then = jnp.asarray(rng.integers(0, 30, (40, C))), jnp.asarray(rng.integers(0, 30, (40, C)))
     found = jax.jit(detector)(now, then, then.sum(1))
-    assert found.dtype == bool and found.shape == (40,) and found.any() and not detector(now, now, now.sum(1)).any()
+    assert (
+        found.dtype == bool
+        and found.shape == (40,)
+        and found.any()
+        and not detector(now, now, now.sum(1)).any()
+    )
     for k in range(0, 40, 9):
         assert detector(now[k : k + 1], then[k : k + 1], then[k : k + 1].sum(1)) == found[k]

@@ -1,4 +1,6 @@
-"""One seed, one outcome: the same bytes in this process and another, and nearly the same on any number of lanes."""
+"""One seed, one outcome: the same bytes in this process and another, and nearly the
+same on any number of lanes.
+"""
 
 import contextlib
 import io
@@ -18,10 +20,24 @@ from fedjax_cfl.cli.main import main
 from fedjax_cfl.runs import plot
 from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
-FAULTS = "faults.nan=0.3 faults.dropout=0.2 faults.straggler=0.3 faults.byzantine=0.2 faults.attack=noise"
-SMALL = f"dataset.clients=30 model=mclr rounds=4 local.epochs=1 devices=1 drift=swap_all drift.p=0.3 {FAULTS}"
+FAULTS = (
+    "faults.nan=0.3 faults.dropout=0.2 faults.straggler=0.3 faults.byzantine=0.2"
+    " faults.attack=noise"
+)
+SMALL = (
+    "dataset.clients=30 model=mclr rounds=4 local.epochs=1 devices=1 drift=swap_all drift.p=0.3"
+    f" {FAULTS}"
+)
 LINE = f"{SMALL} algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=4"
-COUNTED = ("dropped_clients", "nonfinite_clients", "hostile_clients", "shifted_clients", "client_updates", "local_steps", "units_up")
+COUNTED = (
+    "dropped_clients",
+    "nonfinite_clients",
+    "hostile_clients",
+    "shifted_clients",
+    "client_updates",
+    "local_steps",
+    "units_up",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +76,24 @@ def timeless(run_dir) -> bytes:
 
 def test_in_a_process_of_its_own(first, tmp_path):
     command = [sys.executable, "-m", "fedjax_cfl", *LINE.split(), f"run_dir={tmp_path / 'run'}"]
-    alone = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONHASHSEED": "7"}  # it compiles for itself
+    alone = os.environ | {
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        "PYTHONHASHSEED": "7",
+    }  # it compiles for itself
     done = subprocess.run(command, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert timeless(tmp_path / "run") == timeless(first)
 
 
 def test_width_changes_nothing_but_rounding(go, first):
-    """Counts, faults and who is in which group are exact; losses agree to 1e-5, because float32 sums run in another order."""
+    """Counts, faults and who is in which group are exact; losses agree to 1e-5, because
+    float32 sums run in another order.
+    """
     found = read_metrics(go(f"{LINE} local.width=5"))
     for row, same in zip(found, read_metrics(first), strict=True):
-        assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {name: same[name] for name in (*COUNTED, "group_sizes")}
+        assert {name: row[name] for name in (*COUNTED, "group_sizes")} == {
+            name: same[name] for name in (*COUNTED, "group_sizes")
+        }
         for name in ("train_loss", "test_loss", "discrepancy"):
             assert row[name] == pytest.approx(same[name], rel=1e-5), (row["round"], name)
     assert all(sum(row[name] for row in found) for name in COUNTED), "nothing to get wrong"
@@ -80,12 +103,16 @@ def test_optimised_as_users_have_it(toy, mlp, local):
     """Nearly all other tests run what XLA makes without optimisation."""
     faults = cfl.Faults(nan=0.3, dropout=0.2, straggler=0.3, byzantine=0.2, attack="noise")
     local = local._replace(width=3, faults=faults, first_layer="dual")
-    algorithm = cfl.algorithms.flexcfl(mlp, local, cfl.select.uniform(6), m=2, alpha=2, pretrain="iters:3")
+    algorithm = cfl.algorithms.flexcfl(
+        mlp, local, cfl.select.uniform(6), m=2, alpha=2, pretrain="iters:3"
+    )
 
     def first_round(key, data):
         return algorithm.round(key, algorithm.init(key, data), data)
 
-    plain, optimised = (compiled(first_round)(jax.random.key(3), toy) for compiled in (jax.jit, jit_as_users_do))
+    plain, optimised = (
+        compiled(first_round)(jax.random.key(3), toy) for compiled in (jax.jit, jit_as_users_do)
+    )
     assert plain[1].lost.byzantine > 0
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(optimised), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

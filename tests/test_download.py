@@ -26,7 +26,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         name = self.path.rsplit("/", 1)[-1]
         self.asked.append(name)
         self.send_response(404 if name == "absent.gz" else 200)
-        body = {"wrong.gz": BODY[::-1], "page.gz": b"<html>sign in first</html>", "absent.gz": b"no"}.get(name, BODY)
+        body = {
+            "wrong.gz": BODY[::-1],
+            "page.gz": b"<html>sign in first</html>",
+            "absent.gz": b"no",
+        }.get(name, BODY)
         self.send_header("Content-Length", str(len(body) * (2 if name == "truncated.gz" else 1)))
         self.end_headers()
         self.wfile.write(body)
@@ -61,7 +65,11 @@ def server():
 def test_fetches_once(cache, server):
     assert download.download("good", server) == {"good": [cache / "good" / "good.gz"]}
     assert (cache / "good" / "good.gz").read_bytes() == BODY
-    assert fetch("good", offline=True) == fetch("good", base_url=server) == [cache / "good" / "good.gz"]
+    assert (
+        fetch("good", offline=True)
+        == fetch("good", base_url=server)
+        == [cache / "good" / "good.gz"]
+    )
     assert Handler.asked == ["good.gz"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]  # no temporary file
 
@@ -78,17 +86,28 @@ print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.from
 
 def test_two_processes_at_once(cache, server):
     command = [sys.executable, "-c", PROCESS, str(cache), server, SHA256, BODY.hex()]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert [process.communicate(timeout=60)[0].strip() for process in both] == ["True", "True"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("truncated", "broke off"), ("wrong", "SHA-256"), ("page", "SHA-256"), ("absent", "answered 404"), ("good", "no connection")],
+    [
+        ("truncated", "broke off"),
+        ("wrong", "SHA-256"),
+        ("page", "SHA-256"),
+        ("absent", "answered 404"),
+        ("good", "no connection"),
+    ],
 )
 def test_bad_answers_leave_nothing(cache, server, name, says):
-    one_line(says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server)  # nothing listens at port 9
+    one_line(
+        says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server
+    )  # nothing listens at port 9
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
@@ -123,14 +142,18 @@ def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
-    assert fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]  # the user's own: its reader will refuse it
+    assert fetch("good", base_url=server) == [
+        tmp_path / "good" / "good.gz"
+    ]  # the user's own: its reader will refuse it
     assert Handler.asked == []
 
 
 def test_registry_is_well_formed():
     for name in ("mnist", "fashion_mnist"):
         digests = REGISTRY[name].files.values()
-        assert len(set(digests)) == 4 and all(len(bytes.fromhex(digest)) == 32 for digest in digests)
+        assert len(set(digests)) == 4 and all(
+            len(bytes.fromhex(digest)) == 32 for digest in digests
+        )
 
 
 def one_line(says, function, *args, **kwargs):

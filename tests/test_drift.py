@@ -35,20 +35,30 @@ def compiled(moves):
 
 def once(moves, made, round=0, warm=True, memory=()):
     """Returns (data, clients touched) after one round; `warm` may be one value for all."""
-    now, _, shifted = compiled(moves)(KEY, round, made, memory, jnp.broadcast_to(jnp.asarray(warm), made.num_clients))
+    now, _, shifted = compiled(moves)(
+        KEY, round, made, memory, jnp.broadcast_to(jnp.asarray(warm), made.num_clients)
+    )
     return now, shifted
 
 
 def federated(owner, label, test, clients=K, classes=C):
-    """Returns data with these owners; capacity, which is static, is the same for all data of one size."""
+    """Returns data with these owners; capacity, which is static, is the same for all
+    data of one size.
+    """
     n = len(owner)
     pool = Pool(np.zeros((n, 1), np.float32), np.array(label, np.int32), classes)
-    made = federate(pool, Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)), clients=clients)
+    made = federate(
+        pool,
+        Partition(np.arange(n), np.array(owner, np.int32), np.array(test, bool)),
+        clients=clients,
+    )
     return made.replace(max_client_samples=n)
 
 
 def random_data(seed, clients, classes, n, labels_each=2):
-    """Deals n samples: each client holds `labels_each` labels next to each other, every fourth sample is a test sample."""
+    """Deals n samples: each client holds `labels_each` labels next to each other, every
+    fourth sample is a test sample.
+    """
     rng = np.random.default_rng(seed)
     owner = rng.permutation(np.arange(n) % clients)
     label = (owner + rng.integers(0, labels_each, n)) % classes
@@ -57,7 +67,10 @@ def random_data(seed, clients, classes, n, labels_each=2):
 
 def rows_of(owner, numbers):
     """Returns what a client holds of a view, client by client, by brute force."""
-    return [[int(i) for i in np.sort(numbers) if owner[i] == k] for k in range(int(max(owner.max(), 0)) + 1)]
+    return [
+        [int(i) for i in np.sort(numbers) if owner[i] == k]
+        for k in range(int(max(owner.max(), 0)) + 1)
+    ]
 
 
 def assert_views(now, before):
@@ -85,13 +98,19 @@ def twin(kind, p, draws, owner, label, test, warm, clients, classes):
         if kind == "all":
             owner[mine], owner[yours] = two, one
         else:
-            have = [set(label[rows[~test[rows]]]) & set(label[rows[test[rows]]]) for rows in (mine, yours)]
+            have = [
+                set(label[rows[~test[rows]]]) & set(label[rows[test[rows]]])
+                for rows in (mine, yours)
+            ]
             give, take = have[0] - have[1], have[1] - have[0]
             if not give or not take:
                 if kind == "abort":
                     break
                 continue
-            given, taken = max(give, key=lambda c: gives[a, c]), max(take, key=lambda c: takes[a, c])
+            given, taken = (
+                max(give, key=lambda c: gives[a, c]),
+                max(take, key=lambda c: takes[a, c]),
+            )
             owner[mine[label[mine] == given]] = two
             owner[yours[label[yours] == taken]] = one
         touched |= {one, two}
@@ -99,7 +118,9 @@ def twin(kind, p, draws, owner, label, test, warm, clients, classes):
 
 
 def follow(name, p, made, warm, rounds, key=KEY):
-    """Applies a swap and its twin round by round and compares them; returns the final data and all sizes met."""
+    """Applies a swap and its twin round by round and compares them; returns the final
+    data and all sizes met.
+    """
     kind = {"often": "skip"}.get(name, name)
     label, test = np.asarray(made.y), np.zeros(made.y.size, bool)
     test[np.asarray(made.test.order)] = True
@@ -108,7 +129,9 @@ def follow(name, p, made, warm, rounds, key=KEY):
     for round in range(rounds):
         draws = DRAWS(key, round, made.num_clients, made.num_classes)
         pool = np.ones_like(warm) if name == "often" else warm
-        owner, touched = twin(kind, p, draws, owner, label, test, pool, made.num_clients, made.num_classes)
+        owner, touched = twin(
+            kind, p, draws, owner, label, test, pool, made.num_clients, made.num_classes
+        )
         now, memory, shifted = compiled(SWAPS[name])(key, round, now, (), jnp.asarray(warm))
         assert memory == ()
         np.testing.assert_array_equal(now.owner, owner)
@@ -124,12 +147,18 @@ def test_fifty_rounds_equal_brute_force(name):
     made, warm = random_data(1, 24, 5, 600), np.random.default_rng(2).random(24) < 0.8
     now, _ = follow(name, 0.5, made, warm, 50)
     assert (now.owner != made.owner).any()
-    assert (now.owner == made.owner)[~warm[np.asarray(made.owner)]].all()  # who is not in the pool keeps everything and gets nothing
-    assert not set(np.asarray(now.owner)[np.asarray(now.owner) != np.asarray(made.owner)]) & set(np.flatnonzero(~warm))
+    assert (now.owner == made.owner)[
+        ~warm[np.asarray(made.owner)]
+    ].all()  # who is not in the pool keeps everything and gets nothing
+    assert not set(np.asarray(now.owner)[np.asarray(now.owner) != np.asarray(made.owner)]) & set(
+        np.flatnonzero(~warm)
+    )
 
 
 SAMPLES = st.tuples(st.integers(0, K - 1), st.integers(0, C - 1))
-TEST = np.arange(30) % 3 == 0  # as many test samples in every example, so that one compiled program serves all
+TEST = (
+    np.arange(30) % 3 == 0
+)  # as many test samples in every example, so that one compiled program serves all
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -148,7 +177,8 @@ def test_any_pool_equals_brute_force(samples, warm, name, seed):
 
 
 def test_train_and_test_move_together():
-    # Every (client, label) block has one training and one test sample, so each label is somewhere as a whole at any time.
+    # Every (client, label) block has one training and one test sample, so each label is
+    # somewhere as a whole at any time.
     blocks = [(k, (k + j) % 4) for k in range(8) for j in range(2)]
     owner, label = zip(*[block for block in blocks for _ in range(2)], strict=True)
     made = federated(owner, label, [False, True] * len(blocks), 8, 4)
@@ -176,20 +206,26 @@ def test_p_zero_changes_nothing_and_neither_does_an_empty_pool(make):
     made = random_data(4, 6, 4, 60)
     for moves, warm in ((make(0), True), (make(1.0, "warm"), False)):
         now, shifted = once(moves, made, 3, warm)
-        assert not shifted.any() and all((a == b).all() for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(made), strict=True))
+        assert not shifted.any() and all(
+            (a == b).all() for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(made), strict=True)
+        )
     alone = federated([0, 0], [0, 1], [False, True], 1, 2)
     assert not once(make(1), alone)[1].any()
 
 
 def test_swap_part_by_hand():
-    # Client 0: label 0 (train, train, test) and a training sample of 2; client 1: label 1 (train, test) and 2 (train, test).
-    made = federated([0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 2, 1, 1, 2, 2], [0, 0, 1, 0, 0, 1, 0, 1], 2, 3)
+    # Client 0: label 0 (train, train, test) and a training sample of 2; client 1: label 1
+    # (train, test) and 2 (train, test).
+    made = federated(
+        [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 2, 1, 1, 2, 2], [0, 0, 1, 0, 0, 1, 0, 1], 2, 3
+    )
     outcomes = set()
     for round in range(12):
         now, shifted = once(PART, made, round)
         assert shifted.all()
         outcomes.add(tuple(now.owner.tolist()))
-    # Client 0 loses label 0 altogether and gets 1 or 2; its lone training sample of 2 is no label it has, so it stays.
+    # Client 0 loses label 0 altogether and gets 1 or 2; its lone training sample of 2 is no
+    # label it has, so it stays.
     assert outcomes == {(1, 1, 1, 0, 0, 0, 1, 1), (1, 1, 1, 0, 1, 1, 0, 0)}
 
 
@@ -214,7 +250,11 @@ def test_abort_ends_the_round():
         assert not (abort & ~skip).any()
         skipped.append(int(skip.sum()))
         aborted.append(int(abort.sum()))
-    assert sum(aborted) < sum(skipped) and 8 in aborted and any(a and a < b for a, b in zip(aborted, skipped, strict=True))
+    assert (
+        sum(aborted) < sum(skipped)
+        and 8 in aborted
+        and any(a and a < b for a, b in zip(aborted, skipped, strict=True))
+    )
 
 
 @pytest.mark.parametrize("pool", ["all", "warm"])
@@ -223,12 +263,16 @@ def test_expected_number_of_swapped_clients(pool):
     made = federated(np.arange(clients), np.zeros(clients), np.zeros(clients), clients, 1)
     warm = jnp.arange(clients) < 61
     apply = drift.swap_all(p, pool).apply
-    touched = jax.jit(lambda: jax.lax.map(lambda round: apply(KEY, round, made, (), warm)[2], jnp.arange(rounds)))()
+    touched = jax.jit(
+        lambda: jax.lax.map(lambda round: apply(KEY, round, made, (), warm)[2], jnp.arange(rounds))
+    )()
     pair_count = 50 if pool == "all" else 30
     expected, deviation = 2 * p * pair_count, 2 * math.sqrt(pair_count * p * (1 - p) / rounds)
     assert abs(touched.sum(1).mean() - expected) < 4 * deviation
     assert not touched[:, 61:].any() or pool == "all"
-    per_client = touched[:, : 2 * pair_count + 1].mean(0)  # everybody of the pool is drawn as often, up to five deviations
+    per_client = touched[:, : 2 * pair_count + 1].mean(
+        0
+    )  # everybody of the pool is drawn as often, up to five deviations
     assert abs(per_client - p).max() < 5 * math.sqrt(p * (1 - p) / rounds)
 
 
@@ -238,18 +282,26 @@ def test_labels_and_pairs_are_uniform():
     for scores in (seen.gives, seen.takes):
         share = np.bincount(jnp.argmax(scores, -1).reshape(-1), minlength=5) / (2 * rounds)
         assert abs(share - 0.2).max() < 0.03
-    first, second, real = jax.vmap(lambda order: drift.pair_clients(order, jnp.array([True, True, False, True])))(seen.order)
-    assert (real == jnp.array([True, False])).all() and not jnp.isin(jnp.stack([first[:, 0], second[:, 0]]), 2).any()
+    first, second, real = jax.vmap(
+        lambda order: drift.pair_clients(order, jnp.array([True, True, False, True]))
+    )(seen.order)
+    assert (real == jnp.array([True, False])).all() and not jnp.isin(
+        jnp.stack([first[:, 0], second[:, 0]]), 2
+    ).any()
     counts = np.bincount(first[:, 0] * 4 + second[:, 0], minlength=16) / rounds
-    assert abs(counts[[1, 3, 4, 7, 12, 13]] - 1 / 6).max() < 0.05 and counts.sum() == pytest.approx(1)
+    assert abs(counts[[1, 3, 4, 7, 12, 13]] - 1 / 6).max() < 0.05 and counts.sum() == pytest.approx(
+        1
+    )
     assert not np.array_equal(seen.gives, seen.takes)
 
 
 @pytest.mark.parametrize("kind", ["swap_all", "swap_part", "incremental"])
 def test_one_program_equals_step_by_step_without_retracing(kind):
-    moves = {"swap_all": drift.swap_all(0.3), "swap_part": drift.swap_part(0.3), "incremental": drift.incremental(schedule=(0, 3, 5, 9))}[
-        kind
-    ]
+    moves = {
+        "swap_all": drift.swap_all(0.3),
+        "swap_part": drift.swap_part(0.3),
+        "incremental": drift.incremental(schedule=(0, 3, 5, 9)),
+    }[kind]
     made, warm, traces = random_data(6, 16, 5, 300), jnp.ones(16, bool), []
 
     @jax.jit
@@ -259,14 +311,19 @@ def test_one_program_equals_step_by_step_without_retracing(kind):
 
     @jax.jit
     def loop(key, data, memory):
-        return jax.lax.fori_loop(0, 10, lambda round, carry: moves.apply(key, round, *carry, warm)[:2], (data, memory))
+        return jax.lax.fori_loop(
+            0, 10, lambda round, carry: moves.apply(key, round, *carry, warm)[:2], (data, memory)
+        )
 
     now, memory = jax.jit(moves.init)(KEY, made)
     whole = loop(KEY, now, memory)
     for round in range(10):
         now, memory, _ = step(KEY, jnp.int32(round), now, memory, warm)
     assert len(traces) == 1
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves((now, memory)), strict=True))
+    assert all(
+        (a == b).all()
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves((now, memory)), strict=True)
+    )
     assert_views(now, made)
 
 
@@ -280,7 +337,11 @@ def test_pool_all_ignores_who_is_warm():
 def test_hidden_samples_stay_hidden():
     made = random_data(8, 6, 4, 60)
     owner = jnp.where(jnp.arange(60) % 3 == 0, -1, made.owner)
-    made = made.replace(owner=owner, train=update_client_index(made.train, owner), test=update_client_index(made.test, owner))
+    made = made.replace(
+        owner=owner,
+        train=update_client_index(made.train, owner),
+        test=update_client_index(made.test, owner),
+    )
     for moves in (ALL, PART, drift.incremental((1.0,), (0,))):
         now, memory = moves.init(KEY, made)
         now = once(moves, now, memory=memory)[0]
@@ -289,12 +350,17 @@ def test_hidden_samples_stay_hidden():
 
 
 def test_capacity_counts_remainders_that_a_block_takes_along():
-    # Client 1 has label 1 and five training samples of 0 without a test sample; getting label 0 from client 0 it holds 2 + 5 of it.
+    # Client 1 has label 1 and five training samples of 0 without a test sample; getting label 0
+    # from client 0 it holds 2 + 5 of it.
     owner, label = [0] * 3 + [1] * 8, [0] * 3 + [1] * 3 + [0] * 5
-    made = federated(owner, label, [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 2, 2).replace(max_client_samples=7)
+    made = federated(owner, label, [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0], 2, 2).replace(
+        max_client_samples=7
+    )
     now = once(PART, made)[0]
     assert now.train.size.tolist() == [2, 7]
-    assert drift.bound_client_samples(made, PART).max_client_samples == 7  # and no more: nobody has two labels
+    assert (
+        drift.bound_client_samples(made, PART).max_client_samples == 7
+    )  # and no more: nobody has two labels
     assert drift.bound_client_samples(made, ALL).max_client_samples == 7
 
 
@@ -308,7 +374,8 @@ def test_capacity_is_the_two_largest_blocks_of_two_labels():
     met = max(int(once(PART, made, round)[0].train.size.max()) for round in range(20))
     assert met == 30
     assert all(
-        drift.bound_client_samples(made, other).max_client_samples == 23 for other in (drift.none(), drift.swap_all(), drift.incremental())
+        drift.bound_client_samples(made, other).max_client_samples == 23
+        for other in (drift.none(), drift.swap_all(), drift.incremental())
     )
 
 
@@ -328,7 +395,10 @@ def test_none():
         (lambda: drift.swap_part("x"), "drift.p=x: expected"),
         (lambda: drift.swap_all(0.1, "cold"), "drift.pool=cold: one of all, warm"),
         (lambda: drift.swap_part(0.1, "warmer"), "did you mean 'warm'"),
-        (lambda: drift.swap_part(0.1, "all", "abandon"), "drift.on_impossible=abandon: one of skip, abort"),
+        (
+            lambda: drift.swap_part(0.1, "all", "abandon"),
+            "drift.on_impossible=abandon: one of skip, abort",
+        ),
         (lambda: drift.incremental((0.5, 1.0), (0,)), "expected 1, one for each"),
         (lambda: drift.incremental((), ()), "expected 1, one for each"),
         (lambda: drift.incremental((0.5, 1.0), (5, 5)), "increasing whole numbers"),

@@ -1,4 +1,6 @@
-"""Training in sample space against training the kernel itself, on random data, where both take the same batches."""
+"""Training in sample space against training the kernel itself, on random data, where
+both take the same batches.
+"""
 
 import chex
 import jax
@@ -24,11 +26,19 @@ KEY = jax.random.key(3)
 def noise():
     rng = np.random.default_rng(1)
     owner = np.repeat(np.arange(len(SIZES)), SIZES).astype(np.int32)
-    pool = cfl.Pool(rng.integers(0, 256, (owner.size, 6, 5), dtype=np.uint8), rng.integers(0, 4, owner.size).astype(np.int32), 4)
-    return cfl.federate(pool, cfl.Partition(np.arange(owner.size), owner, np.zeros(owner.size, bool)))
+    pool = cfl.Pool(
+        rng.integers(0, 256, (owner.size, 6, 5), dtype=np.uint8),
+        rng.integers(0, 4, owner.size).astype(np.int32),
+        4,
+    )
+    return cfl.federate(
+        pool, cfl.Partition(np.arange(owner.size), owner, np.zeros(owner.size, bool))
+    )
 
 
-def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1):
+def trained(
+    task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1
+):
     local = cfl.Local(lr, epochs, 10, width, cfl.make_mesh(1), first_layer=way, momentum=momentum)
     solve = over_clients(sgd(task, local, objective, iterations), local)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
@@ -39,7 +49,8 @@ def trained(task, noise, way, objective=None, iterations=None, width=1, epochs=5
 
 
 @pytest.mark.parametrize(
-    ("hidden", "l2", "mu"), [((), 0.0, 0.0), ((), 0.01, 0.5), ((7,), 0.0, 0.5), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)]
+    ("hidden", "l2", "mu"),
+    [((), 0.0, 0.0), ((), 0.01, 0.5), ((7,), 0.0, 0.5), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)],
 )
 def test_equals_training_the_kernel(noise, hidden, l2, mu):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
@@ -50,13 +61,18 @@ def test_equals_training_the_kernel(noise, hidden, l2, mu):
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
-@pytest.mark.parametrize(("hidden", "l2", "mu"), [((), 0.0, 0.0), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)])
+@pytest.mark.parametrize(
+    ("hidden", "l2", "mu"), [((), 0.0, 0.0), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)]
+)
 def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
     heavy = {"objective": proximal(mu, erm(task)), "momentum": 0.8, "lr": 0.03}
     direct, other = (trained(task, noise, way, **heavy) for way in ("direct", "dual"))
     light = trained(task, noise, "direct", objective=heavy["objective"], lr=0.03)
-    apart = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(direct.delta), jax.tree.leaves(light.delta), strict=True))
+    apart = max(
+        float(jnp.abs(a - b).max())
+        for a, b in zip(jax.tree.leaves(direct.delta), jax.tree.leaves(light.delta), strict=True)
+    )
     assert apart > 0.05  # momentum does something
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
@@ -67,7 +83,9 @@ def test_momentum_is_that_of_optax(noise):
     local = cfl.Local(0.1, 6, 1000, 1, cfl.make_mesh(1), first_layer="direct", momentum=0.8)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
-    upload = jax.jit(over_clients(sgd(task, local), local))(cfl.Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one))
+    upload = jax.jit(over_clients(sgd(task, local), local))(
+        cfl.Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one)
+    )
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
     rows = noise.train.order[begin : begin + size]
     params, optimizer = jax.tree.map(lambda leaf: leaf[0], start), optax.sgd(0.1, momentum=0.8)
@@ -76,7 +94,9 @@ def test_momentum_is_that_of_optax(noise):
         grad = jax.grad(lambda p: task.loss(p, noise.x[rows], noise.y[rows], None).mean())(params)
         update, state = optimizer.update(grad, state)
         params = optax.apply_updates(params, update)
-    chex.assert_trees_all_close(jax.tree.map(lambda d, s: d[0] + s[0], upload.delta, start), params, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda d, s: d[0] + s[0], upload.delta, start), params, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_equals_a_fixed_number_of_steps(noise):
@@ -107,22 +127,39 @@ def test_a_pull_that_differs_between_clients(noise):
     pulled = proximal(lambda extra: extra, erm(task))
     direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))
     chex.assert_trees_all_close(other, direct, **CLOSE)
-    norms = [jnp.sqrt(sum(jnp.sum(leaf[6] ** 2) for leaf in jax.tree.leaves(upload.delta))) for upload in (direct, free)]
+    norms = [
+        jnp.sqrt(sum(jnp.sum(leaf[6] ** 2) for leaf in jax.tree.leaves(upload.delta)))
+        for upload in (direct, free)
+    ]
     assert norms[0] < 0.9 * norms[1]
 
 
 def test_counts_operations():
-    """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n F H in sample space: 70 % as many at n = 583."""
-    assert [dual_sgd.is_dual_cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [True, True, True, False, False]
-    assert not dual_sgd.is_dual_cheaper(64, 784, 128, 10, 7)  # one epoch: the Gram matrix does not pay
-    assert not dual_sgd.is_dual_cheaper(16, 64, 10, 10, 1000)  # softmax regression on digits: a step is all overhead
+    """784-128, E = 10, B = 10: 4 B F H a step directly, 2 B n H and once 2 n^2 F + 4 n
+    F H in sample space: 70 % as many at n = 583.
+    """
+    assert [dual_sgd.is_dual_cheaper(n, 784, 128, 10, n) for n in (16, 256, 575, 590, 4096)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not dual_sgd.is_dual_cheaper(
+        64, 784, 128, 10, 7
+    )  # one epoch: the Gram matrix does not pay
+    assert not dual_sgd.is_dual_cheaper(
+        16, 64, 10, 10, 1000
+    )  # softmax regression on digits: a step is all overhead
 
 
 def test_compiles_few_sizes():
     task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
 
     def sizes(wanted, capacity):
-        return dual_sgd.dual_sizes(task, erm(task), wanted, bucket_sizes(capacity), 10, lambda size: size)
+        return dual_sgd.dual_sizes(
+            task, erm(task), wanted, bucket_sizes(capacity), 10, lambda size: size
+        )
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
     assert sizes("auto", 20) == [32]
@@ -132,12 +169,16 @@ def test_compiles_few_sizes():
 
 
 def test_larger_clients_are_more_work():
-    """Also where the way of training changes; and 1,000 samples trained directly are more than four times 250 in sample space."""
+    """Also where the way of training changes; and 1,000 samples trained directly are
+    more than four times 250 in sample space.
+    """
     task, held = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4), jnp.arange(2000)
     work = client_cost(task, cfl.Local(0.1, 10, 10), 2000)(held)
     assert (jnp.diff(work) >= 0).all() and work[1000] > 6 * work[250]
     convolution = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
-    np.testing.assert_array_equal(client_cost(convolution, cfl.Local(0.1, 10, 10), 2000)(held), held + 16)
+    np.testing.assert_array_equal(
+        client_cost(convolution, cfl.Local(0.1, 10, 10), 2000)(held), held + 16
+    )
 
 
 @pytest.mark.parametrize("way", ["auto", "direct"])
@@ -149,7 +190,9 @@ def test_models_without_a_dense_first_layer_train_directly(way):
 
 def test_says_what_cannot_be():
     task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
-    with pytest.raises(InputError, match=r"local\.first_layer=dual: the model's first layer is not dense"):
+    with pytest.raises(
+        InputError, match=r"local\.first_layer=dual: the model's first layer is not dense"
+    ):
         sgd(task, cfl.Local(0.1, 1, 10, first_layer="dual"))
     with pytest.raises(InputError, match=r"local\.first_layer"):
         cfl.Local(0.1, 1, 10, first_layer="sideways").resolve()

@@ -26,7 +26,9 @@ KEY = jax.random.key(11)
 
 
 def answers(task, models, index, data):
-    """Returns (class, cross-entropy) of every test sample, client by client, -1 and 0 where a client has no model."""
+    """Returns (class, cross-entropy) of every test sample, client by client, -1 and 0
+    where a client has no model.
+    """
     guess, loss = np.full(data.test.order.size, -1), np.zeros(data.test.order.size)
     every = np.asarray(jax.jit(jax.vmap(task.predict, (0, None)))(models, data.x))
     index, data = jax.device_get((index, data))
@@ -41,14 +43,24 @@ def answers(task, models, index, data):
     return guess, loss
 
 
-INDICES = {"some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2], "one for all": [1] * 14, "nobody has one": [-1] * 14}
+INDICES = {
+    "some without": [0, 2, -1, 1, 1, 2, -1, 0, 2, 0, 1, -1, 0, 2],
+    "one for all": [1] * 14,
+    "nobody has one": [-1] * 14,
+}
 
 
 @pytest.mark.parametrize("block", [4, 128])
 @pytest.mark.parametrize("devices", [1, 4])
-def test_predictions_are_those_of_a_loop_over_clients(toy, linear, models, monkeypatch, devices, block):
+def test_predictions_are_those_of_a_loop_over_clients(
+    toy, linear, models, monkeypatch, devices, block
+):
     monkeypatch.setattr(evaluate, "EVAL_BLOCK", block)
-    predict = jax.jit(lambda index: evaluate.predict_test_samples(linear, cfl.make_mesh(devices), ServedModels(models, index), toy))
+    predict = jax.jit(
+        lambda index: evaluate.predict_test_samples(
+            linear, cfl.make_mesh(devices), ServedModels(models, index), toy
+        )
+    )
     for index in INDICES.values():
         guess, loss = predict(jnp.array(index))
         expected = answers(linear, models, index, toy)
@@ -60,13 +72,20 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     index = INDICES["some without"]
 
     def evaluated(index):
-        table, counts = evaluate.evaluate_clients(linear, cfl.make_mesh(1), ServedModels(models, index), toy)
-        return evaluate.finalize(index, 3, table, (counts, (jnp.zeros((), int),) * 2), toy.concept), table
+        table, counts = evaluate.evaluate_clients(
+            linear, cfl.make_mesh(1), ServedModels(models, index), toy
+        )
+        return (
+            evaluate.finalize(index, 3, table, (counts, (jnp.zeros((), int),) * 2), toy.concept),
+            table,
+        )
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
     counted = guess >= 0
-    np.testing.assert_allclose(row["accuracy"], np.mean((guess == np.asarray(toy.y[toy.test.order]))[counted]), rtol=1e-6)
+    np.testing.assert_allclose(
+        row["accuracy"], np.mean((guess == np.asarray(toy.y[toy.test.order]))[counted]), rtol=1e-6
+    )
     np.testing.assert_allclose(row["test_loss"], np.mean(loss[counted]), rtol=1e-5)
     assert row["group_sizes"].tolist() == [4, 3, 4]
     assert row["evaluated_clients"] == 11
@@ -77,7 +96,11 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
     hits = jnp.argmax(linear.predict(mean, toy.x[toy.test.order]), 1) == toy.y[toy.test.order]
-    right, total = jax.jit(lambda index: evaluate.evaluate_auxiliary(linear, cfl.make_mesh(1), ServedModels(models, index), toy))(index)
+    right, total = jax.jit(
+        lambda index: evaluate.evaluate_auxiliary(
+            linear, cfl.make_mesh(1), ServedModels(models, index), toy
+        )
+    )(index)
     assert (right, total) == (hits.sum(), hits.size)
 
 
@@ -86,17 +109,35 @@ def idle(task, local, pick):
 
     def visit(client, bucket, data, shared, mine):
         nothing = jnp.zeros(())
-        return Upload(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), shared[1]), nothing, nothing, nothing, jnp.int32(0))
+        return Upload(
+            jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), shared[1]),
+            nothing,
+            nothing,
+            nothing,
+            jnp.int32(0),
+        )
 
     return federated(
-        task, local, select=pick, solve=visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.make_traffic())
+        task,
+        local,
+        select=pick,
+        solve=visit,
+        assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.make_traffic()),
     )
 
 
 @pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), ("none", 0)])
 def test_discard_rule(toy, linear, local, rule, hidden):
     """14 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so."""
-    result = cfl.run(idle(linear, local, select.rr_then_random(5)), linear, toy, KEY, rounds=5, discard=rule, mesh=local.mesh)
+    result = cfl.run(
+        idle(linear, local, select.rr_then_random(5)),
+        linear,
+        toy,
+        KEY,
+        rounds=5,
+        discard=rule,
+        mesh=local.mesh,
+    )
     assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
 
@@ -111,7 +152,9 @@ def test_single_models_are_never_discarded(toy, linear, local):
 
 
 def test_a_group_of_one_has_no_discrepancy(toy, linear, local):
-    """Exactly: rounding must not show up as a distance between a client's model and the group model that it alone made."""
+    """Exactly: rounding must not show up as a distance between a client's model and the
+    group model that it alone made.
+    """
     algorithm = ifca(linear, local, select.from_table(np.array([[1]])), m=2)
     _, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     assert info.clients == 1 and info.discrepancy == 0 and info.loss > 0
@@ -125,45 +168,71 @@ def test_info_by_numpy(toy, linear, local):
     after, info = jax.jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     train = jax.jit(over_clients(sgd(linear, local), local))
-    upload = train(cohort, toy, (derive_key(KEY, TRAIN, 0), before.groups), full_work(after.assignment))
+    upload = train(
+        cohort, toy, (derive_key(KEY, TRAIN, 0), before.groups), full_work(after.assignment)
+    )
     old, new, delta = matrix(before.groups), matrix(after.groups), matrix(upload.delta)
     gaps, turns, group = {0: [], 1: []}, [], after.assignment.tolist()
     for client in range(14):
         if toy.train.size[client] == 0:
             continue
         step = new[group[client]] - old[group[client]]
-        gaps[group[client]].append(np.linalg.norm(old[group[client]] + delta[client] - new[group[client]]))
-        turns.append((1 - delta[client] @ step / np.linalg.norm(delta[client]) / np.linalg.norm(step)) / 2)
+        gaps[group[client]].append(
+            np.linalg.norm(old[group[client]] + delta[client] - new[group[client]])
+        )
+        turns.append(
+            (1 - delta[client] @ step / np.linalg.norm(delta[client]) / np.linalg.norm(step)) / 2
+        )
     assert all(gaps.values()), "both groups have members"
     close = {"rtol": 1e-4}
     np.testing.assert_allclose(info.discrepancy, np.mean(gaps[0] + gaps[1]), **close)
-    np.testing.assert_allclose(info.group_discrepancy, [np.mean(gaps[0]), np.mean(gaps[1])], **close)
+    np.testing.assert_allclose(
+        info.group_discrepancy, [np.mean(gaps[0]), np.mean(gaps[1])], **close
+    )
     np.testing.assert_allclose(info.dissimilarity, np.mean(turns), **close)
     np.testing.assert_allclose(info.loss, np.average(upload.loss, weights=upload.weight), **close)
-    np.testing.assert_allclose(info.last_loss, np.average(upload.last_loss, weights=upload.weight), **close)
+    np.testing.assert_allclose(
+        info.last_loss, np.average(upload.last_loss, weights=upload.weight), **close
+    )
     assert info.clients == 13 and info.cold == 14
     assert info.steps == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
 
 
 def test_clients_are_tested_on_what_they_received(toy, linear, local):
-    """By hand, round by round, of a method in which clients migrate; who is in which group is that of the method itself."""
+    """By hand, round by round, of a method in which clients migrate; who is in which
+    group is that of the method itself.
+    """
     choose = select.rr_then_random(5)
     plain = flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
     algorithm, drift = evaluate_received(plain, choose), cfl.drift.swap_all(p=0.5)
     state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), init_data_state(drift, KEY, toy)))()
     step = jax.jit(partial(run_round, algorithm, drift))
-    models = [jax.tree.map(lambda leaf, g=g: np.asarray(leaf[g]), state.groups) for g in np.maximum(state.assignment, 0)]
+    models = [
+        jax.tree.map(lambda leaf, g=g: np.asarray(leaf[g]), state.groups)
+        for g in np.maximum(state.assignment, 0)
+    ]
     moved = 0
     for number in range(6):
         before = state.groups
         state, moving, info = step(KEY, state, moving, toy)
         moved += int(info.migrated)
         for client in np.asarray(choose(derive_key(KEY, SELECT, number), number, 14)):
-            models[client] = jax.tree.map(lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before)
-    tested, data, inner = algorithm.eval_models(state), moving.apply_to(toy), state.replace(memory=state.memory.algorithm_memory)
-    chex.assert_trees_all_equal(tested.models, jax.tree.map(lambda *leaves: np.stack(leaves), *models))
+            models[client] = jax.tree.map(
+                lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before
+            )
+    tested, data, inner = (
+        algorithm.eval_models(state),
+        moving.apply_to(toy),
+        state.replace(memory=state.memory.algorithm_memory),
+    )
+    chex.assert_trees_all_equal(
+        tested.models, jax.tree.map(lambda *leaves: np.stack(leaves), *models)
+    )
     np.testing.assert_array_equal(tested.index >= 0, plain.serve(inner).index >= 0)
-    score = jax.jit(lambda of, state: evaluate.evaluate_all(of, linear, cfl.make_mesh(1), state, data, True)[0], static_argnums=0)
+    score = jax.jit(
+        lambda of, state: evaluate.evaluate_all(of, linear, cfl.make_mesh(1), state, data, True)[0],
+        static_argnums=0,
+    )
     row, fresh = score(algorithm, state), score(plain, inner)
     guess, _ = answers(linear, tested.models, tested.index, data)
     held = np.asarray(data.y[data.test.order])[guess >= 0]

@@ -22,16 +22,24 @@ def test_experiments_compose(name):
             seen.update(overrides)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         for overrides in asked:
-            assert check_overrides([f"experiment={name}", *overrides])["paper"]["title"] == node["title"]
+            assert (
+                check_overrides([f"experiment={name}", *overrides])["paper"]["title"]
+                == node["title"]
+            )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_are_whole(name):
-    """Rows name known columns, values are numbers, and the head of the file says command, time and what to expect."""
+    """Rows name known columns, values are numbers, and the head of the file says
+    command, time and what to expect.
+    """
     node = cells.load_table(CONF, name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
-            assert set(entry) <= {"runs", "measure", "title", "published"} and "overrides" in node["rows"][entry["runs"]]
+            assert (
+                set(entry) <= {"runs", "measure", "title", "published"}
+                and "overrides" in node["rows"][entry["runs"]]
+            )
         known = [*node.get("columns", {}), *node.get("measures", {})]
         assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)
         assert all(isinstance(value, int | float) for value in entry.get("published", {}).values())

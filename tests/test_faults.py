@@ -1,4 +1,6 @@
-"""Simulated faults: drawn by client and round alone, counted, and without any way for a NaN to reach a model."""
+"""Simulated faults: drawn by client and round alone, counted, and without any way for a
+NaN to reach a model.
+"""
 
 import chex
 import jax
@@ -32,7 +34,9 @@ def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, **optio
 
     def run(data):
         first = algorithm.init(KEY, data)
-        return first, *jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), first, length=rounds)
+        return first, *jax.lax.scan(
+            lambda state, _: algorithm.round(KEY, state, data), first, length=rounds
+        )
 
     return jax.jit(run)(data)
 
@@ -46,11 +50,19 @@ def cohort_of(*ids):
 
 
 def upload_of(delta, weight=None):
-    """Returns an upload whose deltas are the rows of a matrix, in two leaves: the first column, and the others."""
+    """Returns an upload whose deltas are the rows of a matrix, in two leaves: the first
+    column, and the others.
+    """
     delta = jnp.asarray(delta, jnp.float32)
     weight = jnp.ones(len(delta)) if weight is None else jnp.array(weight, jnp.float32)
     ones = jnp.ones(len(delta))
-    return Upload({"a": delta[:, 0], "b": delta[:, 1:]}, weight, loss=ones, last_loss=ones, steps=ones.astype(jnp.int32))
+    return Upload(
+        {"a": delta[:, 0], "b": delta[:, 1:]},
+        weight,
+        loss=ones,
+        last_loss=ones,
+        steps=ones.astype(jnp.int32),
+    )
 
 
 def rows(upload):
@@ -72,7 +84,10 @@ def mixed(linear, local, toy):
 def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
     local = with_faults(local._replace(mesh=cfl.make_mesh(devices), width=width), **MIXED)
     _, state, infos = go(linear, local, toy)
-    chex.assert_trees_all_equal((infos.fault_counts, infos.steps, state.traffic), (mixed[2].lost, mixed[2].steps, mixed[1].traffic))
+    chex.assert_trees_all_equal(
+        (infos.fault_counts, infos.steps, state.traffic),
+        (mixed[2].lost, mixed[2].steps, mixed[1].traffic),
+    )
     chex.assert_trees_all_close(state.groups, mixed[1].groups, **ROUNDING)
 
 
@@ -83,28 +98,51 @@ def test_mixed_faults_are_counted(mixed):
         and infos.fault_counts.nonfinite.sum() > 0
         and (infos.fault_counts.byzantine == infos.fault_counts.byzantine[0]).all()
     )
-    np.testing.assert_array_equal(infos.clients, REAL - infos.fault_counts.dropped - infos.fault_counts.nonfinite)
-    assert state.traffic.units_up == ROUNDS * CLIENTS - infos.fault_counts.dropped.sum() and state.traffic.units_down == ROUNDS * CLIENTS
-    assert len(set(infos.fault_counts.dropped.tolist() + infos.fault_counts.nonfinite.tolist())) > 1, "every round draws anew"
+    np.testing.assert_array_equal(
+        infos.clients, REAL - infos.fault_counts.dropped - infos.fault_counts.nonfinite
+    )
+    assert (
+        state.traffic.units_up == ROUNDS * CLIENTS - infos.fault_counts.dropped.sum()
+        and state.traffic.units_down == ROUNDS * CLIENTS
+    )
+    assert (
+        len(set(infos.fault_counts.dropped.tolist() + infos.fault_counts.nonfinite.tolist())) > 1
+    ), "every round draws anew"
 
 
 def test_a_draw_belongs_to_the_client():
     ids = np.random.default_rng(0).permutation(1000)
     some = faults.draw_failures(KEY, faults.DROPOUT, cohort_of(*ids), 0.3)
-    np.testing.assert_array_equal(some, faults.draw_failures(KEY, faults.DROPOUT, cohort_of(*range(1000)), 0.3)[ids])
+    np.testing.assert_array_equal(
+        some, faults.draw_failures(KEY, faults.DROPOUT, cohort_of(*range(1000)), 0.3)[ids]
+    )
     assert 240 < some.sum() < 360
-    assert (some != faults.draw_failures(KEY, faults.NAN, cohort_of(*ids), 0.3)).sum() > 300, "purposes are independent"
+    assert (some != faults.draw_failures(KEY, faults.NAN, cohort_of(*ids), 0.3)).sum() > 300, (
+        "purposes are independent"
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 1.0])
 def test_exactly_so_many_clients_are_hostile(share):
-    chosen = [faults.draw_byzantine(Faults(byzantine=share), jax.random.key(seed), CLIENTS) for seed in (0, 0, 1)]
+    chosen = [
+        faults.draw_byzantine(Faults(byzantine=share), jax.random.key(seed), CLIENTS)
+        for seed in (0, 0, 1)
+    ]
     assert [hostile.sum() for hostile in chosen] == [round(share * CLIENTS)] * 3
     np.testing.assert_array_equal(chosen[0], chosen[1])
     assert (chosen[0] != chosen[2]).any() == (0 < round(share * CLIENTS) < CLIENTS)
 
 
-@pytest.mark.parametrize("wrong", [{"dropout": 1.1}, {"nan": -0.1}, {"byzantine": float("nan")}, {"attack": "flip"}, {"nonfinite": "x"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dropout": 1.1},
+        {"nan": -0.1},
+        {"byzantine": float("nan")},
+        {"attack": "flip"},
+        {"nonfinite": "x"},
+    ],
+)
 def test_nonsense_is_refused(wrong, linear, local):
     with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}="):
         fedavg(linear, with_faults(local, **wrong), select.from_table(EVERYBODY))
@@ -112,8 +150,26 @@ def test_nonsense_is_refused(wrong, linear, local):
 
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
     usual = go(linear, local, toy)
-    never = go(linear, with_faults(local, dropout=1e-9, straggler=1e-9, nan=1e-9, byzantine=1e-9, attack="noise", nonfinite="zero"), toy)
-    zero = go(linear, with_faults(local, dropout=0.0, byzantine=0.0, attack="label_flip", scale=9.0, nonfinite="raise"), toy)
+    never = go(
+        linear,
+        with_faults(
+            local,
+            dropout=1e-9,
+            straggler=1e-9,
+            nan=1e-9,
+            byzantine=1e-9,
+            attack="noise",
+            nonfinite="zero",
+        ),
+        toy,
+    )
+    zero = go(
+        linear,
+        with_faults(
+            local, dropout=0.0, byzantine=0.0, attack="label_flip", scale=9.0, nonfinite="raise"
+        ),
+        toy,
+    )
     chex.assert_trees_all_equal(never, usual)
     chex.assert_trees_all_equal(zero, usual)
 
@@ -125,11 +181,17 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
     def without_them(upload, gid, cohort, extra, state):
-        gone = faults.draw_failures(engine.derive_key(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance)
-        return weighted_mean(upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, state)
+        gone = faults.draw_failures(
+            engine.derive_key(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance
+        )
+        return weighted_mean(
+            upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, state
+        )
 
     def by_hand(task, local, select):
-        return engine.federated(task, local, select=select, solve=sgd(task, local), aggregate=without_them)
+        return engine.federated(
+            task, local, select=select, solve=sgd(task, local), aggregate=without_them
+        )
 
     def one(algorithm):
         state = jax.jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
@@ -139,7 +201,10 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         one(method(linear, trouble, select.from_table(EVERYBODY)))
         for method, trouble in ((fedavg, with_faults(local, dropout=chance)), (by_hand, local))
     )
-    assert 0 < info.fault_counts.dropped < REAL and state.traffic.units_up == CLIENTS - info.fault_counts.dropped
+    assert (
+        0 < info.fault_counts.dropped < REAL
+        and state.traffic.units_up == CLIENTS - info.fault_counts.dropped
+    )
     chex.assert_trees_all_equal(state.groups, other.groups)
 
 
@@ -149,7 +214,9 @@ def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy
     options = {"m": 2} if method is ifca else {}
     first, last, infos = go(linear, with_faults(local, **lost), toy, method, **options)
     chex.assert_trees_all_equal((last.groups, last.server), (first.groups, first.server))
-    np.testing.assert_array_equal(infos.fault_counts.dropped if "dropout" in lost else infos.fault_counts.nonfinite, REAL)
+    np.testing.assert_array_equal(
+        infos.fault_counts.dropped if "dropout" in lost else infos.fault_counts.nonfinite, REAL
+    )
     np.testing.assert_array_equal(infos.idle_groups, len(np.unique(last.assignment)))
     assert last.traffic.units_up == ROUNDS * (CLIENTS - REAL * ("dropout" in lost))
     chex.assert_tree_all_finite(infos.replace(group_discrepancy=0.0))
@@ -179,10 +246,24 @@ def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
 def test_raise_names_round_client_and_layer(width, linear, local, toy):
     """The first client by selection, whatever the slots."""
     table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
-    algorithm = fedavg(linear, with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"), select.from_table(table))
+    algorithm = fedavg(
+        linear,
+        with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"),
+        select.from_table(table),
+    )
     seen = []
-    with pytest.raises(NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"):
-        cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh, on_row=lambda row, snapshot: seen.append(row["round"]))
+    with pytest.raises(
+        NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"
+    ):
+        cfl.run(
+            algorithm,
+            linear,
+            toy,
+            KEY,
+            rounds=2,
+            mesh=local.mesh,
+            on_row=lambda row, snapshot: seen.append(row["round"]),
+        )
     assert seen == [1], "the row of the round that failed is not written"
 
 
@@ -194,19 +275,34 @@ def test_a_diverging_client_is_screened_too(linear, local, toy):
 
 def test_attacks_by_hand():
     upload, by = upload_of([[1, -2, 3], [4, 5, -6]]), jnp.array([True, False])
-    flipped = faults.apply_attack(Faults(attack="sign_flip", scale=3.0), KEY, cohort_of(4, 5), upload, by)
+    flipped = faults.apply_attack(
+        Faults(attack="sign_flip", scale=3.0), KEY, cohort_of(4, 5), upload, by
+    )
     np.testing.assert_array_equal(rows(flipped), [[-3, 6, -9], [4, 5, -6]])
-    chex.assert_trees_all_equal(faults.apply_attack(Faults(attack="label_flip"), KEY, cohort_of(4, 5), upload, by), upload)
+    chex.assert_trees_all_equal(
+        faults.apply_attack(Faults(attack="label_flip"), KEY, cohort_of(4, 5), upload, by), upload
+    )
 
 
 def test_noise_is_as_long_as_the_update_and_belongs_to_the_client():
     delta = np.random.default_rng(0).normal(size=(3, 5000)) * [[1], [10], [0]]
     fault_model, everyone = Faults(attack="noise", scale=0.5), jnp.ones(3, bool)
-    noise = rows(faults.apply_attack(fault_model, KEY, cohort_of(4, 8, 2), upload_of(delta), everyone)) - delta
-    np.testing.assert_allclose(np.linalg.norm(noise, axis=1), 0.5 * np.linalg.norm(delta, axis=1), rtol=0.05)
+    noise = (
+        rows(faults.apply_attack(fault_model, KEY, cohort_of(4, 8, 2), upload_of(delta), everyone))
+        - delta
+    )
+    np.testing.assert_allclose(
+        np.linalg.norm(noise, axis=1), 0.5 * np.linalg.norm(delta, axis=1), rtol=0.05
+    )
     unit = noise[:2] / np.linalg.norm(noise[:2], axis=1, keepdims=True)
-    assert abs(unit[0] @ unit[1]) < 0.06 and abs(unit[0] @ delta[0]) / np.linalg.norm(delta[0]) < 0.06
-    swapped = rows(faults.apply_attack(fault_model, KEY, cohort_of(2, 4, 8), upload_of(delta[[2, 0, 1]]), everyone))
+    assert (
+        abs(unit[0] @ unit[1]) < 0.06 and abs(unit[0] @ delta[0]) / np.linalg.norm(delta[0]) < 0.06
+    )
+    swapped = rows(
+        faults.apply_attack(
+            fault_model, KEY, cohort_of(2, 4, 8), upload_of(delta[[2, 0, 1]]), everyone
+        )
+    )
     np.testing.assert_allclose(swapped, (delta + noise)[[2, 0, 1]], rtol=1e-6, atol=1e-6)
 
 
@@ -223,15 +319,21 @@ def test_label_flip_trains_on_the_opposite_label(linear, local, toy):
 
 
 def test_only_hostile_owners_see_other_labels(toy):
-    seen = faults.flip_labels(Faults(byzantine=0.5, attack="label_flip"), jnp.arange(CLIENTS) < 7, toy)
-    np.testing.assert_array_equal(seen.y, np.where(np.asarray(toy.owner) < 7, 3 - np.asarray(toy.y), toy.y))
+    seen = faults.flip_labels(
+        Faults(byzantine=0.5, attack="label_flip"), jnp.arange(CLIENTS) < 7, toy
+    )
+    np.testing.assert_array_equal(
+        seen.y, np.where(np.asarray(toy.owner) < 7, 3 - np.asarray(toy.y), toy.y)
+    )
 
 
 def test_a_straggler_does_less_and_is_kept(linear, local, toy):
     usual, slow = go(linear, local, toy)[2], go(linear, with_faults(local, straggler=1.0), toy)[2]
     assert (slow.steps < usual.steps).all() and (slow.steps > 0).all()
     np.testing.assert_array_equal(slow.clients, REAL)
-    shares = faults.apply_stragglers(Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5))
+    shares = faults.apply_stragglers(
+        Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5)
+    )
     assert 0 <= shares.min() and shares.max() == 0.5 and 320 < jnp.sum(shares < 0.5) < 480
 
 
@@ -250,7 +352,9 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_degenerate_rounds_stay_finite(name, linear, local, toy):
-    """More groups than directions; then no gradient at all, no step, everybody alike, and a group that loses all its clients."""
+    """More groups than directions; then no gradient at all, no step, everybody alike,
+    and a group that loses all its clients.
+    """
     method, options = METHODS[name]
     if method in (flexcfl, ifca):
         options = options | {"m": 6}
@@ -258,13 +362,22 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
         options = options | {"alpha": 2, "pretrain": "iters:3", "eta_g": 0.1}
 
     def run(lr, data, later):
-        algorithm = method(linear, local._replace(lr=lr), select.from_table(EVERYBODY[:, 3:12]), **options)
+        algorithm = method(
+            linear, local._replace(lr=lr), select.from_table(EVERYBODY[:, 3:12]), **options
+        )
         state = algorithm.init(KEY, data)
-        return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS)
+        return jax.lax.scan(
+            lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS
+        )
 
     run, alike = jax.jit(run), toy.replace(x=jnp.ones_like(toy.x), y=jnp.zeros_like(toy.y))
-    nothing = toy.replace(train=toy.train.replace(size=jnp.zeros_like(toy.train.size)), shifted=jnp.ones(CLIENTS, bool))
-    half = nothing.replace(train=toy.train.replace(size=jnp.where(jnp.arange(CLIENTS) % 2, 0, toy.train.size)))
+    nothing = toy.replace(
+        train=toy.train.replace(size=jnp.zeros_like(toy.train.size)),
+        shifted=jnp.ones(CLIENTS, bool),
+    )
+    half = nothing.replace(
+        train=toy.train.replace(size=jnp.where(jnp.arange(CLIENTS) % 2, 0, toy.train.size))
+    )
     cases = {
         "usual": (0.2, toy, toy),
         "no inputs": (0.2, toy.replace(x=jnp.zeros_like(toy.x)), toy),
@@ -276,5 +389,11 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
     for case, (lr, data, later) in cases.items():
         state, infos = run(lr, data, later)
         chex.assert_tree_all_finite({case: (state, infos.replace(group_discrepancy=0.0))})
-        clients = REAL - 4 if case in ("usual", "no inputs", "no step", "everybody alike") else 0 if case.startswith("nobody") else 4
+        clients = (
+            REAL - 4
+            if case in ("usual", "no inputs", "no step", "everybody alike")
+            else 0
+            if case.startswith("nobody")
+            else 4
+        )
         np.testing.assert_array_equal(infos.clients, clients, err_msg=case)

@@ -1,4 +1,6 @@
-"""FeSEM against hand numbers, planted groups and a slow twin that keeps every client's model in a list."""
+"""FeSEM against hand numbers, planted groups and a slow twin that keeps every client's
+model in a list.
+"""
 
 from types import SimpleNamespace
 
@@ -14,7 +16,15 @@ from test_traffic import units
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.fesem import ClientModels, client_mu, embed_deltas, fesem, keep_models, nearest_center, stored_mean
+from fedjax_cfl.algorithms.fesem import (
+    ClientModels,
+    client_mu,
+    embed_deltas,
+    fesem,
+    keep_models,
+    nearest_center,
+    stored_mean,
+)
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
@@ -31,27 +41,39 @@ REF = {"start": "random_models", "estep": "selected", "average": "first_client",
 
 def play(algorithm, data, rounds, state=None):
     """Returns the states [rounds + 1] of a run."""
-    states, one_round = [jax.jit(algorithm.init)(KEY, data) if state is None else state], jax.jit(algorithm.round)
+    states, one_round = (
+        [jax.jit(algorithm.init)(KEY, data) if state is None else state],
+        jax.jit(algorithm.round),
+    )
     for _ in range(rounds):
         states.append(one_round(KEY, states[-1], data)[0])
     return states
 
 
 def planted(concepts=3, clients=18, samples=24, features=5, classes=4):
-    """Clients of well separated classes whose names are turned by the number of the client's concept."""
+    """Clients of well separated classes whose names are turned by the number of the
+    client's concept.
+    """
     rng = np.random.default_rng(1)
     owner = np.repeat(np.arange(clients, dtype=np.int32), samples)
     shape = rng.integers(classes, size=owner.size)
     x = 2.0 * np.eye(classes, features)[shape] + 0.3 * rng.normal(size=(owner.size, features))
     held = cfl.Partition(np.arange(owner.size), owner, np.arange(owner.size) % 4 == 0)
-    return cfl.federate(cfl.Pool(x.astype(np.float32), ((shape + owner % concepts) % classes).astype(np.int32), classes), held)
+    return cfl.federate(
+        cfl.Pool(
+            x.astype(np.float32), ((shape + owner % concepts) % classes).astype(np.int32), classes
+        ),
+        held,
+    )
 
 
 # The twin
 
 
 def gradient(w, x, y):
-    """The gradient [P] of mean cross-entropy + 0.001 sum(kernel^2) of the linear softmax model w = (bias [4], kernel [5, 4])."""
+    """The gradient [P] of mean cross-entropy + 0.001 sum(kernel^2) of the linear
+    softmax model w = (bias [4], kernel [5, 4]).
+    """
     bias, kernel = w[:4], w[4:].reshape(5, 4)
     z = x @ kernel + bias
     error = np.exp(z - z.max(axis=1, keepdims=True))
@@ -63,7 +85,9 @@ def gradient(w, x, y):
 def trained(key, w, mu, client, data, local):
     """Local_update (FeSEM, Algorithm 2) with a proximal term of weight mu."""
     x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
-    held = np.asarray(data.train.order)[int(data.train.start[client]) :][: int(data.train.size[client])]
+    held = np.asarray(data.train.order)[int(data.train.start[client]) :][
+        : int(data.train.size[client])
+    ]
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
     center = w
     for row in np.asarray(random_permutations(words, len(held), 64, local.epochs))[:, : len(held)]:
@@ -78,8 +102,14 @@ def nearest(w, centers):
 
 
 def twin(state, data, local, rounds, mu, form, estep):
-    """E-step, local training, M-step over all stored models; returns (centers, models, assignment)."""
-    centers, models, assignment = matrix(state.groups), list(matrix(state.memory.models)), state.assignment.tolist()
+    """E-step, local training, M-step over all stored models; returns (centers, models,
+    assignment).
+    """
+    centers, models, assignment = (
+        matrix(state.groups),
+        list(matrix(state.memory.models)),
+        state.assignment.tolist(),
+    )
     size = np.asarray(data.train.size)
     with_data = [client for client in range(data.num_clients) if size[client] > 0]
     for round in range(rounds):
@@ -89,7 +119,14 @@ def twin(state, data, local, rounds, mu, form, estep):
                 assignment[client] = nearest(models[client], centers)
         for client in set(cohort) & set(with_data):
             pull = mu if form == "prox" else 2 * mu * size.sum() / (data.num_clients * size[client])
-            models[client] = trained(derive_key(KEY, TRAIN, round), centers[assignment[client]], pull, client, data, local)
+            models[client] = trained(
+                derive_key(KEY, TRAIN, round),
+                centers[assignment[client]],
+                pull,
+                client,
+                data,
+                local,
+            )
         for k in range(len(centers)):
             members = [models[client] for client in with_data if assignment[client] == k]
             if members:
@@ -97,7 +134,9 @@ def twin(state, data, local, rounds, mu, form, estep):
     return centers, models, assignment
 
 
-@pytest.mark.parametrize(("form", "estep", "mu"), [("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)])
+@pytest.mark.parametrize(
+    ("form", "estep", "mu"), [("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)]
+)
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
     begun, *_, last = play(fesem(linear, local, COHORT, m=2, mu=mu, form=form, estep=estep), toy, 4)
@@ -112,13 +151,24 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
     state = jax.jit(fesem(linear, local, COHORT, m=2).init)(KEY, toy)
     keys = jax.random.split(derive_key(KEY, START), 3)
     common = matrix(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
-    expected = [trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common for client in range(14)]
+    expected = [
+        trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common
+        for client in range(14)
+    ]
     np.testing.assert_allclose(matrix(state.memory.models), expected, rtol=1e-5, atol=1e-5)
     assert state.memory.known.tolist() == (np.asarray(toy.train.size) > 0).tolist()
     label = np.where(state.memory.known, state.assignment, -1)
     for k in range(2):
-        np.testing.assert_allclose(matrix(state.groups)[k], matrix(state.memory.models)[label == k].mean(axis=0), rtol=1e-5, atol=1e-5)
-    assert (state.assignment >= 0).all() and (state.traffic.units_down, state.traffic.units_up) == (14, 14)
+        np.testing.assert_allclose(
+            matrix(state.groups)[k],
+            matrix(state.memory.models)[label == k].mean(axis=0),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+    assert (state.assignment >= 0).all() and (state.traffic.units_down, state.traffic.units_up) == (
+        14,
+        14,
+    )
 
 
 # Reductions
@@ -127,7 +177,9 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     begun, *_, last = play(fesem(linear, local, COHORT, m=1, average="cohort", mu=0.0), toy, 3)
     plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
-    chex.assert_trees_all_close(last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(
+        last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
@@ -137,23 +189,40 @@ def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
 
 
 def test_migration_changes_nothing(toy, linear, local):
-    """Data have no part in distances: FeSEM-MIG is FeSEM bit for bit, though shifts are detected."""
+    """Data have no part in distances: FeSEM-MIG is FeSEM bit for bit, though shifts are
+    detected.
+    """
 
     def run(migrate):
         algorithm = fesem(linear, local, COHORT, m=2, migrate=migrate)
-        return cfl.run(algorithm, linear, toy, KEY, rounds=6, drift=drift.swap_all(0.5), discard="none", mesh=local.mesh)
+        return cfl.run(
+            algorithm,
+            linear,
+            toy,
+            KEY,
+            rounds=6,
+            drift=drift.swap_all(0.5),
+            discard="none",
+            mesh=local.mesh,
+        )
 
     still, moving = run(False), run(True)
     for row, same in zip(still.rows, moving.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
     first = jax.jit(fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
-    assert np.any(first.memory.shift_reference.reference != moving.state.memory.shift_reference.reference)
-    chex.assert_trees_all_equal(moving.state.replace(memory=moving.state.memory.replace(shift_reference=())), still.state)
+    assert np.any(
+        first.memory.shift_reference.reference != moving.state.memory.shift_reference.reference
+    )
+    chex.assert_trees_all_equal(
+        moving.state.replace(memory=moving.state.memory.replace(shift_reference=())), still.state
+    )
 
 
 def test_migration_of_the_selected_follows_centers(linear, local):
-    """With estep=selected a client whose data shifted moves, if it does, to the center nearest to its stored model, for nothing."""
+    """With estep=selected a client whose data shifted moves, if it does, to the center
+    nearest to its stored model, for nothing.
+    """
     data = planted()
     algorithm = fesem(linear, local, COHORT, m=3, estep="selected", migrate=True)
     state = play(algorithm, data, 1)[-1]
@@ -177,9 +246,11 @@ def test_planted_groups_are_found(linear, local, estep):
 
 
 def test_equal_stored_models_collapse_into_one_group(linear, local):
-    """D5: all clients are nearest to the same random center, and their models stay near it; the others are never touched.
+    """D5: all clients are nearest to the same random center, and their models stay near
+    it; the others are never touched.
 
-    The steps are small: next to models of so few parameters one round is otherwise farther than another random center.
+    The steps are small: next to models of so few parameters one round is otherwise
+    farther than another random center.
     """
     begun, *_, last = play(fesem(linear, local._replace(lr=0.01), COHORT, m=3, **REF), planted(), 5)
     assert (begun.assignment == -1).all()
@@ -208,24 +279,43 @@ def test_lost_clients_leave_their_models(toy, linear, local):
 
 def upload_of(delta, weight):
     nothing = jnp.zeros(len(weight))
-    return Upload({"w": jnp.array(delta)[:, None]}, jnp.array(weight, jnp.float32), nothing, nothing, nothing.astype(jnp.int32))
+    return Upload(
+        {"w": jnp.array(delta)[:, None]},
+        jnp.array(weight, jnp.float32),
+        nothing,
+        nothing,
+        nothing.astype(jnp.int32),
+    )
 
 
 def test_stored_mean_by_hand():
-    """Clients 0 .. 5 store 1, 2, 4, 8, 16, 99; 5 is unknown. 1 trains in group 0 to 10 + 3, 4 sends nothing, the third slot is empty."""
-    memory = ClientModels({"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5)
+    """Clients 0 .. 5 store 1, 2, 4, 8, 16, 99; 5 is unknown. 1 trains in group 0 to 10
+    + 3, 4 sends nothing, the third slot is empty.
+    """
+    memory = ClientModels(
+        {"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5
+    )
     state = SimpleNamespace(
         active=jnp.ones(4, bool),
         memory=memory,
         groups={"w": jnp.array([10.0, 20.0, 30.0, 40.0])[:, None]},
         assignment=jnp.array([0, 0, 1, -1, 1, 2]),
     )
-    cohort, upload, gid = Cohort(jnp.array([1, 4, 6]), jnp.arange(3)), upload_of([3.0, 0.0, 0.0], [5, 0, 0]), jnp.array([0, 1, 0])
+    cohort, upload, gid = (
+        Cohort(jnp.array([1, 4, 6]), jnp.arange(3)),
+        upload_of([3.0, 0.0, 0.0], [5, 0, 0]),
+        jnp.array([0, 1, 0]),
+    )
     step, mass = stored_mean(upload, gid, cohort, (), state)
-    np.testing.assert_allclose((state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6)
+    np.testing.assert_allclose(
+        (state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6
+    )
     assert mass.tolist() == [2, 2, 0, 0]
     kept = keep_models(state, state.groups, cohort, gid, upload)
-    assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99] and kept.known.tolist() == memory.known.tolist()
+    assert (
+        kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
+        and kept.known.tolist() == memory.known.tolist()
+    )
 
 
 def test_pull_of_eq_8_by_hand():
@@ -237,10 +327,14 @@ def test_pull_of_eq_8_by_hand():
 
 
 def test_nearest_center_survives_nearly_equal_models():
-    """Models of norm 1e3 that differ by 1e-3: |a|^2 - 2 a.b + |b|^2 would be all rounding in float32."""
+    """Models of norm 1e3 that differ by 1e-3: |a|^2 - 2 a.b + |b|^2 would be all
+    rounding in float32.
+    """
     rng = np.random.default_rng(0)
     common = 1e3 * rng.normal(size=5).astype(np.float32)
-    centers = {"head": {"kernel": jnp.array(common + 2e-3 * rng.normal(size=(3, 5)).astype(np.float32))}}
+    centers = {
+        "head": {"kernel": jnp.array(common + 2e-3 * rng.normal(size=(3, 5)).astype(np.float32))}
+    }
     own = [2, 0, 1, 1]
     models = jax.tree.map(lambda leaf: leaf[jnp.array(own)], centers)
     for distance in ("full", "last_layer"):
@@ -259,10 +353,17 @@ def test_last_layer_sees_only_the_head():
 
 def test_embedding_keeps_distances():
     rng = np.random.default_rng(0)
-    delta, known = {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))}, np.arange(9) != 4
-    points = np.asarray(jax.jit(embed_deltas)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
+    delta, known = (
+        {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))},
+        np.arange(9) != 4,
+    )
+    points = np.asarray(jax.jit(embed_deltas)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[
+        known
+    ]
     rows = matrix(delta)[known]
-    np.testing.assert_allclose(*(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4)
+    np.testing.assert_allclose(
+        *(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4
+    )
 
 
 def inertia(state):
@@ -276,15 +377,24 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     for restarts in (1, 20):
         init = jax.jit(fesem(linear, local, COHORT, m=4, restarts=restarts).init)
         found[restarts] = [inertia(init(jax.random.key(seed), toy)) for seed in range(5)]
-    assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), found
+    assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), (
+        found
+    )
     assert sum(found[20]) < 0.99 * sum(found[1])
 
 
 @pytest.mark.parametrize(("start", "extra"), [("random_models", 0), ("local", 2 * 100)])
 def test_models_sent(start, extra):
-    """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from local models costs one more visit to everybody."""
-    task, local = cfl.as_task(cfl.models.MCLR(2), (1,), 2), cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1))
-    algorithm = fesem(task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True)
+    """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from
+    local models costs one more visit to everybody.
+    """
+    task, local = (
+        cfl.as_task(cfl.models.MCLR(2), (1,), 2),
+        cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1)),
+    )
+    algorithm = fesem(
+        task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True
+    )
     assert units(algorithm, 100, 300) == 12_000 + extra
 
 

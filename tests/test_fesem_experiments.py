@@ -1,4 +1,6 @@
-"""The experiments of the FeSEM paper and what they need: rows that share runs, CIFAR-10, CelebA, the map of local models."""
+"""The experiments of the FeSEM paper and what they need: rows that share runs,
+CIFAR-10, CelebA, the map of local models.
+"""
 
 import json
 import os
@@ -26,20 +28,39 @@ from fedjax_cfl.papers.cells import load_table, row_columns
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 
-real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
+real = pytest.mark.skipif(
+    not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"
+)
 SHARED = {
     "title": "T",
     "scale": 100,
     "columns": {"Avg": ["algorithm=fedavg"], "SEM": ["algorithm=fesem"]},
     "rows": {
-        "A": {"overrides": ["dataset=a"], "columns": ["Avg", "SEM"], "measure": "final_accuracy", "published": {"SEM": 90.3}},
-        "A-F1": {"title": "A: micro-F1", "runs": "A", "measure": "micro_f1", "published": {"SEM": 70.6}},
+        "A": {
+            "overrides": ["dataset=a"],
+            "columns": ["Avg", "SEM"],
+            "measure": "final_accuracy",
+            "published": {"SEM": 90.3},
+        },
+        "A-F1": {
+            "title": "A: micro-F1",
+            "runs": "A",
+            "measure": "micro_f1",
+            "published": {"SEM": 70.6},
+        },
         "A-index": {"runs": "A", "measure": "ari"},
         "A-MB": {"runs": "A", "measure": "megabytes"},
         "B": {"overrides": ["dataset=b"]},
     },
 }
-LAST = {"accuracy": 0.5, "micro_f1": 0.25, "ari": 0.125, "bytes_down": 3_000_000, "bytes_up": 1_500_000, "wall_s": 2.0}
+LAST = {
+    "accuracy": 0.5,
+    "micro_f1": 0.25,
+    "ari": 0.125,
+    "bytes_down": 3_000_000,
+    "bytes_up": 1_500_000,
+    "wall_s": 2.0,
+}
 
 
 def finished(folder, *, rounds=2, **numbers):
@@ -56,10 +77,15 @@ def finished(folder, *, rounds=2, **numbers):
 
 
 def test_rows_that_share_runs_have_one_cell_together(tmp_path):
-    cells = list(paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], []))
+    cells = list(
+        paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1", "A", "A-MB"], None, [0], [])
+    )
     assert [(cell.row, cell.column) for cell in cells] == [("A", "Avg"), ("A", "SEM")]
     assert cells[1].folder == tmp_path / "A" / "SEM" / "seed0" and "dataset=a" in cells[1].overrides
-    assert [cell.row for cell in paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])] == ["A"]
+    assert [
+        cell.row
+        for cell in paper_cells.make_cells("fake", SHARED, tmp_path, ["A-F1"], ["SEM"], [0], [])
+    ] == ["A"]
 
 
 def test_rows_that_share_runs_show_their_own_measure(tmp_path):
@@ -71,7 +97,10 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     assert found["A-F1", "SEM"]["published"] == 70.6 and found["A-F1", "Avg"]["runs"] == 0
     assert report.format_cell(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
     assert report.format_cell(SHARED, found["A-index", "SEM"]) == "0.125"
-    assert report.format_finished_cell(SHARED, "A", folder) == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
+    assert (
+        report.format_finished_cell(SHARED, "A", folder)
+        == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
+    )
     assert report.format_finished_cell(SHARED, "B", folder) == "50.0"
     report.write(SHARED, records, tmp_path, "command")
     text = (tmp_path / "table.md").read_text()
@@ -84,7 +113,12 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
 def test_figures_draw_shared_runs_once(tmp_path):
     found = {("A", "SEM"): [finished(tmp_path / "seed0")]}
     assert list(figures.read_cells(SHARED, found)) == ["A"]
-    assert report.recorded_rows(SHARED, report.collect(SHARED, found)) == ["A", "A-F1", "A-index", "A-MB"]
+    assert report.recorded_rows(SHARED, report.collect(SHARED, found)) == [
+        "A",
+        "A-F1",
+        "A-index",
+        "A-MB",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,10 +149,22 @@ def test_shown_measures_exist(name):
 
 
 def records(count, seed):
-    """Returns images [n, 32, 32, 3] and labels [n], and the bytes of a file of the binary version that holds them."""
+    """Returns images [n, 32, 32, 3] and labels [n], and the bytes of a file of the
+    binary version that holds them.
+    """
     rng = np.random.default_rng(seed)
-    x, y = rng.integers(0, 256, (count, 32, 32, 3), np.uint8), rng.integers(0, 10, count).astype(np.uint8)
-    return x, y, b"".join(bytes([label]) + image.transpose(2, 0, 1).tobytes() for image, label in zip(x, y, strict=True))
+    x, y = (
+        rng.integers(0, 256, (count, 32, 32, 3), np.uint8),
+        rng.integers(0, 10, count).astype(np.uint8),
+    )
+    return (
+        x,
+        y,
+        b"".join(
+            bytes([label]) + image.transpose(2, 0, 1).tobytes()
+            for image, label in zip(x, y, strict=True)
+        ),
+    )
 
 
 def test_cifar10_binary_version(tmp_path, monkeypatch):
@@ -132,14 +178,22 @@ def test_cifar10_binary_version(tmp_path, monkeypatch):
     np.testing.assert_array_equal(pool.y, np.concatenate([y for _, y, _ in parts]))
     assert pool.test.tolist() == [False] * (len(pool.y) - 8) + [True] * 8
     (tmp_path / CIFAR[5]).write_bytes(parts[5][2][:-1])
-    with pytest.raises(InputError, match=r"test_batch.bin: size of the data is 24583 bytes, expected 1 to 10000 records of 3073"):
+    with pytest.raises(
+        InputError,
+        match=(
+            r"test_batch.bin: size of the data is 24583 bytes, expected 1 to 10000 records of 3073"
+        ),
+    ):
         cifar10()
 
 
 def test_part_of_cifar10(tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
-    with pytest.raises(InputError, match=r"cifar10_clients00-21.npz; put it into .* a folder named in FEDJAX_CFL_DATA"):
+    with pytest.raises(
+        InputError,
+        match=r"cifar10_clients00-21.npz; put it into .* a folder named in FEDJAX_CFL_DATA",
+    ):
         cifar10()
     (tmp_path / "cifar10").mkdir()
     x, y, _ = records(5, seed=0)
@@ -154,9 +208,24 @@ def test_part_of_cifar10(tmp_path, monkeypatch):
 @real
 def test_real_cifar10():
     pool = cifar10()
-    assert pool.x.shape[1:] == (32, 32, 3) and pool.x.dtype == np.uint8 and len(np.unique(pool.y)) == 10
+    assert (
+        pool.x.shape[1:] == (32, 32, 3)
+        and pool.x.dtype == np.uint8
+        and len(np.unique(pool.y)) == 10
+    )
     if pool.test is None:  # the part
-        assert np.bincount(pool.y).tolist() == [729, 845, 1097, 2041, 595, 972, 1925, 1742, 832, 1464]
+        assert np.bincount(pool.y).tolist() == [
+            729,
+            845,
+            1097,
+            2041,
+            595,
+            972,
+            1925,
+            1742,
+            832,
+            1464,
+        ]
     held = partition.dirichlet(pool, clients=100, alpha=0.5, min_samples=10, test_fraction=0.2)
     assert held.owner.max() == 99
 
@@ -166,7 +235,9 @@ def test_real_cifar10():
 
 @pytest.fixture
 def faces(tmp_path, monkeypatch):
-    """Four celebrities of 178x218 images, whose brightness says who smiles; one of them has a single image."""
+    """Four celebrities of 178x218 images, whose brightness says who smiles; one of them
+    has a single image.
+    """
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     images = tmp_path / "celeba" / "data" / "raw" / "img_align_celeba"
@@ -175,24 +246,36 @@ def faces(tmp_path, monkeypatch):
     for part, counts in {"train": {"12": 4, "7": 3, "900": 1}, "test": {"12": 1, "31": 2}}.items():
         data = {}
         for user, count in counts.items():
-            names, labels = [f"{number + i:06d}.jpg" for i in range(count)], [i % 2 for i in range(count)]
+            names, labels = (
+                [f"{number + i:06d}.jpg" for i in range(count)],
+                [i % 2 for i in range(count)],
+            )
             for name, label in zip(names, labels, strict=True):
                 pixels = rng.integers(0, 40, (218, 178, 3)) + 200 * label
                 Image.fromarray(pixels.astype(np.uint8)).save(images / name)
             data[user], number = {"x": names, "y": labels}, number + count
         shard = {"users": list(counts), "num_samples": list(counts.values()), "user_data": data}
         (tmp_path / "celeba" / "data" / part).mkdir()
-        (tmp_path / "celeba" / "data" / part / f"all_data_{part}.json").write_text(json.dumps(shard))
+        (tmp_path / "celeba" / "data" / part / f"all_data_{part}.json").write_text(
+            json.dumps(shard)
+        )
     return tmp_path / "celeba" / "data"
 
 
 def test_celeba(faces):
     pool = celeba.celeba()
-    assert pool.x.shape == (10, 84, 84, 3) and pool.x.dtype == np.uint8 and pool.test is None and pool.num_classes == 2
+    assert (
+        pool.x.shape == (10, 84, 84, 3)
+        and pool.x.dtype == np.uint8
+        and pool.test is None
+        and pool.num_classes == 2
+    )
     assert np.bincount(pool.client).tolist() == [5, 2, 3]  # "12", "31", "7"; "900" has one image
     np.testing.assert_array_equal(pool.x.mean(axis=(1, 2, 3)) > 128, pool.y == 1)
     kept = celeba.celeba(keep_split=True)
-    assert kept.test.sum() == 3 and np.bincount(partition.by_user(pool, test_fraction=0.2).owner).tolist() == [5, 2, 3]
+    assert kept.test.sum() == 3 and np.bincount(
+        partition.by_user(pool, test_fraction=0.2).owner
+    ).tolist() == [5, 2, 3]
     assert len(np.unique(celeba.celeba(users=2).client)) == 2
 
 
@@ -200,9 +283,21 @@ def test_celeba_cnn_learns_smiles(faces):
     """The paper's model on images of CelebA's shape."""
     pool = celeba.celeba()
     data = cfl.federate(pool, partition.by_user(pool, test_fraction=0.2))
-    task, local = cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2), cfl.Local(lr=0.003, epochs=1, batch_size=4, width=1)
-    algorithm, key = cfl.algorithms.fedavg(task, local._replace(mesh=cfl.make_mesh(1)), cfl.select.full_participation()), jax.random.key(0)
-    loss = jax.jit(lambda state: task.loss(jax.tree.map(lambda leaf: leaf[0], state.groups), data.x, data.y).mean())
+    task, local = (
+        cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2),
+        cfl.Local(lr=0.003, epochs=1, batch_size=4, width=1),
+    )
+    algorithm, key = (
+        cfl.algorithms.fedavg(
+            task, local._replace(mesh=cfl.make_mesh(1)), cfl.select.full_participation()
+        ),
+        jax.random.key(0),
+    )
+    loss = jax.jit(
+        lambda state: task.loss(
+            jax.tree.map(lambda leaf: leaf[0], state.groups), data.x, data.y
+        ).mean()
+    )
     state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
     before = loss(state)
     for _ in range(3):
@@ -212,10 +307,19 @@ def test_celeba_cnn_learns_smiles(faces):
 
 
 def test_pooling_after_a_norm_has_the_same_gradient_compiled():
-    """Pooling must not ask which input equals the maximum: a compiler may compute the input anew for that, and round another way."""
-    norm, x = layers.BatchStatNorm(), np.random.default_rng(0).normal(size=(4, 21, 21, 3)).astype(np.float32)
-    params = {"params": {"scale": np.float32([1.1, 0.9, 1.3]), "bias": np.float32([0.1, -0.2, 0.3])}}
-    gradient = jax.grad(lambda x: jax.nn.relu(layers.max_pool(norm.apply(params, x), "same")).mean())
+    """Pooling must not ask which input equals the maximum: a compiler may compute the
+    input anew for that, and round another way.
+    """
+    norm, x = (
+        layers.BatchStatNorm(),
+        np.random.default_rng(0).normal(size=(4, 21, 21, 3)).astype(np.float32),
+    )
+    params = {
+        "params": {"scale": np.float32([1.1, 0.9, 1.3]), "bias": np.float32([0.1, -0.2, 0.3])}
+    }
+    gradient = jax.grad(
+        lambda x: jax.nn.relu(layers.max_pool(norm.apply(params, x), "same")).mean()
+    )
     with jax.disable_jit():
         expected = gradient(x)
     for compiled in (jax.jit, jit_as_users_do):
@@ -253,7 +357,10 @@ def test_bad_celeba_files(faces):
     with pytest.raises(InputError, match="no such image"):
         celeba.celeba()
     (faces / "raw").rename(faces / "raw2")
-    with pytest.raises(InputError, match=r"celeba/data/raw/img_align_celeba; put it into .* a folder named in FEDJAX_CFL_DATA"):
+    with pytest.raises(
+        InputError,
+        match=r"celeba/data/raw/img_align_celeba; put it into .* a folder named in FEDJAX_CFL_DATA",
+    ):
         celeba.celeba()
     with pytest.raises(InputError, match=r"dataset.source.users=0"):
         celeba.celeba(users=0)
@@ -265,11 +372,15 @@ def test_bad_celeba_files(faces):
 def test_projection_is_pca():
     rng = np.random.default_rng(0)
     models, centers = rng.normal(size=(20, 30)) * np.linspace(3, 0.1, 30), rng.normal(size=(3, 30))
-    points, placed, explained = fesem_fig3.project([(models[:, :11], centers[:, :11]), (models[:, 11:], centers[:, 11:])])
+    points, placed, explained = fesem_fig3.project(
+        [(models[:, :11], centers[:, :11]), (models[:, 11:], centers[:, 11:])]
+    )
     apart = models - models.mean(axis=0)
     _, values, directions = np.linalg.svd(apart, full_matrices=False)
     np.testing.assert_allclose(np.abs(points), np.abs(apart @ directions[:2].T), atol=1e-8)
-    np.testing.assert_allclose(np.abs(placed), np.abs((centers - models.mean(axis=0)) @ directions[:2].T), atol=1e-8)
+    np.testing.assert_allclose(
+        np.abs(placed), np.abs((centers - models.mean(axis=0)) @ directions[:2].T), atol=1e-8
+    )
     np.testing.assert_allclose(explained, values[:2] ** 2 / (values**2).sum())
 
 

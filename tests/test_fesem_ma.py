@@ -1,4 +1,6 @@
-"""FeSEM-MA and the matching of units: SciPy, permutations that must not matter, hand numbers, FeSEM where nothing is permuted."""
+"""FeSEM-MA and the matching of units: SciPy, permutations that must not matter, hand
+numbers, FeSEM where nothing is permuted.
+"""
 
 from types import SimpleNamespace
 
@@ -14,10 +16,31 @@ from test_fesem import planted, play
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem import fesem, stored_mean
-from fedjax_cfl.algorithms.fesem_ma import MatchedModels, class_weighted_mean, fesem_ma, match_to_center, mean_over_cohort
-from fedjax_cfl.algorithms.matching import align_to_center, find_layers, permute_hidden_units, solve_assignment
+from fedjax_cfl.algorithms.fesem_ma import (
+    MatchedModels,
+    class_weighted_mean,
+    fesem_ma,
+    match_to_center,
+    mean_over_cohort,
+)
+from fedjax_cfl.algorithms.matching import (
+    align_to_center,
+    find_layers,
+    permute_hidden_units,
+    solve_assignment,
+)
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.zoo import MCLR, MLP, BiGRU, CelebaCNN, FemnistCNN, LeafCNN, LeNet, MnistCNN, StackedLSTM
+from fedjax_cfl.models.zoo import (
+    MCLR,
+    MLP,
+    BiGRU,
+    CelebaCNN,
+    FemnistCNN,
+    LeafCNN,
+    LeNet,
+    MnistCNN,
+    StackedLSTM,
+)
 from fedjax_cfl.round import select
 from fedjax_cfl.types import Cohort, State, Upload
 
@@ -46,8 +69,12 @@ WIDTHS = {
 @jax.jit
 def noisy(key, params, scale):
     """Returns the parameters with normal noise, so that biases are not zero."""
-    keys = jax.tree.unflatten(jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params)))))
-    return jax.tree.map(lambda k, leaf: leaf + scale * jax.random.normal(k, leaf.shape), keys, params)
+    keys = jax.tree.unflatten(
+        jax.tree.structure(params), list(jax.random.split(key, len(jax.tree.leaves(params))))
+    )
+    return jax.tree.map(
+        lambda k, leaf: leaf + scale * jax.random.normal(k, leaf.shape), keys, params
+    )
 
 
 def network(name):
@@ -67,13 +94,19 @@ def test_assignment_equals_scipy(n):
     rng = np.random.default_rng(n)
     costs = rng.normal(size=(8, n, n)).astype(np.float32)
     costs[1] = rng.integers(3, size=(n, n))  # ties
-    costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(np.eye(n)[rng.permutation(n)] > 0, -9, 0)  # nearly a permutation
+    costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(
+        np.eye(n)[rng.permutation(n)] > 0, -9, 0
+    )  # nearly a permutation
     costs[3] = -np.outer(np.arange(n), np.arange(n))  # everybody wants the same
     found = np.asarray(jax.jit(jax.vmap(solve_assignment))(costs))
-    for cost, columns, alone in zip(costs, found, map(jax.jit(solve_assignment), costs), strict=True):
+    for cost, columns, alone in zip(
+        costs, found, map(jax.jit(solve_assignment), costs), strict=True
+    ):
         rows, best = linear_sum_assignment(cost)
         assert sorted(columns) == list(rows) and columns.tolist() == alone.tolist()
-        np.testing.assert_allclose(cost[rows, columns].sum(), cost[rows, best].sum(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            cost[rows, columns].sum(), cost[rows, best].sum(), rtol=1e-5, atol=1e-5
+        )
     assert found[0].tolist() == linear_sum_assignment(costs[0])[1].tolist()
 
 
@@ -93,7 +126,9 @@ def test_layers_are_found_in_the_order_of_calls(name):
     layers = find_layers(task)
     assert [layer.width for layer in layers] == [*WIDTHS[name], 3]
     assert layers[-1].name == "head"
-    assert {part for layer in layers for part in (layer.name, *layer.norms)} == set(jax.eval_shape(task.init, KEY))
+    assert {part for layer in layers for part in (layer.name, *layer.norms)} == set(
+        jax.eval_shape(task.init, KEY)
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "femnist_cnn", "leaf_cnn", "celeba_cnn"])
@@ -106,13 +141,19 @@ def test_reordered_networks_are_the_same_function_and_are_put_back(name):
     predict = jax.jit(task.predict)
     np.testing.assert_allclose(predict(other, x), predict(params, x), rtol=2e-4, atol=1e-4)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (other, params)), strict=True))
-    back = jax.jit(lambda params, center: permute_hidden_units(layers, params, align_to_center(layers, params, center)))
+    back = jax.jit(
+        lambda params, center: permute_hidden_units(
+            layers, params, align_to_center(layers, params, center)
+        )
+    )
     chex.assert_trees_all_equal(back(other, params), params)
     near = noisy(KEY, params, 0.003)
     chex.assert_trees_all_equal(back(reorder(near), params), near)
 
 
-@pytest.mark.parametrize(("module", "shape", "layer"), [(BiGRU(2), (5, 3), "GRU_0"), (StackedLSTM(), (5, 3), "LSTM_1")])
+@pytest.mark.parametrize(
+    ("module", "shape", "layer"), [(BiGRU(2), (5, 3), "GRU_0"), (StackedLSTM(), (5, 3), "LSTM_1")]
+)
 def test_recurrent_models_are_refused(local, module, shape, layer):
     with pytest.raises(InputError, match=f"model layer {layer}: ") as caught:
         fesem_ma(cfl.as_task(module, shape, 2), local, COHORT, m=2)
@@ -131,7 +172,9 @@ def test_a_client_that_renames_its_units_does_not_matter():
         visit = match_to_center(lambda *given: upload, layers)
         return visit(0, 0, None, (KEY, groups), SimpleNamespace(group=1))
 
-    plain, renamed = (jax.jit(update)(model) for model in (trained, permute_hidden_units(layers, trained, orders)))
+    plain, renamed = (
+        jax.jit(update)(model) for model in (trained, permute_hidden_units(layers, trained, orders))
+    )
     chex.assert_trees_all_equal(plain, jax.tree.map(jnp.subtract, trained, params))
     chex.assert_trees_all_close(renamed, plain, atol=1e-6)
 
@@ -141,7 +184,9 @@ def test_a_client_that_renames_its_units_does_not_matter():
 
 @pytest.mark.parametrize("average", ["stored", "cohort"])
 def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, average):
-    """Clients that train from the center keep their units in its order: FeSEM, bit for bit but for how XLA fuses."""
+    """Clients that train from the center keep their units in its order: FeSEM, bit for
+    bit but for how XLA fuses.
+    """
     begun, *_, last = play(fesem_ma(mlp, local, COHORT, m=2, head="plain", average=average), toy, 4)
     plain = play(fesem(mlp, local, COHORT, m=2, average=average), toy, 4)
     chex.assert_trees_all_close(last.groups, plain[-1].groups, rtol=1e-6, atol=1e-6)
@@ -162,26 +207,38 @@ def test_planted_groups_are_found(mlp, local):
 
 
 def test_class_means_by_hand():
-    """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew, from 10; classes 0, 1, 2."""
+    """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew,
+    from 10; classes 0, 1, 2.
+    """
     head = {"kernel": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None, None] * jnp.ones((4, 1, 3))}
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
     memory = MatchedModels({"head": head}, jnp.ones(4, bool), counts)
     groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
     state = State(0, groups, (), jnp.ones(2, bool), jnp.array([0, 0, 0, 1]), (), memory)
-    upload = Upload({"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}}, jnp.array([5.0, 0.0]), *[jnp.zeros(2)] * 3)
+    upload = Upload(
+        {"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}},
+        jnp.array([5.0, 0.0]),
+        *[jnp.zeros(2)] * 3,
+    )
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
     step, mass = class_weighted_mean("head")(upload, gid, cohort, (), state)
     found = (state.groups["head"]["kernel"] + step["head"]["kernel"])[:, 0]
-    np.testing.assert_allclose(found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6)
+    np.testing.assert_allclose(
+        found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6
+    )
     np.testing.assert_allclose(found[1], [5, 5, 5], rtol=1e-6)
     np.testing.assert_allclose(mass, stored_mean(upload, gid, cohort, (), state)[1])
     step, mass = mean_over_cohort(class_weighted_mean("head"))(upload, gid, cohort, (), state)
-    np.testing.assert_allclose((state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6)
+    np.testing.assert_allclose(
+        (state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6
+    )
     np.testing.assert_allclose(mass, [1, 0])
 
 
 def test_what_does_not_fit_is_refused(linear, local):
     with pytest.raises(InputError, match=r"algorithm.head=nonsense: "):
         fesem_ma(linear, local, COHORT, m=2, head="nonsense")
-    with pytest.raises(InputError, match=r"algorithm.spare=0.2: 0 is allowed for a model with normalisations"):
+    with pytest.raises(
+        InputError, match=r"algorithm.spare=0.2: 0 is allowed for a model with normalisations"
+    ):
         fesem_ma(network("celeba_cnn")[0], local, COHORT, m=2, spare=0.2)

@@ -1,6 +1,8 @@
-"""Random files and random command lines: each is accepted or refused with an `InputError`, and nothing is written.
+"""Random files and random command lines: each is accepted or refused with an
+`InputError`, and nothing is written.
 
-FEDJAX_CFL_EXAMPLES sets the number of examples of each test of a reader, for a longer search.
+FEDJAX_CFL_EXAMPLES sets the number of examples of each test of a reader, for a longer
+search.
 """
 
 import gzip
@@ -22,7 +24,9 @@ from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.errors import InputError
 
 EXAMPLES = int(os.environ.get("FEDJAX_CFL_EXAMPLES", "300"))
-some = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+some = settings(
+    derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
 HEX = "0123456789abcdef"
 
 
@@ -35,9 +39,14 @@ def npz(compressed, **arrays):
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
-SHARD = json.dumps({"users": ["a", "b"], "num_samples": [2, 2], "user_data": {"a": USER, "b": USER}}).encode()
+SHARD = json.dumps(
+    {"users": ["a", "b"], "num_samples": [2, 2], "user_data": {"a": USER, "b": USER}}
+).encode()
 READ = {
-    "idx": (readers.read_idx, bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4]) + bytes(range(24))),
+    "idx": (
+        readers.read_idx,
+        bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4]) + bytes(range(24)),
+    ),
     "npz": (files.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
     "packed npz": (files.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
     "leaf": (leaf, SHARD),
@@ -46,7 +55,9 @@ READ = {
 
 @st.composite
 def mutated(draw, content):
-    """Returns `content` with 1 to 8 changes: a byte flipped or replaced, bytes inserted, doubled or removed, the end cut off."""
+    """Returns `content` with 1 to 8 changes: a byte flipped or replaced, bytes
+    inserted, doubled or removed, the end cut off.
+    """
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 8))):
         at = draw(st.integers(0, max(len(content) - 1, 0)))
@@ -57,7 +68,22 @@ def mutated(draw, content):
         elif change == 1:
             content[at : at + length] = draw(st.binary(min_size=length, max_size=length))
         elif change == 2:
-            content[at:at] = draw(st.sampled_from([b"[", b"]", b"-", b"9" * 30, b"\xff" * 4, b"NaN", b'"', b",", b"\0", b"PK\x01\x02"]))
+            content[at:at] = draw(
+                st.sampled_from(
+                    [
+                        b"[",
+                        b"]",
+                        b"-",
+                        b"9" * 30,
+                        b"\xff" * 4,
+                        b"NaN",
+                        b'"',
+                        b",",
+                        b"\0",
+                        b"PK\x01\x02",
+                    ]
+                )
+            )
         elif change == 3:
             content[at:at] = content[at : at + 4 * length]
         elif change == 4:
@@ -68,7 +94,9 @@ def mutated(draw, content):
 
 
 def reads_or_refuses(path, read, content, packed):
-    """Returns whether a file was accepted; any exception but an InputError of one line is the test's failure."""
+    """Returns whether a file was accepted; any exception but an InputError of one line
+    is the test's failure.
+    """
     path.write_bytes(gzip.compress(content, 1) if packed else content)
     try:
         read(path)
@@ -86,7 +114,11 @@ def test_random_bytes(kind, tmp_path):
 
     @settings(some, max_examples=EXAMPLES)
     @given(
-        st.one_of(st.binary(max_size=400), st.builds(lambda head, rest: good[:head] + rest, st.integers(1, 40), st.binary())), st.booleans()
+        st.one_of(
+            st.binary(max_size=400),
+            st.builds(lambda head, rest: good[:head] + rest, st.integers(1, 40), st.binary()),
+        ),
+        st.booleans(),
     )
     def search(content, packed):
         reads_or_refuses(tmp_path / "f", read, content, packed)
@@ -110,18 +142,38 @@ def test_mutations_of_good_files(kind, tmp_path):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["a", "x", "", 10**400, -(2**63), 1e308]),
-    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["x", "y", "a"]), inside, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["a", "x", "", 10**400, -(2**63), 1e308]),
+    lambda inside: (
+        st.lists(inside, max_size=3)
+        | st.dictionaries(st.sampled_from(["x", "y", "a"]), inside, max_size=3)
+    ),
     max_leaves=12,
 )
 
 
 def test_leaf_of_any_json(tmp_path):
-    rows = st.lists(st.lists(st.integers(-5, 5) | st.floats(), max_size=3) | values, max_size=3) | values
-    user = st.fixed_dictionaries({"x": rows, "y": st.lists(st.integers(-1, 5), max_size=3) | values}) | values
+    rows = (
+        st.lists(st.lists(st.integers(-5, 5) | st.floats(), max_size=3) | values, max_size=3)
+        | values
+    )
+    user = (
+        st.fixed_dictionaries({"x": rows, "y": st.lists(st.integers(-1, 5), max_size=3) | values})
+        | values
+    )
     data = st.dictionaries(st.sampled_from(["a", "b"]), user) | values
     names = st.lists(st.sampled_from(["a", "b"]), max_size=3) | values
-    shards = st.fixed_dictionaries({}, optional={"users": names, "num_samples": st.lists(st.integers(0, 3)) | values, "user_data": data})
+    shards = st.fixed_dictionaries(
+        {},
+        optional={
+            "users": names,
+            "num_samples": st.lists(st.integers(0, 3)) | values,
+            "user_data": data,
+        },
+    )
 
     @settings(some, max_examples=EXAMPLES)
     @given(shards | values, st.booleans())
@@ -133,10 +185,36 @@ def test_leaf_of_any_json(tmp_path):
 
 def test_npz_of_any_header(tmp_path):
     descr = st.sampled_from(
-        ["<f4", ">f8", "|O", "<U3", "|b1", "<M8[s]", "|V4", "<c16", "|u1", "<f2", "", 3, None, [("a", "<f4")], "(2,)<f4"]
+        [
+            "<f4",
+            ">f8",
+            "|O",
+            "<U3",
+            "|b1",
+            "<M8[s]",
+            "|V4",
+            "<c16",
+            "|u1",
+            "<f2",
+            "",
+            3,
+            None,
+            [("a", "<f4")],
+            "(2,)<f4",
+        ]
     )
-    shape = st.lists(st.integers(-2, 5) | st.integers(), max_size=4).map(tuple) | st.integers() | st.none() | st.booleans()
-    header = st.fixed_dictionaries({"descr": descr, "fortran_order": st.booleans() | st.integers(), "shape": shape}).map(repr) | st.text()
+    shape = (
+        st.lists(st.integers(-2, 5) | st.integers(), max_size=4).map(tuple)
+        | st.integers()
+        | st.none()
+        | st.booleans()
+    )
+    header = (
+        st.fixed_dictionaries(
+            {"descr": descr, "fortran_order": st.booleans() | st.integers(), "shape": shape}
+        ).map(repr)
+        | st.text()
+    )
     array = np.lib.format.magic(1, 0)
 
     @settings(some, max_examples=EXAMPLES)
@@ -159,7 +237,15 @@ def names():
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         known = list(overrides._default(()))
-    return [*known, *overrides._groups(), *(name.partition(".")[0] for name in known), "nope", "algorithm.nope", "hydra.run.dir", ""]
+    return [
+        *known,
+        *overrides._groups(),
+        *(name.partition(".")[0] for name in known),
+        "nope",
+        "algorithm.nope",
+        "hydra.run.dir",
+        "",
+    ]
 
 
 NOISE = [
@@ -194,20 +280,39 @@ def test_overrides(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     noise = st.lists(st.sampled_from(NOISE) | st.text(max_size=3), max_size=8).map("".join)
     plausible = (
-        st.integers().map(str) | st.floats().map(str) | st.sampled_from(["true", "[1,2]", "{a:1}", "x" * 100_000, "[" * 50, "1" * 4000])
+        st.integers().map(str)
+        | st.floats().map(str)
+        | st.sampled_from(["true", "[1,2]", "{a:1}", "x" * 100_000, "[" * 50, "1" * 4000])
     )
     setting = st.builds(
-        "{}{}{}".format, st.sampled_from(["", "", "", "+", "++", "~"]), st.sampled_from(names), noise | plausible.map("={}".format)
+        "{}{}{}".format,
+        st.sampled_from(["", "", "", "+", "++", "~"]),
+        st.sampled_from(names),
+        noise | plausible.map("={}".format),
     )
-    line = st.builds("{}{}={}".format, st.sampled_from(["", "", "+", "++"]), st.sampled_from(names), noise | plausible) | setting | noise
+    line = (
+        st.builds(
+            "{}{}={}".format,
+            st.sampled_from(["", "", "+", "++"]),
+            st.sampled_from(names),
+            noise | plausible,
+        )
+        | setting
+        | noise
+    )
 
     @settings(some, max_examples=60)
-    @given(st.lists(line, min_size=1, max_size=2), st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]))
+    @given(
+        st.lists(line, min_size=1, max_size=2),
+        st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]),
+    )
     def search(lines, flags):
         try:
             overrides.precheck([*flags, *lines], COMMANDS)
         except InputError as error:
             assert str(error) and not list(tmp_path.iterdir())
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # an accepted sweep has made its folder
+        assert not [
+            path for path in tmp_path.rglob("*") if path.is_file()
+        ]  # an accepted sweep has made its folder
 
     search()

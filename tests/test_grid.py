@@ -16,7 +16,10 @@ from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.vectorize import stack_data
 
-SMALL = "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2 checkpoint.every=2"
+SMALL = (
+    "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2"
+    " checkpoint.every=2"
+)
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algorithm.m=2"
 IFCA = "algorithm=ifca algorithm.m=2"
 FAULTS = "faults.dropout=0.2 faults.straggler=0.3 faults.nan=0.1"
@@ -29,18 +32,33 @@ CASES = {
         f"{IFCA} {FAULTS} drift=incremental drift.fractions=[0.5,1] drift.schedule=[0,2]",
         "vectorize=[local.lr,seed] seed=3,1 local.lr=0.01,0.1",
     ),
-    "mu, one data set": ("algorithm=fedprox model=mlp", "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1"),
+    "mu, one data set": (
+        "algorithm=fedprox model=mlp",
+        "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1",
+    ),
     "seeds": ("algorithm=feddane", "seeds=2"),
-    "cuts in two": ("algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01", "seeds=2"),
-    "a round with everybody": ("algorithm=fedcluster algorithm.m=3 algorithm.rounds=1 algorithm.min_size=2", "seeds=2"),
+    "cuts in two": (
+        "algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01",
+        "seeds=2",
+    ),
+    "a round with everybody": (
+        "algorithm=fedcluster algorithm.m=3 algorithm.rounds=1 algorithm.min_size=2",
+        "seeds=2",
+    ),
     "one round of clustering": ("algorithm=fl_hc algorithm.m=3 algorithm.warm_up=1", "seeds=2"),
-    "server step sizes": ("algorithm=fedadam", "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1"),
+    "server step sizes": (
+        "algorithm=fedadam",
+        "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
+    ),
 }
 FAST = ("seeds and step sizes, incremental, faults", "cuts in two")
 
 
 def rows(folder):
-    return [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(folder)]
+    return [
+        {name: value for name, value in row.items() if name not in VARYING}
+        for row in read_metrics(folder)
+    ]
 
 
 def same(one, other):
@@ -52,21 +70,40 @@ def same(one, other):
             if isinstance(value, int | type(None)):
                 assert value == right[name], name
             else:
-                np.testing.assert_allclose(np.array(value, float), np.array(right[name], float), rtol=2e-4, atol=1e-5, err_msg=name)
+                np.testing.assert_allclose(
+                    np.array(value, float),
+                    np.array(right[name], float),
+                    rtol=2e-4,
+                    atol=1e-5,
+                    err_msg=name,
+                )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
+)
 def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
     setting, together = CASES[case]
     assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0
     folders = sorted(path for path in (tmp_path / "grid").iterdir() if path.is_dir())
     for folder in folders[:: len(folders) - 1]:  # the first and the last
-        own = [line for line in json.loads((folder / "summary.json").read_text())["overrides"] if line not in SMALL.split()]
-        assert call(monkeypatch, f"{SMALL} {shlex.join(own)} run_dir={tmp_path / 'alone' / folder.name}") == 0
+        own = [
+            line
+            for line in json.loads((folder / "summary.json").read_text())["overrides"]
+            if line not in SMALL.split()
+        ]
+        assert (
+            call(
+                monkeypatch, f"{SMALL} {shlex.join(own)} run_dir={tmp_path / 'alone' / folder.name}"
+            )
+            == 0
+        )
         alone = tmp_path / "alone" / folder.name
         same(rows(folder), rows(alone))
         assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
-        ours, theirs = (load_arrays(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, alone))
+        ours, theirs = (
+            load_arrays(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, alone)
+        )
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
             assert array.shape == theirs[name].shape, name
@@ -84,7 +121,9 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     # a run of a grid can go on alone
     assert call(monkeypatch, f"{single} seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
-    assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0  # from the last round that all have
+    assert (
+        call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0
+    )  # from the last round that all have
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -92,13 +131,21 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     ("line", "said"),
     {
         "vectorize=[seed]": "vectorize=seed: give seed several values, once, as seed=1,2",
-        "vectorize=[seed,local.epochs] seed=0,1 local.epochs=1,2": "vectorize=local.epochs: one of seed, local.lr, algorithm.mu, ",
+        "vectorize=[seed,local.epochs] seed=0,1 local.epochs=1,2": (
+            "vectorize=local.epochs: one of seed, local.lr, algorithm.mu, "
+        ),
         "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
         "vectorize=[seed] seed=1,1": "vectorize: seed=1,1 names a value twice",
-        "vectorize=[seed] seed=0,1 seeds=2": "seeds=2: seed has several values already; use one of the two",
-        "algorithm=fedavg vectorize=[algorithm.eta_g] algorithm.eta_g=0,1": "algorithm.eta_g=0: unknown setting",
+        "vectorize=[seed] seed=0,1 seeds=2": (
+            "seeds=2: seed has several values already; use one of the two"
+        ),
+        "algorithm=fedavg vectorize=[algorithm.eta_g] algorithm.eta_g=0,1": (
+            "algorithm.eta_g=0: unknown setting"
+        ),
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
-        "seeds=2 resident=host algorithm=fedavg": "resident=host: a grid of runs trains on data that are on the devices",
+        "seeds=2 resident=host algorithm=fedavg": (
+            "resident=host: a grid of runs trains on data that are on the devices"
+        ),
         "seeds=0": "seeds=0: must be a whole number >= 1",
     }.items(),
 )
@@ -110,7 +157,11 @@ def test_what_cannot_be_one_program_is_refused(line, said, tmp_path, monkeypatch
 
 def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_pool):
     fewer = np.flatnonzero(np.arange(len(toy_pool.y)) % 5 != 0)
-    smaller = cfl.federate(toy_pool, cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=toy.num_clients)
+    smaller = cfl.federate(
+        toy_pool,
+        cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]),
+        clients=toy.num_clients,
+    )
     both = stack_data([toy, smaller])
     for number, one in enumerate([toy, smaller]):
         own = jax.tree.map(lambda leaf, number=number: leaf[number], both)
@@ -121,30 +172,53 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
             assert (own.owner[view.order[before.order.size :]] == -1).all()
         assert sorted(np.concatenate([own.train.order, own.test.order])) == list(range(own.y.size))
     with pytest.raises(InputError, match=r"the seeds' data differ in their clients \(14, 15\)"):
-        stack_data([toy, cfl.federate(toy_pool, cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]), clients=15)])
+        stack_data(
+            [
+                toy,
+                cfl.federate(
+                    toy_pool,
+                    cfl.Partition(fewer, toy_pool.client[fewer], toy_pool.test[fewer]),
+                    clients=15,
+                ),
+            ]
+        )
 
 
 @pytest.mark.parametrize("width", [3, 4096])
 def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     """Nested maps, chunks of several clients, a traced step size, on several devices."""
-    mesh, rates, keys = cfl.make_mesh(2), jnp.array([0.05, 0.3]), jax.random.split(jax.random.key(5), 2)
+    mesh, rates, keys = (
+        cfl.make_mesh(2),
+        jnp.array([0.05, 0.3]),
+        jax.random.split(jax.random.key(5), 2),
+    )
 
     def after(members: bool, lr, key):
         local = cfl.Local(lr, 2, 4, width, mesh, members=members)
         algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
         return algorithm.round(key, algorithm.init(key, toy), toy)[0]
 
-    together = jax.jit(jax.vmap(jax.vmap(lambda lr, key: after(True, lr, key), (0, None)), (None, 0)))(rates, keys)
+    together = jax.jit(
+        jax.vmap(jax.vmap(lambda lr, key: after(True, lr, key), (0, None)), (None, 0))
+    )(rates, keys)
     alone = jax.jit(lambda lr, key: after(False, lr, key))
     for s, key in enumerate(keys):
         for h, lr in enumerate(rates):
             one = jax.tree.map(lambda leaf, place=(s, h): leaf[place], together)
-            for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(alone(lr, key)), strict=True):
+            for ours, theirs in zip(
+                jax.tree.leaves(one), jax.tree.leaves(alone(lr, key)), strict=True
+            ):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_axis_is_outermost():
-    config = {"vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"], "seeds": 1, "seed": 0, "coordinator": None, "resident": "device"}
+    config = {
+        "vectorize": ["algorithm.eta_g=0,0.5", "seed=4,2"],
+        "seeds": 1,
+        "seed": 0,
+        "coordinator": None,
+        "resident": "device",
+    }
     assert grid.grid_points(grid.grid_axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},

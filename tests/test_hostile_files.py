@@ -1,4 +1,6 @@
-"""Hostile files: each ends in one line that names the file and what is expected, in little memory, and nothing is written."""
+"""Hostile files: each ends in one line that names the file and what is expected, in
+little memory, and nothing is written.
+"""
 
 import gzip
 import io
@@ -31,7 +33,11 @@ def idx(array, shape=None, kind=8):
 
 def npy(array, **header):
     """Returns the bytes of a .npy file, whose header may lie."""
-    true = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    true = {
+        "descr": np.lib.format.dtype_to_descr(array.dtype),
+        "fortran_order": False,
+        "shape": array.shape,
+    }
     return raw_npy(repr(true | header).encode(), array.tobytes())
 
 
@@ -52,7 +58,9 @@ def flagged(content):
     """Returns an archive whose members say that they are encrypted."""
     for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         parts = content.split(mark)
-        content = mark.join([parts[0], *(part[: place - 4] + b"\x01" + part[place - 3 :] for part in parts[1:])])
+        content = mark.join(
+            [parts[0], *(part[: place - 4] + b"\x01" + part[place - 3 :] for part in parts[1:])]
+        )
     return content
 
 
@@ -73,12 +81,17 @@ def leaf(**changes):
         "num_samples": [1, 1],
         "user_data": {"a": {"x": [[1, 2]], "y": [0]}, "b": {"x": [[3, 4]], "y": [1]}},
     }
-    return json.dumps({name: value for name, value in (good | changes).items() if value is not None})
+    return json.dumps(
+        {name: value for name, value in (good | changes).items() if value is not None}
+    )
 
 
 def of(x="[[1, 2]]", y="[0]", size="1", more=""):
     """Returns LEAF JSON of one user as text, for what json.dumps would not write."""
-    return f'{{"users": ["a"], "num_samples": [{size}], "user_data": {{"a": {{"x": {x}, "y": {y}{more}}}}}}}'
+    return (
+        f'{{"users": ["a"], "num_samples": [{size}], "user_data": {{"a": {{"x": {x}, "y":'
+        f" {y}{more}}}}}}}"
+    )
 
 
 PICKLE = npy(np.zeros(1), descr="|O") + b"cos\nsystem\n(S'touch pwned'\ntR."
@@ -90,7 +103,10 @@ IDX = {
     "gzip of garbage": (gzip.compress(b"garbage" * 9), "magic"),
     "gzip of nothing": (gzip.compress(b""), "magic"),
     "gzip with trailing garbage": (gzip.compress(idx(IMAGES)) + b"garbage", "gzip"),
-    "gzip with a wrong checksum": (gzip.compress(idx(IMAGES))[:-8] + bytes(4) + struct.pack("<I", 40), "gzip"),
+    "gzip with a wrong checksum": (
+        gzip.compress(idx(IMAGES))[:-8] + bytes(4) + struct.pack("<I", 40),
+        "gzip",
+    ),
     "gzip with another after it": (gzip.compress(idx(IMAGES)) * 2, "25 bytes or more"),
     "gzip header only": (b"\x1f\x8b", "gzip"),
     "two bytes": (b"\0\0", "magic"),
@@ -109,7 +125,10 @@ IDX = {
     "data too short": (idx(IMAGES)[:-1], "23 bytes, expected 24"),
     "data too long": (idx(IMAGES) + bytes(99), "25 bytes or more, expected 24"),
     "bomb": (BOMB, "type"),
-    "bomb behind a small header": (gzip.compress(idx(np.zeros(2**24, np.uint8), [10])), "11 bytes or more"),
+    "bomb behind a small header": (
+        gzip.compress(idx(np.zeros(2**24, np.uint8), [10])),
+        "11 bytes or more",
+    ),
     "html": (b"<html>404</html>", "magic"),
 }
 
@@ -122,8 +141,14 @@ NPZ = {
     "void": (packed(x=npy(X, descr="|V4")), "its type is"),
     "huge shape": (packed(x=npy(X, shape=(10**12,))), "its header asks for 4000000000000 bytes"),
     "shape beyond 64 bits": (packed(x=npy(X, shape=(10**30,))), "its header asks for"),
-    "shape that wraps to the right size": (packed(x=npy(X, shape=(2**62 + 3, 4))), "its header asks for"),
-    "huge shape of nothing": (packed(x=npy(X, descr="<U0", shape=(10**12,))), "its header asks for 0 bytes"),
+    "shape that wraps to the right size": (
+        packed(x=npy(X, shape=(2**62 + 3, 4))),
+        "its header asks for",
+    ),
+    "huge shape of nothing": (
+        packed(x=npy(X, descr="<U0", shape=(10**12,))),
+        "its header asks for 0 bytes",
+    ),
     "negative shape": (packed(x=npy(X, shape=(-1, 3))), "its shape is (-1, 3)"),
     "two negative": (packed(x=npy(X, shape=(-4, -3))), "its shape is (-4, -3)"),
     "shape of 100 dimensions": (packed(x=npy(X[:1, :1], shape=(1,) * 100)), "'x' cannot be read"),
@@ -142,8 +167,14 @@ NPZ = {
     "name of two lines": (doubled("x\nz.npy"), "'x' is missing"),
     "duplicate names": (doubled("x.npy", "x.npy"), "2 times"),
     "same name twice, once bare": (doubled("x.npy", "x"), "2 times"),
-    "bomb": (packed(zipfile.ZIP_DEFLATED, x=npy(np.zeros(2**22), shape=(10,))), "its header asks for 80 bytes"),
-    "bomb of a billion": (packed(zipfile.ZIP_DEFLATED, x=npy(np.zeros(9), shape=(2**40,))), "must be stored uncompressed"),
+    "bomb": (
+        packed(zipfile.ZIP_DEFLATED, x=npy(np.zeros(2**22), shape=(10,))),
+        "its header asks for 80 bytes",
+    ),
+    "bomb of a billion": (
+        packed(zipfile.ZIP_DEFLATED, x=npy(np.zeros(9), shape=(2**40,))),
+        "must be stored uncompressed",
+    ),
     "bzip2": (packed(zipfile.ZIP_BZIP2), "compression is method 12"),
     "lzma": (packed(zipfile.ZIP_LZMA), "compression is method 14"),
     "encrypted": (flagged(packed()), "'x' cannot be read"),
@@ -161,12 +192,18 @@ NPZ = {
     "text as split": (packed(split=Y.astype(str)), "split has"),
     "text as labels": (packed(y=Y.astype(str)), "y has dtype <U"),
     "bytes as labels": (packed(y=Y.astype("S")), "y has dtype |S"),
-    "labels above any int": (packed(y=np.array([0, 1, 2, 2**64 - 1], np.uint64)), "y is 18446744073709551615 in sample 3"),
+    "labels above any int": (
+        packed(y=np.array([0, 1, 2, 2**64 - 1], np.uint64)),
+        "y is 18446744073709551615 in sample 3",
+    ),
     "labels above int32": (packed(y=np.array([0, 1, 2, 2**31])), "y is 2147483648"),
     "half a label": (packed(y=Y + 0.5), "y is 0.5"),
     "x of no dimension": (packed(x=X[0, 0]), "x has shape ()"),
     "x without features": (packed(x=X[:, :0]), "shape (0,)"),
-    "x without features, huge": (packed(x=npy(X[:, :0], shape=(4, 0, 10**9))), "at least one feature"),
+    "x without features, huge": (
+        packed(x=npy(X[:, :0], shape=(4, 0, 10**9))),
+        "at least one feature",
+    ),
     "x without samples": (packed(x=X[:0], y=Y[:0]), "0 samples"),
     "y of two dimensions": (packed(y=Y[:, None]), "y has shape (4, 1)"),
     "y of no dimension": (packed(y=Y[0]), "y has shape ()"),
@@ -196,7 +233,10 @@ LEAF = {
     "ragged": (of("[[1, 2], [3]]", "[0, 1]", "2"), "x of user 'a' is ragged"),
     "ragged inside": (of("[[[1], [2]], [[3], 4]]", "[0, 1]", "2"), "x of user 'a' is ragged"),
     "a user twice": (leaf(users=["a", "a"]), "repeated"),
-    "a user without data": (leaf(users=["a", "b", "c"], num_samples=[1, 1, 1]), "'c' is listed without data"),
+    "a user without data": (
+        leaf(users=["a", "b", "c"], num_samples=[1, 1, 1]),
+        "'c' is listed without data",
+    ),
     "data of nobody": (leaf(users=["a"], num_samples=[1]), "'b', expected only"),
     "a user that is a number": (leaf(users=["a", 1]), "non-text"),
     "a user that is a list": (leaf(users=["a", []]), "non-text"),
@@ -211,7 +251,10 @@ LEAF = {
     "num_samples nested": (of(size="[" * 500 + "]" * 500), "num_samples of user 'a' is list"),
     "text": (of('[["one", 2]]'), "not numeric (str)"),
     "digits as text": (of('[["1", "2"]]'), "not numeric (str)"),
-    "one long text among numbers": (of("[[" + "0, " * 10_000 + '"' + "z" * 10**5 + '"]]'), "not numeric (str)"),
+    "one long text among numbers": (
+        of("[[" + "0, " * 10_000 + '"' + "z" * 10**5 + '"]]'),
+        "not numeric (str)",
+    ),
     "null": (of("[[1, null]]"), "not numeric (NoneType)"),
     "true": (of(y="[true]"), "not numeric (bool)"),
     "an object": (of("[[{}, 1]]"), "not numeric (dict)"),
@@ -245,7 +288,9 @@ LEAF = {
 
 
 def refused(says, path, function, *arguments):
-    """Asserts one line that names the file, little memory, and that the folder of the file is as it was."""
+    """Asserts one line that names the file, little memory, and that the folder of the
+    file is as it was.
+    """
     before = sorted(path.parent.rglob("*"))
     tracemalloc.start()
     try:
@@ -255,7 +300,13 @@ def refused(says, path, function, *arguments):
     finally:
         tracemalloc.stop()
     text = str(caught.value)
-    assert "\n" not in text and len(text) < 1000 and says in text and path.name in text and "expected" in text, text
+    assert (
+        "\n" not in text
+        and len(text) < 1000
+        and says in text
+        and path.name in text
+        and "expected" in text
+    ), text
     assert peak < MEMORY and sorted(path.parent.rglob("*")) == before and not Path("pwned").exists()
 
 
@@ -272,7 +323,9 @@ def apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path / "cwd"))
-    monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**25)  # the bombs are small for the tests to be quick
+    monkeypatch.setattr(
+        readers, "MAX_UNPACKED_BYTES", 2**25
+    )  # the bombs are small for the tests to be quick
 
 
 @pytest.mark.parametrize("name", IDX)
@@ -299,7 +352,12 @@ def test_leaf(name, tmp_path):
     refused(says, path, files.leaf, path)
 
 
-GOOD = {"y is float": packed(y=Y / 1.0), "y is bool": packed(y=Y > 1), "y is uint64": packed(y=np.uint64(Y)), "packed": packed(8)}
+GOOD = {
+    "y is float": packed(y=Y / 1.0),
+    "y is bool": packed(y=Y > 1),
+    "y is uint64": packed(y=np.uint64(Y)),
+    "packed": packed(8),
+}
 
 
 @pytest.mark.parametrize("name", [*GOOD, "Fortran order"])
@@ -317,7 +375,12 @@ def test_no_regular_file(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("loop", "nothing", "pipe", "absent", "folder", "z" * 300, "loop/inside"):
-        refused("folder" if name == "folder" else "cannot be read", tmp_path / name, read, tmp_path / name)
+        refused(
+            "folder" if name == "folder" else "cannot be read",
+            tmp_path / name,
+            read,
+            tmp_path / name,
+        )
     for name in ("/dev/zero", "~nobody_of_this_name/a", "a\0b"):
         refused("cannot be read", tmp_path / repr(name)[1:-1].rpartition("/")[2], read, name)
 
@@ -363,4 +426,10 @@ def test_femnist_of_small_images(tmp_path):
 def test_fashion_mnist_of_other_images(tmp_path):
     for name in FASHION:
         path = written(tmp_path / "cwd" / name, packed(images=IMAGE.astype(str), labels=Y))
-    refused("expected [N, 28, 28] uint8", path.with_name(Path(FASHION[0]).name), fashion_mnist, True, True)
+    refused(
+        "expected [N, 28, 28] uint8",
+        path.with_name(Path(FASHION[0]).name),
+        fashion_mnist,
+        True,
+        True,
+    )

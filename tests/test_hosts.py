@@ -1,4 +1,6 @@
-"""Two processes over the network, with collectives of their own: the run of one process with two devices."""
+"""Two processes over the network, with collectives of their own: the run of one process
+with two devices.
+"""
 
 import os
 import signal
@@ -13,7 +15,14 @@ from conftest import VARYING
 
 from fedjax_cfl.runs.results import read_metrics
 
-SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_round=6", "checkpoint.every=2", "faults.dropout=0.2"]
+SMALL = [
+    "dataset.clients=20",
+    "model=mclr",
+    "local.epochs=1",
+    "clients_per_round=6",
+    "checkpoint.every=2",
+    "faults.dropout=0.2",
+]
 SMALL += ["drift=swap_all", "drift.p=0.4"]
 FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3"]
 
@@ -26,7 +35,11 @@ def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(2 // processes)}
     started = []
     for number in range(processes):
-        joined = [f"coordinator=127.0.0.1:{port}", "processes=2", f"process={number}"] if processes > 1 else []
+        joined = (
+            [f"coordinator=127.0.0.1:{port}", "processes=2", f"process={number}"]
+            if processes > 1
+            else []
+        )
         command = [sys.executable, "-m", "fedjax_cfl", *SMALL, *more, *joined, f"run_dir={folder}"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, **pipes))
@@ -44,18 +57,29 @@ def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 
 def rows(folder):
-    return [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(folder)]
+    return [
+        {name: value for name, value in row.items() if name not in VARYING}
+        for row in read_metrics(folder)
+    ]
 
 
 def agree(folder, other):
     for ours, theirs in zip(rows(folder), rows(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            np.testing.assert_allclose(np.array(ours[name], float), np.array(value, float), rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                np.array(ours[name], float),
+                np.array(value, float),
+                rtol=1e-5,
+                atol=1e-6,
+                err_msg=name,
+            )
 
 
 def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
-    """FlexCFL, stopped by a signal to process 1, gone on with, and compared with one process that was never stopped."""
+    """FlexCFL, stopped by a signal to process 1, gone on with, and compared with one
+    process that was never stopped.
+    """
     folder = tmp_path / "both"
     started = begin(folder, 2, *FLEXCFL, "rounds=100000")
     for _ in range(900):
@@ -86,15 +110,38 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
     ("line", "said"),
     [
         (["coordinator=nowhere"], "coordinator=nowhere: must be null, auto or HOST:PORT"),
-        (["coordinator=127.0.0.1:1"], "coordinator=127.0.0.1:1: needs processes=N and process=0 .. N-1, not processes=None process=None"),
-        (["coordinator=127.0.0.1:1", "processes=2", "process=2"], "needs processes=N and process=0 .. N-1, not processes=2 process=2"),
+        (
+            ["coordinator=127.0.0.1:1"],
+            (
+                "coordinator=127.0.0.1:1: needs processes=N and process=0 .. N-1, not"
+                " processes=None process=None"
+            ),
+        ),
+        (
+            ["coordinator=127.0.0.1:1", "processes=2", "process=2"],
+            "needs processes=N and process=0 .. N-1, not processes=2 process=2",
+        ),
         (["coordinator=auto"], "coordinator=auto: no cluster was found in the environment"),
         (["coordinator=auto", "seeds=2"], "coordinator=auto: a grid of runs trains in one process"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(line, said, tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OMPI", "TPU"))}
-    command = [sys.executable, "-m", "fedjax_cfl", *SMALL, "algorithm=fedavg", *line, f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env=clean | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "OMPI", "TPU"))
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "fedjax_cfl",
+        *SMALL,
+        "algorithm=fedavg",
+        *line,
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    done = subprocess.run(
+        command, env=clean | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200
+    )
     assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stderr
     assert said in done.stderr

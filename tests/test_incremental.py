@@ -11,7 +11,9 @@ from test_drift import KEY, assert_views, federated, once, random_data
 from fedjax_cfl.data import drift
 
 
-@pytest.mark.parametrize(("compounding", "expected"), [(False, [25, 50, 75, 100]), (True, [25, 13, 10, 10])])
+@pytest.mark.parametrize(
+    ("compounding", "expected"), [(False, [25, 50, 75, 100]), (True, [25, 13, 10, 10])]
+)
 def test_incremental_numbers(compounding, expected):
     owner = np.repeat([0, 1, 2, 3], [110, 12, 1, 3])  # client 2 has no training sample
     test = np.arange(126) % 11 == 0
@@ -36,7 +38,9 @@ def test_incremental_numbers(compounding, expected):
         else:
             assert not shifted.any()
         assert now.train.size.tolist() == sizes and sizes[0] == expected[round // 50]
-        assert ((now.owner == made.owner) | (now.owner == -1)).all() and (now.owner[test] == made.owner[test]).all()
+        assert ((now.owner == made.owner) | (now.owner == -1)).all() and (
+            now.owner[test] == made.owner[test]
+        ).all()
     assert_views(now, made)
     if not compounding:
         assert (now.owner == made.owner).all()

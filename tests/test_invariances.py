@@ -1,4 +1,6 @@
-"""What must not matter: how clients share a device, how many devices there are, the order of the cohort, where samples lie in memory."""
+"""What must not matter: how clients share a device, how many devices there are, the
+order of the cohort, where samples lie in memory.
+"""
 
 import chex
 import jax
@@ -26,12 +28,18 @@ ROUNDS, CLIENTS = 3, 14
 ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 METHODS = {
     "fedavg": lambda task, local, select: fedavg(task, local, select),
-    "fedprox with stragglers": lambda task, local, select: fedprox(task, local, select, mu=0.1, drop_percent=0.5),
+    "fedprox with stragglers": lambda task, local, select: fedprox(
+        task, local, select, mu=0.1, drop_percent=0.5
+    ),
     "qfedavg": lambda task, local, select: qfedavg(task, local, select, q=1.0),
     "ifca": lambda task, local, select: ifca(task, local, select, m=2),
-    "flexcfl": lambda task, local, select: flexcfl(task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False),
+    "flexcfl": lambda task, local, select: flexcfl(
+        task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False
+    ),
 }
-TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])  # client 2 has no data, client 6 one sample
+TABLE = np.array(
+    [[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]]
+)  # client 2 has no data, client 6 one sample
 
 
 def compiled(method, task, local):
@@ -40,7 +48,9 @@ def compiled(method, task, local):
     def go(table, data):
         algorithm = METHODS[method](task, local, select.from_table(table))
         state = algorithm.init(KEY, data)
-        return jax.lax.scan(lambda state, _: algorithm.round(KEY, state, data), state, length=ROUNDS)
+        return jax.lax.scan(
+            lambda state, _: algorithm.round(KEY, state, data), state, length=ROUNDS
+        )
 
     return jax.jit(go)
 
@@ -83,7 +93,10 @@ def test_width(usual, method, toy, mlp, local, width):
 @pytest.mark.parametrize(("devices", "width"), [(4, 4096), (8, 1)])
 def test_devices(usual, method, toy, mlp, local, devices, width):
     """Seven clients: two side by side, and a device without any."""
-    assert_same(compiled(method, mlp, local._replace(mesh=cfl.make_mesh(devices), width=width))(TABLE, toy), usual)
+    assert_same(
+        compiled(method, mlp, local._replace(mesh=cfl.make_mesh(devices), width=width))(TABLE, toy),
+        usual,
+    )
 
 
 @pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)
@@ -92,7 +105,9 @@ def test_capacity(usual, go, toy):
 
 
 def moved(data, seed=0):
-    """The same data with the samples at other places of the pool: every client still holds the same samples in the same order."""
+    """The same data with the samples at other places of the pool: every client still
+    holds the same samples in the same order.
+    """
     place = np.random.default_rng(seed).permutation(data.y.size)  # sample i goes to place[i]
     source = np.argsort(place)
 
@@ -110,12 +125,16 @@ def test_places_in_the_pool(usual, go, toy):
 
 @pytest.mark.parametrize("method", ["fedavg", "qfedavg", "ifca", "flexcfl"], indirect=True)
 def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
-    """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has them notices."""
+    """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has
+    them notices.
+    """
     with_it = np.array([[1, 4, 2, 9, 13, 0, 7]] * 3)
     without = np.delete(with_it, 2, axis=1)
     (one, infos), (other, expected) = go(with_it, toy), go(without, toy)
     chex.assert_trees_all_close(one.groups, other.groups, **ROUNDING)
-    chex.assert_trees_all_close(infos.replace(cold=0, selected=0), expected.replace(cold=0, selected=0), **ROUNDING)
+    chex.assert_trees_all_close(
+        infos.replace(cold=0, selected=0), expected.replace(cold=0, selected=0), **ROUNDING
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +163,9 @@ def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
     models = jax.tree.map(lambda leaf: leaf[None], jax.jit(mlp.init)(KEY))
     train = over_clients(solver(mlp, local), local)
     ids = jnp.arange(CLIENTS)
-    go = jax.jit(lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full_work(0 * ids)))
+    go = jax.jit(
+        lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full_work(0 * ids))
+    )
     usual, spoilt = go(toy), go(broken)
     assert not np.isfinite(spoilt.loss[11])
     for one, other in zip(jax.tree.leaves(usual), jax.tree.leaves(spoilt), strict=True):
@@ -167,11 +188,15 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
         assert (jnp.abs(leaf[~idle]).reshape(CLIENTS - 1, -1).max(1) > 0).all()
     backwards = everyone(ids[::-1].at[3].set(toy.num_clients), gid[::-1])
     others = jnp.delete(ids, CLIENTS - 4)
-    chex.assert_trees_all_equal(*(jax.tree.map(lambda leaf: leaf[others], sent) for sent in (upload, flipped(backwards))))
+    chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda leaf: leaf[others], sent) for sent in (upload, flipped(backwards)))
+    )
 
 
 def test_a_round_without_data_keeps_the_model(toy, mlp, local):
-    algorithm = fedavgm(mlp, local, select.from_table(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9)
+    algorithm = fedavgm(
+        mlp, local, select.from_table(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9
+    )
     one_round = jax.jit(algorithm.round)
     before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     after, info = one_round(KEY, before, toy)
@@ -190,7 +215,9 @@ def words(seed):
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33, 64])
 def test_every_pass_is_a_permutation_of_its_own(count):
     rows = np.asarray(PERMUTATIONS(words(count), jnp.int32(count), 64, 20))
-    np.testing.assert_array_equal(np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (20, 1)))
+    np.testing.assert_array_equal(
+        np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (20, 1))
+    )
     if count >= 15:
         assert len(np.unique(rows[:, :count], axis=0)) == 20
 
@@ -208,22 +235,33 @@ def test_permutations_do_not_depend_on_the_size(size):
 
 @pytest.mark.parametrize("count", [5, 300, 2**13])
 def test_long_permutations_agree_with_packed_ones(count):
-    packed, long = (PERMUTATIONS(words(7), jnp.int32(count), size, 2)[:, :count] for size in (2**13, 2**14))
+    packed, long = (
+        PERMUTATIONS(words(7), jnp.int32(count), size, 2)[:, :count] for size in (2**13, 2**14)
+    )
     np.testing.assert_array_equal(long, packed)
 
 
 def test_a_long_permutation_is_one():
     count = 2**13 + 1000
     rows = np.asarray(PERMUTATIONS(words(7), jnp.int32(count), 2**14, 2))
-    np.testing.assert_array_equal(np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (2, 1)))
+    np.testing.assert_array_equal(
+        np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (2, 1))
+    )
     assert (rows[0, :count] != rows[1, :count]).mean() > 0.9
 
 
 def test_permutations_are_uniform():
-    """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients; a fair draw fails one time in a thousand."""
-    every = jax.vmap(lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4])
+    """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients;
+    a fair draw fails one time in a thousand.
+    """
+    every = jax.vmap(
+        lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4]
+    )
     rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
-    for factor in (4 ** np.arange(4), 4 ** np.arange(4)[::-1] * [0, 0, 1, 1]):  # whole orders, and the last two places alone
+    for factor in (
+        4 ** np.arange(4),
+        4 ** np.arange(4)[::-1] * [0, 0, 1, 1],
+    ):  # whole orders, and the last two places alone
         _, seen = np.unique(rows @ factor, return_counts=True)
         expected = len(rows) / len(seen)
         assert len(seen) == (24 if factor.all() else 12)
@@ -231,8 +269,12 @@ def test_permutations_are_uniform():
 
 
 def test_successive_passes_are_independent():
-    """The first sample of a pass says nothing about the first of the next: chi-square over the 25 pairs."""
-    every = jax.vmap(lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0])
+    """The first sample of a pass says nothing about the first of the next: chi-square
+    over the 25 pairs.
+    """
+    every = jax.vmap(
+        lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0]
+    )
     first = np.asarray(every(jax.random.split(jax.random.key(1), 100)))
     _, seen = np.unique(first[:, :-1] * 5 + first[:, 1:], return_counts=True)
     expected = seen.sum() / 25

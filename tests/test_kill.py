@@ -1,6 +1,7 @@
 """A run that is killed again and again ends exactly as one that never was.
 
-pytest tests/test_kill.py -m slow -s        50 kills, about 5 minutes on 2 cores; prints what it survived
+pytest tests/test_kill.py -m slow -s        50 kills, about 5 minutes on 2 cores; prints
+what it survived
 """
 
 import json
@@ -21,7 +22,13 @@ from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
 
 def command(run_dir, *settings):
-    common = ["dataset.clients=30", "model=mclr", "drift=swap_all", "faults.nan=0.05", "faults.dropout=0.1"]
+    common = [
+        "dataset.clients=30",
+        "model=mclr",
+        "drift=swap_all",
+        "faults.nan=0.05",
+        "faults.dropout=0.1",
+    ]
     return [sys.executable, "-m", "fedjax_cfl", *common, *settings, f"run_dir={run_dir}"]
 
 
@@ -36,11 +43,18 @@ def rounds_of(run_dir):
 
 
 def killed(run_dir, settings, rounds, kills, rng):
-    """Kills the run `kills` times, in turn while it starts and amid its rounds; returns (rounds trained twice because of it, kills)."""
+    """Kills the run `kills` times, in turn while it starts and amid its rounds; returns
+    (rounds trained twice because of it, kills).
+    """
     lost = 0
     for kill in range(kills):
         done = rounds_of(run_dir)
-        process = subprocess.Popen(command(run_dir, *settings), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command(run_dir, *settings),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if kill % 2:  # by its rounds, not by the clock: a quick machine would be finished
             target = done + rng.randint(1, (rounds - done) // (kills - kill + 1))
             while process.poll() is None and rounds_of(run_dir) < target:
@@ -61,8 +75,15 @@ def killed(run_dir, settings, rounds, kills, rng):
 
 def outcome(run_dir):
     """Returns everything a run leaves that does not depend on the clock."""
-    rows = [{name: value for name, value in row.items() if name not in VARYING} for row in read_metrics(run_dir)]
-    summary = {name: value for name, value in json.loads((run_dir / "summary.json").read_text()).items() if name not in VARYING}
+    rows = [
+        {name: value for name, value in row.items() if name not in VARYING}
+        for row in read_metrics(run_dir)
+    ]
+    summary = {
+        name: value
+        for name, value in json.loads((run_dir / "summary.json").read_text()).items()
+        if name not in VARYING
+    }
     clients = pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
     arrays = list_checkpoints(run_dir / "checkpoints")[-1]
     return rows, summary, clients, checkpoint.load_arrays(arrays)
@@ -82,10 +103,14 @@ def compare(tmp_path, algorithm, rounds, every, kills, seed):
     assert again[0] == rows and again[1] == summary
     np.testing.assert_equal(again[2], clients)
     assert arrays.keys() == again[3].keys()
-    different = sum(not np.array_equal(arrays[name], again[3][name], equal_nan=True) for name in arrays)
+    different = sum(
+        not np.array_equal(arrays[name], again[3][name], equal_nan=True) for name in arrays
+    )
     assert different == 0
-    print(f"\nkills survived {survived}, rounds trained twice {lost} of {rounds}, arrays different {different} of {len(arrays)}, "
-          f"{time.monotonic() - started:.0f} s")  # fmt: skip
+    print(
+        f"\nkills survived {survived}, rounds trained twice {lost} of {rounds}, "
+        f"arrays different {different} of {len(arrays)}, {time.monotonic() - started:.0f} s"
+    )
     return survived
 
 

@@ -27,7 +27,9 @@ def close(actual, expected, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 10), (5, 5, 3, 8)])
 def test_kernels_are_drawn_as_flax_draws_them(shape):
-    np.testing.assert_allclose(layers.glorot(KEY, shape), nn.initializers.glorot_uniform()(KEY, shape), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(
+        layers.glorot(KEY, shape), nn.initializers.glorot_uniform()(KEY, shape), rtol=0, atol=1e-7
+    )
 
 
 def test_recurrent_layers_start_as_in_keras():
@@ -41,7 +43,9 @@ def test_recurrent_layers_start_as_in_keras():
     np.testing.assert_array_equal(params["bias"], np.repeat([0, 1, 0, 0], 64))
 
 
-CONVOLUTIONS = [  # image, channels, features, kernel, stride, padding: the kinds in use on smaller images, sizes that do not divide
+# image, channels, features, kernel, stride, padding: the kinds in use on smaller images, sizes
+# that do not divide
+CONVOLUTIONS = [
     (10, 1, 32, 3, 1, "same"),
     (8, 32, 64, 3, 1, "same"),
     (10, 1, 32, 3, 1, "valid"),
@@ -58,8 +62,12 @@ CONVOLUTIONS = [  # image, channels, features, kernel, stride, padding: the kind
 ]
 
 
-@pytest.mark.parametrize(("size", "channels", "features", "kernel", "strides", "padding"), CONVOLUTIONS)
-def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(size, channels, features, kernel, strides, padding):
+@pytest.mark.parametrize(
+    ("size", "channels", "features", "kernel", "strides", "padding"), CONVOLUTIONS
+)
+def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(
+    size, channels, features, kernel, strides, padding
+):
     ways = [layers.Conv(features, kernel, strides, padding, method) for method in layers.METHODS]
     x = normal(2, 2, size, size, channels)  # [clients, B, H, W, C]
     shapes, *others = (jax.eval_shape(conv.init, KEY, x[0])["params"] for conv in ways)
@@ -68,7 +76,12 @@ def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(size, c
 
     def by_jax(params, x):
         steps, layout = layers._pair(strides), ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, params["kernel"], steps, padding.upper(), dimension_numbers=layout) + params["bias"]
+        return (
+            jax.lax.conv_general_dilated(
+                x, params["kernel"], steps, padding.upper(), dimension_numbers=layout
+            )
+            + params["bias"]
+        )
 
     def run(apply):
         def objective(params, x):
@@ -83,14 +96,24 @@ def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(size, c
 
 
 @pytest.mark.parametrize(
-    ("backend", "found"), [("cpu", ("scan", "dot_general")), ("gpu", ("dot_general",)), ("tpu", ("conv_general_dilated",))]
+    ("backend", "found"),
+    [
+        ("cpu", ("scan", "dot_general")),
+        ("gpu", ("dot_general",)),
+        ("tpu", ("conv_general_dilated",)),
+    ],
 )
 def test_the_backend_decides_how_to_convolve(monkeypatch, backend, found):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     conv = layers.Conv(4, 3)
     params = jax.eval_shape(conv.init, KEY, jnp.zeros((1, 5, 5, 1)))
     jaxpr = str(jax.make_jaxpr(conv.apply)(params, jnp.zeros((2, 5, 5, 1))))
-    assert tuple(name for name in ("scan", "dot_general", "conv_general_dilated") if f"{name}[" in jaxpr) == found
+    assert (
+        tuple(
+            name for name in ("scan", "dot_general", "conv_general_dilated") if f"{name}[" in jaxpr
+        )
+        == found
+    )
 
 
 def test_a_convolution_refuses_unknown_words():
@@ -99,13 +122,20 @@ def test_a_convolution_refuses_unknown_words():
             layers.Conv(1, 3, **field).init(KEY, jnp.zeros((1, 5, 5, 1)))
 
 
-@pytest.mark.parametrize(("shape", "padding"), [((6, 4), "valid"), ((5, 7), "valid"), ((6, 4), "same"), ((5, 7), "same"), ((1, 2), "same")])
+@pytest.mark.parametrize(
+    ("shape", "padding"),
+    [((6, 4), "valid"), ((5, 7), "valid"), ((6, 4), "same"), ((5, 7), "same"), ((1, 2), "same")],
+)
 def test_max_pool_equals_reduce_window(shape, padding):
     def window(x):
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), padding.upper())
+        return jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), padding.upper()
+        )
 
     def with_gradient(pool):
-        return jit_as_users_do(jax.grad(lambda x: (jnp.sum(pool(x) ** 2), pool(x)), has_aux=True))(normal(2, *shape, 3) - 5)
+        return jit_as_users_do(jax.grad(lambda x: (jnp.sum(pool(x) ** 2), pool(x)), has_aux=True))(
+            normal(2, *shape, 3) - 5
+        )
 
     close(with_gradient(lambda x: layers.max_pool(x, padding)), with_gradient(window))
 
@@ -125,7 +155,9 @@ def sigmoid(x):
 def slow_gru(p, x, reverse):
     """One sample [T, in] -> [T, h], from the equations, gate by gate."""
     h, out = np.zeros(p["recurrent_kernel"].shape[0]), [None] * len(x)
-    (kz, kr, kc), (uz, ur, uc) = (np.split(p[name], 3, axis=1) for name in ("kernel", "recurrent_kernel"))
+    (kz, kr, kc), (uz, ur, uc) = (
+        np.split(p[name], 3, axis=1) for name in ("kernel", "recurrent_kernel")
+    )
     (bz, br, bc), (cz, cr, cc) = np.split(p["bias"][0], 3), np.split(p["bias"][1], 3)
     for t in range(len(x))[:: -1 if reverse else 1]:
         z = sigmoid(x[t] @ kz + bz + h @ uz + cz)
@@ -139,9 +171,13 @@ def slow_lstm(p, x, reverse):
     """One sample [T, in] -> [T, h], from the equations, gate by gate."""
     h = cell = np.zeros(p["recurrent_kernel"].shape[0])
     out = [None] * len(x)
-    kernels, recurrent, biases = (np.split(p[name], 4, axis=-1) for name in ("kernel", "recurrent_kernel", "bias"))
+    kernels, recurrent, biases = (
+        np.split(p[name], 4, axis=-1) for name in ("kernel", "recurrent_kernel", "bias")
+    )
     for t in range(len(x))[:: -1 if reverse else 1]:
-        i, f, c, o = (x[t] @ k + h @ u + b for k, u, b in zip(kernels, recurrent, biases, strict=True))
+        i, f, c, o = (
+            x[t] @ k + h @ u + b for k, u, b in zip(kernels, recurrent, biases, strict=True)
+        )
         cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(c)
         h = sigmoid(o) * np.tanh(cell)
         out[t] = h
@@ -154,7 +190,10 @@ def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
     x = normal(3, 5, 4)
     params = jax.jit(layer(6).init)(KEY, x)["params"]
     params = jax.tree.map(lambda p: p + normal(*p.shape) / 3, params)  # no bias is zero
-    outputs, last = (jax.jit(layer(6, reverse, sequences).apply)({"params": params}, x) for sequences in (True, False))
+    outputs, last = (
+        jax.jit(layer(6, reverse, sequences).apply)({"params": params}, x)
+        for sequences in (True, False)
+    )
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     expected = np.stack([slow(p, sample, reverse) for sample in x])
     close(outputs, expected)
@@ -168,7 +207,9 @@ def test_bidirectional_model_reads_both_ways():
     logits = jax.jit(task.predict)(params, x)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     for b in range(2):
-        h = np.concatenate([slow_gru(p["GRU_0"], x[b], False), slow_gru(p["GRU_1"], x[b], True)], axis=1)
+        h = np.concatenate(
+            [slow_gru(p["GRU_0"], x[b], False), slow_gru(p["GRU_1"], x[b], True)], axis=1
+        )
         h = np.concatenate([slow_gru(p["GRU_2"], h, False)[-1], slow_gru(p["GRU_3"], h, True)[0]])
         h = np.maximum(h @ p["hidden"]["kernel"], 0)
         close(logits[b], h @ p["head"]["kernel"])

@@ -31,17 +31,24 @@ with lock.lock(sys.argv[1]):
 
 def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
     run_dir = tmp_path / "new" / "run"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(InputError, match=f"in use by process {holder.pid} on ") as caught, lock.lock(run_dir):
+        with (
+            pytest.raises(InputError, match=f"in use by process {holder.pid} on ") as caught,
+            lock.lock(run_dir),
+        ):
             pass
         assert str(caught.value).startswith(f"run_dir={run_dir}: ")
     finally:
         holder.kill()
         holder.wait()
     with lock.lock(run_dir):
-        assert f"process {os.getpid()} on" in (run_dir / lock.LOCK).read_text(), "the dead process's lock is taken over"
+        assert f"process {os.getpid()} on" in (run_dir / lock.LOCK).read_text(), (
+            "the dead process's lock is taken over"
+        )
     assert list(run_dir.iterdir()) == [], "and nothing is left behind"
 
 
@@ -64,7 +71,11 @@ def test_a_holder_that_leaves_while_we_wait_takes_its_file_along(tmp_path, monke
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", leave_first)
-    with lock.lock(tmp_path), pytest.raises(InputError, match=f"process {os.getpid()}"), lock.lock(tmp_path):
+    with (
+        lock.lock(tmp_path),
+        pytest.raises(InputError, match=f"process {os.getpid()}"),
+        lock.lock(tmp_path),
+    ):
         pass
 
 
@@ -78,8 +89,14 @@ def test_a_stale_file_and_a_removed_directory_do_no_harm(tmp_path):
 
 def test_a_directory_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be locked: (File exists|Not a directory)"), lock.lock(tmp_path / "file"):
+    with (
+        pytest.raises(InputError, match=r"cannot be locked: (File exists|Not a directory)"),
+        lock.lock(tmp_path / "file"),
+    ):
         pass
     monkeypatch.setattr(os, "open", fails(errno.EROFS))
-    with pytest.raises(InputError, match="cannot be locked: Read-only file system"), lock.lock(tmp_path):
+    with (
+        pytest.raises(InputError, match="cannot be locked: Read-only file system"),
+        lock.lock(tmp_path),
+    ):
         pass

@@ -27,12 +27,19 @@ def test_counts_what_a_run_holds(fesem, mlp, toy, local):
 def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 20_000)
     begun = []
-    with pytest.raises(InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use ") as error:
-        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_start=begun.append)
+    with pytest.raises(
+        InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use "
+    ) as error:
+        cfl.run(
+            fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_start=begun.append
+        )
     assert not begun and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("part", "knob"), [("data", "dataset.clients"), ("models", "algorithm.m"), ("work", "clients_per_round")])
+@pytest.mark.parametrize(
+    ("part", "knob"),
+    [("data", "dataset.clients"), ("models", "algorithm.m"), ("work", "clients_per_round")],
+)
 def test_names_the_knob_of_the_largest_part(part, knob, local):
     planned = dict.fromkeys(("data", "models", "client_memory", "work"), 1) | {part: 2**60}
     with pytest.raises(InputError, match=knob):
@@ -46,18 +53,32 @@ def test_width_of_a_cpu_core_and_by_hand(mlp, toy, local):
 
 
 def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
-    """Half of what the data leave; at least one, at most 4096; everybody where the backend does not say."""
+    """Half of what the data leave; at least one, at most 4096; everybody where the
+    backend does not say.
+    """
     chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
     each, data = memory.client_bytes(chosen, mlp, toy), memory.tree_bytes(toy)
     parameters = memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
-    assert 4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64  # the largest client has 40 samples
+    assert (
+        4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
+    )  # the largest client has 40 samples
     monkeypatch.setattr(sharding, "is_cpu", lambda mesh: False)
-    for has, width in [(data + 2 * 10 * each, 10), (data + 2 * 10 * each - 1, 9), (data, 1), (2**50, 4096), (None, 4096)]:
+    for has, width in [
+        (data + 2 * 10 * each, 10),
+        (data + 2 * 10 * each - 1, 9),
+        (data, 1),
+        (2**50, 4096),
+        (None, 4096),
+    ]:
         monkeypatch.setattr(memory, "available_bytes", lambda mesh, has=has: has)
         assert memory.choose_width(chosen, mlp, toy, local.mesh) == width
     assert memory.client_bytes(chosen | {"first_layer": "dual"}, mlp, toy) == each + 16 * 64**2
     wide = local._replace(width=None).resolve()
-    assert wide.width == 4096 and wide.first_layer == "direct" and local.resolve().first_layer == "auto"
+    assert (
+        wide.width == 4096
+        and wide.first_layer == "direct"
+        and local.resolve().first_layer == "auto"
+    )
 
 
 def test_keys_and_devices():

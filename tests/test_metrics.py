@@ -16,7 +16,9 @@ ARI = jax.jit(metrics.ari, static_argnums=(3, 4))
 
 @pytest.fixture(scope="module")
 def samples():
-    """400 samples of 25 clients with few classes each; some belong to nobody, and client 3 has none."""
+    """400 samples of 25 clients with few classes each; some belong to nobody, and
+    client 3 has none.
+    """
     rng = np.random.default_rng(0)
     owner = rng.integers(-1, CLIENTS, 400)
     owner[owner == 3] = -1
@@ -38,13 +40,17 @@ def summary(*measured):
 def rand_index(a, b, valid, size_a, size_b):
     """Returns the adjusted Rand index, computed by a program of JAX and by NumPy alike."""
     plain = metrics.ari(np.asarray(a), np.asarray(b), np.asarray(valid), size_a, size_b)
-    np.testing.assert_allclose(ARI(jnp.asarray(a), jnp.asarray(b), jnp.asarray(valid), size_a, size_b), plain, atol=1e-6)
+    np.testing.assert_allclose(
+        ARI(jnp.asarray(a), jnp.asarray(b), jnp.asarray(valid), size_a, size_b), plain, atol=1e-6
+    )
     return plain
 
 
 def measure(samples):
     owner, y, prediction, loss = samples
-    return PER_CLIENT(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
+    return PER_CLIENT(
+        *map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES
+    )
 
 
 def macro_f1(y, prediction):
@@ -91,8 +97,12 @@ def test_summary_counts_only_clients_with_samples(samples):
 @pytest.mark.parametrize("clients, worst", [(20, 0.025), (5, 0.75)])
 def test_worst_tenth_is_at_least_one_client(clients, worst):
     accuracy = (19 - jnp.arange(CLIENTS)) / 20
-    table = metrics.ClientMetrics((jnp.arange(CLIENTS) < clients).astype(jnp.int32), accuracy, accuracy, accuracy)
-    np.testing.assert_allclose(summary(table, jnp.ones((2, CLASSES), jnp.int32))["worst10_accuracy"], worst)
+    table = metrics.ClientMetrics(
+        (jnp.arange(CLIENTS) < clients).astype(jnp.int32), accuracy, accuracy, accuracy
+    )
+    np.testing.assert_allclose(
+        summary(table, jnp.ones((2, CLASSES), jnp.int32))["worst10_accuracy"], worst
+    )
 
 
 def test_without_samples_there_is_no_number(samples):
@@ -103,7 +113,9 @@ def test_without_samples_there_is_no_number(samples):
 
 def test_hand_numbers_of_one_client():
     y, prediction = jnp.asarray([0, 0, 1, 2]), jnp.asarray([0, 1, 1, 3])
-    got, counts = PER_CLIENT(y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES)
+    got, counts = PER_CLIENT(
+        y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES
+    )
     # Class 0: 2/3, class 1: 2/3, classes 2 and 3: 0, class 4 is in neither.
     np.testing.assert_allclose(got.f1, [1 / 3], rtol=1e-6)
     np.testing.assert_allclose(got.accuracy, [0.5])
@@ -112,7 +124,9 @@ def test_hand_numbers_of_one_client():
 
 def test_jit_equals_no_jit(samples):
     owner, y, prediction, loss = samples
-    plain = metrics.client_metrics(*map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES)
+    plain = metrics.client_metrics(
+        *map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, measure(samples))
 
 
@@ -140,16 +154,27 @@ def test_ari_by_numpy_is_right_for_any_number_of_clients():
     rng = np.random.default_rng(0)
     a = rng.integers(0, 4, 200_000)
     b = np.where(rng.random(a.size) < 0.7, a, rng.integers(0, 6, a.size))
-    np.testing.assert_allclose(metrics.ari(a, b, a >= 0, 4, 6), adjusted_rand_score(a, b), atol=1e-9)
+    np.testing.assert_allclose(
+        metrics.ari(a, b, a >= 0, 4, 6), adjusted_rand_score(a, b), atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(
-    "merged, expected", [({}, 1.0), ({1: 0}, 0.701), ({1: 0, 3: 2}, 0.484), ({1: 0, 2: 0}, 0.319), ({1: 0, 2: 0, 3: 0}, 0)]
+    "merged, expected",
+    [
+        ({}, 1.0),
+        ({1: 0}, 0.701),
+        ({1: 0, 3: 2}, 0.484),
+        ({1: 0, 2: 0}, 0.319),
+        ({1: 0, 2: 0, 3: 0}, 0),
+    ],
 )
 def test_ari_of_four_groups_of_twelve(merged, expected):
     truth = np.arange(48) // 12
     found = np.array([merged.get(g, g) for g in truth])
-    np.testing.assert_allclose(rand_index(truth, found, np.ones(48, bool), 4, 4), expected, atol=5e-4)
+    np.testing.assert_allclose(
+        rand_index(truth, found, np.ones(48, bool), 4, 4), expected, atol=5e-4
+    )
 
 
 def test_ari_of_trivial_partitions():

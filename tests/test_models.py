@@ -38,7 +38,18 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("lenet", (32, 32, 3), 10, 62_006),
 ]
 SMALL = [  # every conf file once, on the smallest sample it takes, to keep the compilation short
-    *((name, (4, 4), 3) for name in ("mclr", "mlp", "femnist_mlp", "mnist_cnn", "fmnist_cnn", "fesem_cnn", "leaf_cnn")),
+    *(
+        (name, (4, 4), 3)
+        for name in (
+            "mclr",
+            "mlp",
+            "femnist_mlp",
+            "mnist_cnn",
+            "fmnist_cnn",
+            "fesem_cnn",
+            "leaf_cnn",
+        )
+    ),
     ("femnist_cnn", (14, 14), 3),
     ("fesem_celeba_cnn", (5, 6, 3), 2),
     ("lenet", (16, 16), 3),
@@ -49,7 +60,9 @@ DROPOUT = {"mnist_cnn", "femnist_cnn", "gru", "lstm"}
 
 def build(name: str, num_classes: int) -> nn.Module:
     """Instantiates a file of conf/model as the command line does."""
-    return hydra.utils.instantiate(OmegaConf.load(CONF / f"{name}.yaml").module, num_classes=num_classes)
+    return hydra.utils.instantiate(
+        OmegaConf.load(CONF / f"{name}.yaml").module, num_classes=num_classes
+    )
 
 
 def started(task):
@@ -95,7 +108,10 @@ def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name
     assert np.allclose(once, other) == np.allclose(once, plain) == (name not in DROPOUT)
     logits = np.asarray(logits, np.float64)
     cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(6), y]
-    penalty = sum(0.001 * np.square(params[layer]["kernel"]).sum() for layer in getattr(build(name, classes), "decayed", ()))
+    penalty = sum(
+        0.001 * np.square(params[layer]["kernel"]).sum()
+        for layer in getattr(build(name, classes), "decayed", ())
+    )
     close(plain, cross_entropy + penalty)  # no dropout in either, or they would differ
 
 
@@ -128,17 +144,35 @@ def test_l2_is_a_thousandth_of_the_squared_kernels():
     logits = x @ np.asarray(params["head"]["kernel"]) + 0.5
     cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(5), y]
     close(plain.loss(params, x, y), cross_entropy)
-    close(decayed.loss(params, x, y), cross_entropy + 0.001 * np.sum(np.square(params["head"]["kernel"])))
+    close(
+        decayed.loss(params, x, y),
+        cross_entropy + 0.001 * np.sum(np.square(params["head"]["kernel"])),
+    )
 
-    with_l2, without = (jax.jit(jax.grad(lambda p, task=task: task.loss(p, x, y).mean()))(params) for task in (decayed, plain))
-    close(with_l2["head"]["kernel"] - without["head"]["kernel"], 0.002 * params["head"]["kernel"], 1e-4)
+    with_l2, without = (
+        jax.jit(jax.grad(lambda p, task=task: task.loss(p, x, y).mean()))(params)
+        for task in (decayed, plain)
+    )
+    close(
+        with_l2["head"]["kernel"] - without["head"]["kernel"],
+        0.002 * params["head"]["kernel"],
+        1e-4,
+    )
     np.testing.assert_array_equal(with_l2["head"]["bias"], without["head"]["bias"])
     with pytest.raises(InputError, match="l2 -1: a number >= 0"):
         as_task(MCLR(3), (7,), 3, l2=-1)
 
 
 def test_only_the_listed_layers_are_decayed():
-    sizes = {"mlp": 2, "mclr": 1, "femnist_cnn": 2, "mnist_cnn": 0, "fmnist_cnn": 0, "gru": 0, "lstm": 0}
+    sizes = {
+        "mlp": 2,
+        "mclr": 1,
+        "femnist_cnn": 2,
+        "mnist_cnn": 0,
+        "fmnist_cnn": 0,
+        "gru": 0,
+        "lstm": 0,
+    }
     for name, layers_decayed in sizes.items():
         assert len(getattr(build(name, 3), "decayed", ())) == layers_decayed
         assert (OmegaConf.load(CONF / f"{name}.yaml").l2 > 0) == (layers_decayed > 0)
@@ -187,7 +221,11 @@ def test_a_users_module_works_with_and_without_train():
     params = started(plain)
     np.testing.assert_array_equal(plain.loss(params, x, y, KEY), plain.loss(params, x, y))
     assert not np.allclose(trained.loss(params, x, y, KEY), trained.loss(params, x, y))
-    close(trained.loss(params, x, y) - plain.loss(params, x, y), np.full(3, 0.001 * np.square(params["Dense_0"]["kernel"]).sum()), 1e-4)
+    close(
+        trained.loss(params, x, y) - plain.loss(params, x, y),
+        np.full(3, 0.001 * np.square(params["Dense_0"]["kernel"]).sum()),
+        1e-4,
+    )
 
 
 @pytest.mark.parametrize(

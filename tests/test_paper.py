@@ -1,4 +1,6 @@
-"""`fedjax-cfl paper`: cells, measures, what is written. Most tests replace a cell's program by one that only writes a run's files."""
+"""`fedjax-cfl paper`: cells, measures, what is written. Most tests replace a cell's
+program by one that only writes a run's files.
+"""
 
 import csv
 import io
@@ -27,7 +29,8 @@ from fedjax_cfl.papers import fedgroup_fig5, figures, runner
 from fedjax_cfl.papers.cells import Cell, is_finished, load_table
 from fedjax_cfl.runs.results import compute_measures
 
-# what a cell leaves behind, without training: accuracies that follow from algorithm, data set and seed
+# what a cell leaves behind, without training: accuracies that follow from algorithm, data set
+# and seed
 CELL = """
 import json, os, sys, time
 from pathlib import Path
@@ -35,16 +38,19 @@ asked = dict(text.split("=", 1) for text in sys.argv[1:])
 with open(os.environ["RAN"], "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
 if asked["dataset"] == os.environ.get("ABSENT"):
-    print("fedjax-cfl: mnist: not found: mnist/t10k.gz; put it into /cache or into a folder named in FEDJAX_CFL_DATA")
+    place = "/cache or into a folder named in FEDJAX_CFL_DATA"
+    print(f"fedjax-cfl: mnist: not found: mnist/t10k.gz; put it into {place}")
     sys.exit(2)
 if asked["algorithm"] == os.environ.get("BROKEN"):
     print("fedjax-cfl: round 1: client 3 sent a non-finite update")
     sys.exit(1)
 time.sleep(float(os.environ.get("SLOW", 0)))
 folder, rounds = Path(asked["run_dir"]), int(asked.get("rounds", 6))
-base = 0.5 + 0.01 * len(asked["algorithm"]) + 0.02 * int(asked["seed"]) + 0.05 * (asked["dataset"] == "b")
+base = 0.5 + 0.01 * len(asked["algorithm"]) + 0.02 * int(asked["seed"])
+base += 0.05 * (asked["dataset"] == "b")
 rows = [
-    {"round": r, "accuracy": None if r == 1 else base + 0.3 * (1 - 0.7 ** r), "train_loss": 2 / r, "discrepancy": 1 / r,
+    {"round": r, "accuracy": None if r == 1 else base + 0.3 * (1 - 0.7 ** r),
+     "train_loss": 2 / r, "discrepancy": 1 / r,
      "units_down": 20 * r * len(asked["algorithm"]), "units_up": 20 * r, "migrated_clients": 2}
     for r in range(1, rounds + 1)
 ]
@@ -74,7 +80,9 @@ paper:
 
 @pytest.fixture
 def verb(tmp_path, monkeypatch):
-    """Returns run(*argv) -> exit status of the verb on fake cells, and lines() of the cells that were started."""
+    """Returns run(*argv) -> exit status of the verb on fake cells, and lines() of the
+    cells that were started.
+    """
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "fake.yaml").write_text(TABLE)
     (tmp_path / "cell.py").write_text(CELL)
@@ -83,7 +91,9 @@ def verb(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
 
     def run(*argv, out="out"):
-        return runner.main(["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None)
+        return runner.main(
+            ["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None
+        )
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
     run.out = tmp_path / "out" / "fake"
@@ -99,14 +109,18 @@ def table(folder: Path) -> dict:
 
 def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    figure = TABLE.replace("paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n")
+    figure = TABLE.replace(
+        "paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n"
+    )
     verb.conf.with_name("drawn.yaml").write_text(figure)
     assert runner.main(["fake", "--rows", "first-a"], tmp_path, None, None) == 0
     assert runner.main(["drawn"], tmp_path, None, None) == 0
     started = verb.started()
     assert len(started) == 4 and all("experiment=fake " in line for line in started)
     assert imread("paper/drawn/figure.png").std() > 0
-    assert len(table(Path("paper/drawn"))) == 4 and all(record["mean"] for record in table(Path("paper/drawn")).values())
+    assert len(table(Path("paper/drawn"))) == 4 and all(
+        record["mean"] for record in table(Path("paper/drawn")).values()
+    )
     assert not list(Path("paper/drawn").glob("*/*/seed0"))
 
 
@@ -136,7 +150,12 @@ def test_no_number_is_cut_off_in_a_narrow_terminal(verb, monkeypatch, capsys, wi
     shown = capsys.readouterr().out.partition("A table;")[2]
     assert 1 + shown.count("A table;") == tables
     text = (verb.out / "table.md").read_text()
-    cells = [cell.strip() for line in text.splitlines() if "±" in line and "|" in line for cell in line.split("|")[2:-1]]
+    cells = [
+        cell.strip()
+        for line in text.splitlines()
+        if "±" in line and "|" in line
+        for cell in line.split("|")[2:-1]
+    ]
     assert len(cells) == 4 and all(f" {cell} │" in shown for cell in cells)
 
 
@@ -146,15 +165,21 @@ def test_what_is_finished_is_not_run_again(verb, capsys):
     assert len(verb.started()) == len(set(verb.started())) == 8
     assert "2 of 8 cells are finished already" in capsys.readouterr().out
     assert verb("--rows", "second-b", "--columns", "Avg") == 0  # the table stays whole
-    assert len(verb.started()) == 8 and all(record["seeds"] == "2" for record in table(verb.out).values())
+    assert len(verb.started()) == 8 and all(
+        record["seeds"] == "2" for record in table(verb.out).values()
+    )
 
 
 def test_several_at_a_time_give_the_same_table(verb, tmp_path):
     assert verb("--seeds", "2") == 0
     assert verb("--seeds", "2", "--jobs", "3", out="other") == 0
-    assert (verb.out / "table.csv").read_text() == (tmp_path / "other" / "fake" / "table.csv").read_text()
+    assert (verb.out / "table.csv").read_text() == (
+        tmp_path / "other" / "fake" / "table.csv"
+    ).read_text()
     started = verb.started()
-    assert not any("devices" in line for line in started[:8]) and all("devices=1" in line for line in started[8:])
+    assert not any("devices" in line for line in started[:8]) and all(
+        "devices=1" in line for line in started[8:]
+    )
 
 
 def test_a_terminal_sees_which_cells_run_and_how_far_they_are(tmp_path):
@@ -164,23 +189,39 @@ def test_a_terminal_sees_which_cells_run_and_how_far_they_are(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(metrics)
         with runner.progress(3, console) as show:
             show(1, [cell])
-        assert "1/3" in console.file.getvalue() and f"first-a, Avg, seed 0: round {at}" in console.file.getvalue()
+        assert (
+            "1/3" in console.file.getvalue()
+            and f"first-a, Avg, seed 0: round {at}" in console.file.getvalue()
+        )
 
 
 def test_missing_data_skip_the_row_with_its_reason(verb, monkeypatch, capsys):
     monkeypatch.setenv("ABSENT", "a")
     assert verb("--seeds", "2") == 0
     out = capsys.readouterr().out
-    assert out.count("first-a: skipped, data missing: mnist: not found: mnist/t10k.gz; put it into /cache") == 1
-    assert len([line for line in verb.started() if "dataset=a" in line]) == 1  # the others are not tried
-    assert "first-a" not in (verb.out / "table.md").read_text() and table(verb.out)["second-b", "Avg"]["seeds"] == "2"
+    assert (
+        out.count(
+            "first-a: skipped, data missing: mnist: not found: mnist/t10k.gz; put it into /cache"
+        )
+        == 1
+    )
+    assert (
+        len([line for line in verb.started() if "dataset=a" in line]) == 1
+    )  # the others are not tried
+    assert (
+        "first-a" not in (verb.out / "table.md").read_text()
+        and table(verb.out)["second-b", "Avg"]["seeds"] == "2"
+    )
     assert verb("--rows", "first-a", "--jobs", "2", out="nothing") == 0
 
 
 def test_a_failed_cell_is_a_failure(verb, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "flexcfl")
     assert verb() == 1
-    assert "first-a, Flex-eta0.1, seed 0: failed: round 1: client 3 sent a non-finite update" in capsys.readouterr().out
+    assert (
+        "first-a, Flex-eta0.1, seed 0: failed: round 1: client 3 sent a non-finite update"
+        in capsys.readouterr().out
+    )
     assert table(verb.out)["first-a", "Flex-eta0.1"]["mean"] == ""
 
 
@@ -188,15 +229,42 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
     assert verb("--rows", "first-a", "rounds=3") == 0
     assert "- first-a (Avg, Flex-eta0.1): 3 of 6 rounds." in (verb.out / "table.md").read_text()
     assert verb("--rows", "second-b") == 0
-    assert table(verb.out)["first-a", "Avg"]["rounds"] == "3" and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
-    cell = next(paper_cells.make_cells("fake", load_table(verb.conf.parents[1], "fake"), verb.out, ["first-a"], ["Avg"], [0], ["rounds=5"]))
+    assert (
+        table(verb.out)["first-a", "Avg"]["rounds"] == "3"
+        and table(verb.out)["second-b", "Avg"]["rounds"] == "6"
+    )
+    cell = next(
+        paper_cells.make_cells(
+            "fake",
+            load_table(verb.conf.parents[1], "fake"),
+            verb.out,
+            ["first-a"],
+            ["Avg"],
+            [0],
+            ["rounds=5"],
+        )
+    )
     assert not is_finished(cell)
 
 
 def test_cells_of_other_settings_are_refused(verb):
     assert verb("--rows", "first-a") == 0
-    assert verb("--rows", "first-a", "devices=1", "rounds=6", "checkpoint.every=9", "preset=clean", "eval_every=1", out="other") == 0
-    assert verb("--rows", "first-a", "eval_every=1", "rounds=6", "preset=clean", out="other") == 0  # in any order
+    assert (
+        verb(
+            "--rows",
+            "first-a",
+            "devices=1",
+            "rounds=6",
+            "checkpoint.every=9",
+            "preset=clean",
+            "eval_every=1",
+            out="other",
+        )
+        == 0
+    )
+    assert (
+        verb("--rows", "first-a", "eval_every=1", "rounds=6", "preset=clean", out="other") == 0
+    )  # in any order
     assert len(verb.started()) == 4
     with pytest.raises(InputError, match=r"preset=ref.*--out"):
         verb("preset=ref")
@@ -227,19 +295,29 @@ def test_bad_input_is_one_line(verb, argv, words):
         ("+run_dir=x", "+run_dir=x: a cell has its own run_dir"),
         ("rounds=0", "MNIST-MCLR, FedAvg, seed 0: rounds=0: must be a whole number >= 1"),
         ("algorithm.eta_g=1", "MNIST-MCLR, FedAvg, seed 0: algorithm.eta_g=1: unknown setting"),
-        ("algorithm.mu=-1", "MNIST-MCLR, FedProx, seed 0: algorithm.mu=-1: must be a finite number >= 0"),
+        (
+            "algorithm.mu=-1",
+            "MNIST-MCLR, FedProx, seed 0: algorithm.mu=-1: must be a finite number >= 0",
+        ),
     ],
 )
 def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, words):
     columns = ["--columns", "FedProx" if "mu" in override else "*"]
     with pytest.raises(InputError) as caught:
-        runner.main(["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override], CONF, resolve_settings, None)
+        runner.main(
+            ["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override],
+            CONF,
+            resolve_settings,
+            None,
+        )
     assert str(caught.value).startswith(words) and not list(tmp_path.iterdir())
 
 
 def test_a_star_stands_for_anything(verb):
     assert verb("--rows", "*-b", "--columns", "Fl*") == 0
-    assert [line.split(" seed")[0] for line in verb.started()] == ["experiment=fake dataset=b algorithm=flexcfl"]
+    assert [line.split(" seed")[0] for line in verb.started()] == [
+        "experiment=fake dataset=b algorithm=flexcfl"
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -247,16 +325,21 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
     code = f"""
         import signal
         from pathlib import Path
-        from fedjax_cfl import paper
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+        from fedjax_cfl.papers import runner as paper
+        # a shell that runs the tests in the background has SIGINT ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         paper.COMMAND = {runner.COMMAND!r}
         try:
-            paper.main(["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"], Path({str(tmp_path)!r}), None, None)
+            arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
+            paper.main(arguments, Path({str(tmp_path)!r}), None, None)
         except KeyboardInterrupt:
             raise SystemExit(130)
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"SLOW": "60"}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"SLOW": "60"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     while len(verb.started()) < 2 and time.monotonic() < deadline:
@@ -271,20 +354,29 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
 
 def test_columns_may_be_measures_of_one_run(verb):
     verb.conf.write_text(
-        "paper: {title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d: discrepancy_mean},"
-        " rows: {one: {overrides: [dataset=a, algorithm=fedavg], published: {max: 87.9, to 85: 39, mean d: 0.767}}}}"
+        "paper: {title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d:"
+        " discrepancy_mean}, rows: {one: {overrides: [dataset=a, algorithm=fedavg], published:"
+        " {max: 87.9, to 85: 39, mean d: 0.767}}}}"
     )
     assert verb() == 0
     assert len(verb.started()) == 1
     records = table(verb.out)
-    assert float(records["one", "mean d"]["mean"]) == pytest.approx(np.mean([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6]))
-    assert records["one", "to 85"]["mean"] == "" and "not reached (39)" in (verb.out / "table.md").read_text()
+    assert float(records["one", "mean d"]["mean"]) == pytest.approx(
+        np.mean([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5, 1 / 6])
+    )
+    assert (
+        records["one", "to 85"]["mean"] == ""
+        and "not reached (39)" in (verb.out / "table.md").read_text()
+    )
     assert imread(verb.out / "plot.png").std() > 0.01
     with pytest.raises(InputError, match="one run a row"):
         verb("--columns", "max")
 
 
-@pytest.mark.parametrize("kind", ["figure: curves\n  panels: [accuracy, train_loss]", "figure: communication\n  baseline: Avg"])
+@pytest.mark.parametrize(
+    "kind",
+    ["figure: curves\n  panels: [accuracy, train_loss]", "figure: communication\n  baseline: Avg"],
+)
 def test_figures_are_drawn(verb, kind):
     verb.conf.write_text(TABLE.replace("  measure:", f"  {kind}\n  measure:"))
     assert verb("--seeds", "2") == 0
@@ -300,15 +392,33 @@ def test_running_mean_leaves_out_what_is_missing():
 def test_measures_by_hand():
     accuracy = [None, 0.5, 0.86, 0.7, 0.9, 0.84]
     rows = [
-        {"round": r, "accuracy": a, "discrepancy": d, "units_down": 10 * r, "units_up": 4 * r, "migrated_clients": r}
+        {
+            "round": r,
+            "accuracy": a,
+            "discrepancy": d,
+            "units_down": 10 * r,
+            "units_up": 4 * r,
+            "migrated_clients": r,
+        }
         for r, a, d in zip(range(1, 7), accuracy, [1.0, 2.0, 3.0, None, 2.0, 2.0], strict=True)
     ]
     found = compute_measures(rows)
-    assert found["best_accuracy"] == 0.9 and found["last_accuracy"] == 0.84 and found["rounds_to_85"] == 3
-    assert found["median_accuracy"] == pytest.approx(0.84) and found["last10_accuracy"] == pytest.approx(3.8 / 5)
-    assert found["discrepancy_mean"] == pytest.approx(2.0) and found["discrepancy_variance"] == pytest.approx(0.4)
+    assert (
+        found["best_accuracy"] == 0.9
+        and found["last_accuracy"] == 0.84
+        and found["rounds_to_85"] == 3
+    )
+    assert found["median_accuracy"] == pytest.approx(0.84) and found[
+        "last10_accuracy"
+    ] == pytest.approx(3.8 / 5)
+    assert found["discrepancy_mean"] == pytest.approx(2.0) and found[
+        "discrepancy_variance"
+    ] == pytest.approx(0.4)
     assert found["units"] == 84 and found["migrations"] == 21
-    assert compute_measures(rows[:2])["rounds_to_85"] is None and compute_measures(rows[:1])["median_accuracy"] is None
+    assert (
+        compute_measures(rows[:2])["rounds_to_85"] is None
+        and compute_measures(rows[:1])["median_accuracy"] is None
+    )
 
 
 def test_directions_of_all_founders_are_edc():
@@ -316,13 +426,26 @@ def test_directions_of_all_founders_are_edc():
     gram = updates @ updates.T
     _, _, directions = np.linalg.svd(updates[:8])
     cosines = updates @ directions[:3].T / np.linalg.norm(updates, axis=1)[:, None]
-    assert np.allclose(np.abs(fedgroup_fig5.edc_features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4)
+    assert np.allclose(
+        np.abs(fedgroup_fig5.edc_features(gram, np.arange(8), 3)), np.abs(cosines), atol=1e-4
+    )
 
 
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
     small = ["rounds=2", "clients_per_round=3", "local.epochs=1", "devices=1"]
-    asked = ["planted_clusters", "--rows", "digits-rotate", "--columns", "FedAvg", "IFCA", "--jobs", "2", "--out", str(tmp_path)]
+    asked = [
+        "planted_clusters",
+        "--rows",
+        "digits-rotate",
+        "--columns",
+        "FedAvg",
+        "IFCA",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert runner.main([*asked, *small], CONF, resolve_settings, None) == 0
     node = load_table(CONF, asked[0])
     row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
@@ -330,7 +453,13 @@ def test_real_cells(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, " ".join(line)) == 0
     cells = tmp_path / asked[0] / "digits-rotate"
     one = [
-        json.loads((folder / "summary.json").read_text())["best_accuracy"] for folder in (cells / "FedAvg" / "seed0", tmp_path / "alone")
+        json.loads((folder / "summary.json").read_text())["best_accuracy"]
+        for folder in (cells / "FedAvg" / "seed0", tmp_path / "alone")
     ]
-    assert one[0] == one[1] and float(table(cells.parent)["digits-rotate", "FedAvg"]["mean"]) == 100 * one[0]
-    assert OmegaConf.load(cells / "IFCA" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "ifca"
+    assert (
+        one[0] == one[1]
+        and float(table(cells.parent)["digits-rotate", "FedAvg"]["mean"]) == 100 * one[0]
+    )
+    assert (
+        OmegaConf.load(cells / "IFCA" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "ifca"
+    )

@@ -1,4 +1,6 @@
-"""Partitions: the recipes' published numbers, what must hold for every partition, and what is refused."""
+"""Partitions: the recipes' published numbers, what must hold for every partition, and
+what is refused.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,11 @@ MNIST = [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
 
 def pool_of(counts, client=None, test=None, seed=0):
     """Returns a pool with these label counts, in random order."""
-    y = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
+    y = (
+        np.random.default_rng(seed)
+        .permutation(np.repeat(np.arange(len(counts)), counts))
+        .astype(np.int32)
+    )
     return Pool(np.zeros((len(y), 1), np.uint8), y, len(counts), client, test)
 
 
@@ -31,26 +37,43 @@ def test_power_law_is_fedprox_mnist(seed):
     holdings = partition.power_law(pool, clients=1000, seed=seed)
     counts = labels_of(pool, holdings, 1000)
     sizes = counts.sum(axis=1)
-    assert 69_040 <= len(holdings.sample) <= 69_090 and len(np.unique(holdings.sample)) == len(holdings.sample)
+    assert 69_040 <= len(holdings.sample) <= 69_090 and len(np.unique(holdings.sample)) == len(
+        holdings.sample
+    )
     assert sizes.min() >= 10 and 22 <= np.median(sizes) <= 26 and 1_800 <= sizes.max() <= 5_200
     owned = (np.arange(1000)[:, None] + [0, 1]) % 10
     assert (np.take_along_axis(counts, owned, axis=1) >= 5).all()
     assert ((counts > 0).sum(axis=1) == 2).all()
-    np.testing.assert_array_equal(np.bincount(holdings.owner[~holdings.test]), (0.9 * sizes).astype(int))
+    np.testing.assert_array_equal(
+        np.bincount(holdings.owner[~holdings.test]), (0.9 * sizes).astype(int)
+    )
 
 
 def test_power_law_with_other_numbers():
     pool = pool_of([400, 300, 500])
-    holdings = partition.power_law(pool, clients=20, classes_per_client=1, seed_samples=3, test_fraction=0)
+    holdings = partition.power_law(
+        pool, clients=20, classes_per_client=1, seed_samples=3, test_fraction=0
+    )
     counts = labels_of(pool, holdings, 20)
-    assert (counts.argmax(axis=1) == np.arange(20) % 3).all() and counts.sum(axis=1).min() >= 3 and not holdings.test.any()
+    assert (
+        (counts.argmax(axis=1) == np.arange(20) % 3).all()
+        and counts.sum(axis=1).min() >= 3
+        and not holdings.test.any()
+    )
 
 
 def test_ditto_reproduces_its_totals():
     test = np.arange(70_000) >= 60_000
-    holdings = partition.ditto(Pool(np.zeros((70_000, 1)), (np.arange(70_000) % 10).astype(np.int32), 10, test=test))
+    holdings = partition.ditto(
+        Pool(np.zeros((70_000, 1)), (np.arange(70_000) % 10).astype(np.int32), 10, test=test)
+    )
     train = np.bincount(holdings.owner[~holdings.test])
-    assert (train.sum(), holdings.test.sum(), train.min(), train.max()) == (61_251, 11_254, 31, 1_378)
+    assert (train.sum(), holdings.test.sum(), train.min(), train.max()) == (
+        61_251,
+        11_254,
+        31,
+        1_378,
+    )
     np.testing.assert_array_equal(test[holdings.sample], holdings.test)
     assert len(np.unique(holdings.sample)) < len(holdings.sample)  # the wraps
 
@@ -58,7 +81,10 @@ def test_ditto_reproduces_its_totals():
 def test_femnist_variants():
     pool = pool_of([4000] * 10)
     for seed in (0, 1):
-        disjoint, released = (partition.femnist_power_law(pool, variant=v, seed=seed) for v in ("disjoint", "released"))
+        disjoint, released = (
+            partition.femnist_power_law(pool, variant=v, seed=seed)
+            for v in ("disjoint", "released")
+        )
         assert len(disjoint.sample) == len(released.sample)  # the same sizes
         assert len(np.unique(disjoint.sample)) == len(disjoint.sample)
         assert len(np.unique(released.sample)) < 0.2 * len(released.sample)
@@ -69,22 +95,40 @@ def test_femnist_variants():
 
 @pytest.mark.parametrize(
     ("alpha", "over5", "over1", "largest", "distance"),
-    [(1, 2.7, 3.8, 0.67, 1.65), (3, 4.2, 6.4, 0.46, 1.39), (10, 6.3, 9.1, 0.29, 0.96), (100, 9.7, 10.0, 0.15, 0.34)],
+    [
+        (1, 2.7, 3.8, 0.67, 1.65),
+        (3, 4.2, 6.4, 0.46, 1.39),
+        (10, 6.3, 9.1, 0.29, 0.96),
+        (100, 9.7, 10.0, 0.15, 0.34),
+    ],
 )
 def test_dirichlet_per_client_is_md_icfl(alpha, over5, over1, largest, distance):
     pool = pool_of(MNIST)
-    holdings = partition.dirichlet_per_client(pool, clients=400, alpha=alpha, samples_per_client=1000, seed=3, test_fraction=0.2)
-    train = holdings._replace(sample=holdings.sample[~holdings.test], owner=holdings.owner[~holdings.test])
+    holdings = partition.dirichlet_per_client(
+        pool, clients=400, alpha=alpha, samples_per_client=1000, seed=3, test_fraction=0.2
+    )
+    train = holdings._replace(
+        sample=holdings.sample[~holdings.test], owner=holdings.owner[~holdings.test]
+    )
     share = labels_of(pool, train, 400) / 1000
     between = np.abs(share[:, None] - share[None]).sum(axis=-1).sum() / (400 * 399)
-    found = (share > 0.05).sum(axis=1).mean(), (share > 0.01).sum(axis=1).mean(), share.max(axis=1).mean(), between
+    found = (
+        (share > 0.05).sum(axis=1).mean(),
+        (share > 0.01).sum(axis=1).mean(),
+        share.max(axis=1).mean(),
+        between,
+    )
     np.testing.assert_allclose(found, (over5, over1, largest, distance), rtol=0.05)
-    assert not np.isin(holdings.sample[holdings.test], train.sample).any()  # shared, but never across train and test
+    assert not np.isin(
+        holdings.sample[holdings.test], train.sample
+    ).any()  # shared, but never across train and test
 
 
 def test_dirichlet_per_client_repeats_only_what_it_must():
     pool = pool_of([30, 30])
-    holdings = partition.dirichlet_per_client(pool, clients=8, alpha=5.0, samples_per_client=100, test_fraction=0.1)
+    holdings = partition.dirichlet_per_client(
+        pool, clients=8, alpha=5.0, samples_per_client=100, test_fraction=0.1
+    )
     assert (np.bincount(holdings.owner[~holdings.test]) == 100).all()
     for k in range(8):
         mine = holdings.sample[(holdings.owner == k) & ~holdings.test]
@@ -103,14 +147,22 @@ def test_by_user_keeps_the_split():
 
 EVERY = {
     "power_law": lambda pool, k, s: partition.power_law(pool, clients=k, seed=s, seed_samples=1),
-    "femnist_power_law": lambda pool, k, s: partition.femnist_power_law(pool, clients=k, seed=s, classes_per_client=2),
+    "femnist_power_law": lambda pool, k, s: partition.femnist_power_law(
+        pool, clients=k, seed=s, classes_per_client=2
+    ),
     "ditto": lambda pool, k, s: partition.ditto(pool, clients=k, seed=s, classes_per_client=2),
     "by_user": lambda pool, k, s: partition.by_user(pool._replace(test=None), seed=s),
     "iid": lambda pool, k, s: partition.iid(pool, clients=k, seed=s),
     "shards": lambda pool, k, s: partition.shards(pool, clients=k, seed=s),
-    "dirichlet": lambda pool, k, s: partition.dirichlet(pool, clients=k, seed=s, alpha=0.5, min_samples=1),
-    "dirichlet_per_client": lambda pool, k, s: partition.dirichlet_per_client(pool, clients=k, seed=s, alpha=2.0, samples_per_client=20),
-    "quantity_skew": lambda pool, k, s: partition.quantity_skew(pool, clients=k, seed=s, min_samples=2),
+    "dirichlet": lambda pool, k, s: partition.dirichlet(
+        pool, clients=k, seed=s, alpha=0.5, min_samples=1
+    ),
+    "dirichlet_per_client": lambda pool, k, s: partition.dirichlet_per_client(
+        pool, clients=k, seed=s, alpha=2.0, samples_per_client=20
+    ),
+    "quantity_skew": lambda pool, k, s: partition.quantity_skew(
+        pool, clients=k, seed=s, min_samples=2
+    ),
 }
 SHARING = {"femnist_power_law", "ditto", "dirichlet_per_client"}
 COMPLETE = {"by_user", "iid", "shards", "dirichlet", "quantity_skew"}
@@ -118,7 +170,11 @@ COMPLETE = {"by_user", "iid", "shards", "dirichlet", "quantity_skew"}
 
 @pytest.mark.parametrize("name", EVERY)
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(counts=st.lists(st.integers(40, 80), min_size=2, max_size=6), clients=st.integers(2, 15), seed=st.integers(0, 2**32 - 1))
+@given(
+    counts=st.lists(st.integers(40, 80), min_size=2, max_size=6),
+    clients=st.integers(2, 15),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_every_partition(name, counts, clients, seed):
     total = sum(counts)
     test = np.zeros(total, bool)
@@ -128,22 +184,36 @@ def test_every_partition(name, counts, clients, seed):
     holdings, again = EVERY[name](pool, clients, seed), EVERY[name](pool, clients, seed)
     for array, same in zip(holdings, again, strict=True):
         np.testing.assert_array_equal(array, same)
-    assert holdings.sample.dtype == np.int64 and holdings.owner.dtype == np.int32 and holdings.test.dtype == bool
-    assert holdings.owner.min() >= 0 and holdings.owner.max() < clients and (holdings.sample >= 0).all()
+    assert (
+        holdings.sample.dtype == np.int64
+        and holdings.owner.dtype == np.int32
+        and holdings.test.dtype == bool
+    )
+    assert (
+        holdings.owner.min() >= 0
+        and holdings.owner.max() < clients
+        and (holdings.sample >= 0).all()
+    )
     assert len(np.unique(holdings.owner)) == clients
     if name not in SHARING:
         assert len(np.unique(holdings.sample)) == len(holdings.sample)
     if name in COMPLETE:
         assert sorted(holdings.sample) == list(range(total))
         sizes = np.bincount(holdings.owner, minlength=clients)
-        np.testing.assert_array_equal(np.bincount(holdings.owner[~holdings.test], minlength=clients), (0.9 * sizes).astype(int))
+        np.testing.assert_array_equal(
+            np.bincount(holdings.owner[~holdings.test], minlength=clients),
+            (0.9 * sizes).astype(int),
+        )
 
 
 def test_shapes_of_skew():
     pool = pool_of([100] * 10)
     assert ((labels_of(pool, partition.shards(pool, clients=50), 50) > 0).sum(axis=1) <= 4).all()
     assert set(np.bincount(partition.iid(pool, clients=30).owner)) == {33, 34}
-    few, many = (np.bincount(partition.quantity_skew(pool, clients=20, sigma=s).owner).max() for s in (0.1, 2.0))
+    few, many = (
+        np.bincount(partition.quantity_skew(pool, clients=20, sigma=s).owner).max()
+        for s in (0.1, 2.0)
+    )
     assert few < 80 < many
     extreme = partition.dirichlet(pool, clients=5, alpha=1e-9, min_samples=0)
     assert len(extreme.sample) == 1000  # the underflowing draw deals everything too
@@ -152,12 +222,24 @@ def test_shapes_of_skew():
 @pytest.mark.parametrize(
     ("name", "kwargs", "says"),
     [
-        ("power_law", {"clients": 2000}, "at most 100 clients are possible with 5 samples of each of 2 classes per client"),
+        (
+            "power_law",
+            {"clients": 2000},
+            "at most 100 clients are possible with 5 samples of each of 2 classes per client",
+        ),
         ("power_law", {"clients": 10**7}, "at most 100 clients"),
-        ("power_law", {"clients": 5, "classes_per_client": 11}, "classes_per_client=11: expected an integer, 1 .. 10"),
+        (
+            "power_law",
+            {"clients": 5, "classes_per_client": 11},
+            "classes_per_client=11: expected an integer, 1 .. 10",
+        ),
         ("power_law", {"clients": 5, "sigma": 0}, "sigma=0"),
         ("power_law", {"clients": 5, "seed_samples": 0}, "seed_samples=0"),
-        ("femnist_power_law", {"clients": 5, "variant": "broken"}, "variant=broken: expected disjoint or released"),
+        (
+            "femnist_power_law",
+            {"clients": 5, "variant": "broken"},
+            "variant=broken: expected disjoint or released",
+        ),
         ("ditto", {}, "no test split"),
         ("by_user", {}, "names no clients"),
         ("iid", {"clients": 0}, "clients=0: expected an integer, 1 .. 10000000"),
@@ -168,11 +250,23 @@ def test_shapes_of_skew():
         ("iid", {"clients": 5, "test_fraction": 1}, "test_fraction=1"),
         ("iid", {"clients": 5, "test_fraction": float("nan")}, "test_fraction=nan"),
         ("shards", {"clients": 501}, "at most 500 clients"),
-        ("dirichlet", {"clients": 101, "alpha": 1.0}, "at most 100 clients are possible with 10 samples per client"),
+        (
+            "dirichlet",
+            {"clients": 101, "alpha": 1.0},
+            "at most 100 clients are possible with 10 samples per client",
+        ),
         ("dirichlet", {"clients": 90, "alpha": 0.01}, "min_samples=10: not met in 1000 draws"),
         ("dirichlet", {"clients": 5, "alpha": 0.0}, "alpha=0.0: expected a number above 0"),
-        ("dirichlet_per_client", {"clients": 5, "alpha": float("inf"), "samples_per_client": 5}, "alpha=inf"),
-        ("dirichlet_per_client", {"clients": 5, "alpha": 1, "samples_per_client": 0}, "samples_per_client=0"),
+        (
+            "dirichlet_per_client",
+            {"clients": 5, "alpha": float("inf"), "samples_per_client": 5},
+            "alpha=inf",
+        ),
+        (
+            "dirichlet_per_client",
+            {"clients": 5, "alpha": 1, "samples_per_client": 0},
+            "samples_per_client=0",
+        ),
         ("quantity_skew", {"clients": 101}, "at most 100 clients"),
     ],
 )
@@ -192,7 +286,9 @@ def test_rotate():
         x, y, groups_of = concept.rotate(IMAGES, LABELS, OWNERS, 6, 5, groups=groups, shuffle=False)
         assert groups_of.tolist() == [k % groups for k in range(6)] and y is LABELS
         for i in range(60):
-            np.testing.assert_array_equal(x[i], np.rot90(IMAGES[i], groups_of[OWNERS[i]] * 4 // groups))
+            np.testing.assert_array_equal(
+                x[i], np.rot90(IMAGES[i], groups_of[OWNERS[i]] * 4 // groups)
+            )
     colour = concept.rotate(IMAGES[..., None], LABELS, OWNERS, 6, 5, groups=2, shuffle=True, seed=1)
     assert colour[0].shape == (60, 4, 4, 1) and sorted(colour[2]) == [0, 0, 0, 1, 1, 1]
 
@@ -205,7 +301,12 @@ def test_permute_labels():
         table = [set(y[rows & (LABELS == label)]) for label in range(5)]
         assert all(len(image) == 1 for image in table) and len(set.union(*table)) == 5
         tables.append([image.pop() for image in table])
-    assert tables[0] == [0, 1, 2, 3, 4] and tables[1] != tables[2] and tables[0] not in tables[1:] and x is IMAGES
+    assert (
+        tables[0] == [0, 1, 2, 3, 4]
+        and tables[1] != tables[2]
+        and tables[0] not in tables[1:]
+        and x is IMAGES
+    )
 
 
 @pytest.mark.parametrize(

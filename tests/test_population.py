@@ -31,26 +31,43 @@ def methods(task, local):
         "fedavg": lambda: cfl.algorithms.fedavg(task, local, select),
         "qfedavg": lambda: cfl.algorithms.qfedavg(task, local, select),
         "ifca": lambda: cfl.algorithms.ifca(task, local, select, m=2),
-        "fedgroup": lambda: cfl.algorithms.fedgroup(task, local, select, m=2, alpha=2, pretrain="iters:3"),
+        "fedgroup": lambda: cfl.algorithms.fedgroup(
+            task, local, select, m=2, alpha=2, pretrain="iters:3"
+        ),
     }
 
 
 def same(one, other):
     for left, right in zip(one, other, strict=True):
         for name in left.keys() - {"wall_s"}:
-            np.testing.assert_allclose(np.array(left[name], float), np.array(right[name], float), rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                np.array(left[name], float),
+                np.array(right[name], float),
+                rtol=1e-5,
+                atol=1e-6,
+                err_msg=name,
+            )
 
 
 @pytest.mark.parametrize("name", ["qfedavg", "ifca", "fedgroup"])
-def test_rows_clients_and_models_are_those_of_data_on_the_devices(name, both, linear, local, monkeypatch):
-    monkeypatch.setattr(prefetch, "TEST_BLOCK_BYTES", 20 * both[1].x[0].nbytes)  # several parts in an evaluation
+def test_rows_clients_and_models_are_those_of_data_on_the_devices(
+    name, both, linear, local, monkeypatch
+):
+    monkeypatch.setattr(
+        prefetch, "TEST_BLOCK_BYTES", 20 * both[1].x[0].nbytes
+    )  # several parts in an evaluation
     monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
-    device, host = (cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK) for data in both)
+    device, host = (
+        cfl.run(algorithm, linear, data, jax.random.key(1), mesh=local.mesh, **QUICK)
+        for data in both
+    )
     assert len(device.rows) == 3
     same(device.rows, host.rows)
     np.testing.assert_allclose(device.clients.accuracy, host.clients.accuracy, rtol=1e-6)
-    for ours, theirs in zip(jax.tree.leaves(host.state), jax.tree.leaves(device.state), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(host.state), jax.tree.leaves(device.state), strict=True
+    ):
         if ours.shape == theirs.shape and ours.dtype == np.float32:
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert host.memory["data"] < device.memory["data"]
@@ -63,22 +80,38 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
         if row["round"] == 2:
             save(tmp_path, 2, (snapshot.state, snapshot.data_state), snapshot.counters, {})
 
-    whole = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK)
+    whole = cfl.run(
+        algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK
+    )
     like = state_shapes(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
     found = restore_latest(tmp_path, like, {})
-    rest = cfl.run(algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, start=Snapshot(*found.tree, found.counters), **QUICK)
+    rest = cfl.run(
+        algorithm,
+        linear,
+        both[1],
+        jax.random.key(1),
+        mesh=local.mesh,
+        start=Snapshot(*found.tree, found.counters),
+        **QUICK,
+    )
     assert [row["round"] for row in rest.rows] == [4, 5]
     same(rest.rows, whole.rows[1:])
 
 
 def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
-    """Its rounds and evaluations may have been others until then; a block has room for what is left of it."""
+    """Its rounds and evaluations may have been others until then; a block has room for
+    what is left of it.
+    """
     monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 3)
     algorithm = methods(linear, local)["fedavg"]()
 
     def blocks(done: int, rounds: int):
         feed = prefetch.HostFeed(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
-        return [count for count, block in feed.train_blocks(done) if block.train.size.sum() <= feed.most["train"][0]]
+        return [
+            count
+            for count, block in feed.train_blocks(done)
+            if block.train.size.sum() <= feed.most["train"][0]
+        ]
 
     assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
     assert blocks(1, 20) == [2, 3, 2, 3, 3, 2, 3, 1]
@@ -88,7 +121,9 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
 
 def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monkeypatch):
     """Also past an evaluation, of which there is one after every round here."""
-    feed = prefetch.HostFeed(both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh)
+    feed = prefetch.HostFeed(
+        both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh
+    )
     fetched, began = feed._fetch, [threading.Event() for _ in range(3)]
 
     def watched(*asked):
@@ -104,25 +139,40 @@ def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monk
 
 
 def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsys):
-    line = "algorithm=fedavg dataset.clients=20 model=mclr rounds=3 local.epochs=1 clients_per_round=6"
+    line = (
+        "algorithm=fedavg dataset.clients=20 model=mclr rounds=3 local.epochs=1 clients_per_round=6"
+    )
     for resident in ("host", "device"):
         assert call(monkeypatch, f"{line} resident={resident} run_dir={tmp_path / resident}") == 0
     host, device = (read_metrics(tmp_path / resident) for resident in ("host", "device"))
-    same(*([{name: row[name] for name in row.keys() - VARYING} for row in rows] for rows in (host, device)))
+    same(
+        *(
+            [{name: row[name] for name in row.keys() - VARYING} for row in rows]
+            for rows in (host, device)
+        )
+    )
     assert call(monkeypatch, f"{line} resident=device rounds=4 run_dir={tmp_path / 'host'}") == 2
     assert "resident: host there, device here" in capsys.readouterr().err
     for needs in ("drift=swap_part", "algorithm=fesem"):
         assert call(monkeypatch, f"{line} resident=host {needs} run_dir={tmp_path / 'none'}") == 2
-        assert capsys.readouterr().err.startswith("fedjax-cfl: resident=host: ") and not (tmp_path / "none").exists()
+        assert (
+            capsys.readouterr().err.startswith("fedjax-cfl: resident=host: ")
+            and not (tmp_path / "none").exists()
+        )
 
 
 def test_what_needs_everybodys_samples_is_refused(both, linear, local):
     select, key = cfl.select.uniform(5), jax.random.key(0)
     flexcfl = cfl.algorithms.flexcfl(linear, local, select, m=2, alpha=2)
-    with pytest.raises(InputError, match="resident=host: this algorithm reads the samples of clients outside its cohort"):
+    with pytest.raises(
+        InputError,
+        match="resident=host: this algorithm reads the samples of clients outside its cohort",
+    ):
         cfl.run(flexcfl, linear, both[1], key, mesh=local.mesh, rounds=1)
     fedavg = cfl.algorithms.fedavg(linear, local, select)
-    with pytest.raises(InputError, match="resident=host: a drift edits who holds which sample of all"):
+    with pytest.raises(
+        InputError, match="resident=host: a drift edits who holds which sample of all"
+    ):
         cfl.run(fedavg, linear, both[1], key, mesh=local.mesh, rounds=1, drift=cfl.drift.swap_all())
     with pytest.raises(InputError, match="resident=host: a concept edits all samples at once"):
         cfl.federate(
@@ -135,7 +185,12 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
 
 def test_a_folder_of_arrays_is_read_without_being_loaded(tmp_path):
     x = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
-    arrays = {"x": x, "y": np.arange(30) % 3, "client": np.arange(30) // 3, "split": np.arange(30) % 3 == 2}
+    arrays = {
+        "x": x,
+        "y": np.arange(30) % 3,
+        "client": np.arange(30) // 3,
+        "split": np.arange(30) % 3 == 2,
+    }
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     pool = files.npy(str(tmp_path))
@@ -169,7 +224,9 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
 @pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])
 def test_a_cohort_of_many_is_drawn_without_repeats_and_evenly(clients):
     count = min(clients, 2000)
-    drawn = np.stack([cfl.select.sample_distinct(jax.random.key(seed), count, clients) for seed in range(5)])
+    drawn = np.stack(
+        [cfl.select.sample_distinct(jax.random.key(seed), count, clients) for seed in range(5)]
+    )
     for ids in drawn:
         assert ids.min() >= 0 and ids.max() < clients and len(set(ids.tolist())) == count
     assert not (drawn[0] == drawn[1]).all() or clients == 5

@@ -1,4 +1,6 @@
-"""Files: what is read, and that every malformed one gives a single line naming the file, the field and what is expected."""
+"""Files: what is read, and that every malformed one gives a single line naming the
+file, the field and what is expected.
+"""
 
 import gzip
 import json
@@ -12,13 +14,19 @@ from fedjax_cfl.errors import InputError
 
 def idx(array, kind=8):
     """Returns the bytes of an IDX file."""
-    return bytes([0, 0, kind, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+    return (
+        bytes([0, 0, kind, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+    )
 
 
 def leaf(**users):
     """Returns a LEAF shard of users given as (x, y)."""
     data = {user: {"x": x, "y": y} for user, (x, y) in users.items()}
-    return {"users": list(users), "num_samples": [len(y) for _, y in users.values()], "user_data": data}
+    return {
+        "users": list(users),
+        "num_samples": [len(y) for _, y in users.values()],
+        "user_data": data,
+    }
 
 
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
@@ -81,7 +89,9 @@ def test_bad_npz(tmp_path):
 
 def test_leaf_file_folder_and_order(tmp_path):
     (tmp_path / "1.json").write_text(json.dumps(leaf(b=([[1.0, 2], [3, 4]], [0, 1]))))
-    (tmp_path / "2.json.gz").write_bytes(gzip.compress(json.dumps(leaf(c=([], []), a=([[5, 6]], [2]))).encode()))
+    (tmp_path / "2.json.gz").write_bytes(
+        gzip.compress(json.dumps(leaf(c=([], []), a=([[5, 6]], [2]))).encode())
+    )
     (tmp_path / "notes.txt").write_text("not a shard")
     x, y, client, users = read_leaf(tmp_path)
     assert users == ["a", "b", "c"] and x.dtype == np.float32 and client.dtype == np.int32

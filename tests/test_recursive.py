@@ -1,4 +1,6 @@
-"""CFL, which cuts groups in two, and FL+HC, which clusters once: reductions, planted groups, and one cut against all possible cuts."""
+"""CFL, which cuts groups in two, and FL+HC, which clusters once: reductions, planted
+groups, and one cut against all possible cuts.
+"""
 
 from itertools import pairwise, product
 
@@ -31,7 +33,12 @@ KEY = jax.random.key(5)
 SAME = {"rtol": 1e-5, "atol": 1e-6}
 CLIENTS, CONCEPTS = 18, 3
 TRUTH = np.arange(CLIENTS) % CONCEPTS
-ONCE = {"eps1": 0.3, "eps2": 0.3, "gamma_max": 0.3, "warm_up": 1}  # of the planted clients: found well between what is and is not a cut
+ONCE = {
+    "eps1": 0.3,
+    "eps2": 0.3,
+    "gamma_max": 0.3,
+    "warm_up": 1,
+}  # of the planted clients: found well between what is and is not a cut
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +49,16 @@ def concepts():
 
 def sent(before, after):
     """Returns the models (down, up) of one round."""
-    return int(after.traffic.units_down - before.traffic.units_down), int(after.traffic.units_up - before.traffic.units_up)
+    return int(after.traffic.units_down - before.traffic.units_down), int(
+        after.traffic.units_up - before.traffic.units_up
+    )
 
 
 @pytest.fixture(scope="module")
 def cutting(linear, local):
-    """Runs CFL with everybody and room for four groups, under any thresholds: cutting(data, rounds, **limits) -> states; one program."""
+    """Runs CFL with everybody and room for four groups, under any thresholds:
+    cutting(data, rounds, **limits) -> states; one program.
+    """
 
     def algorithm(limits):
         return cfl(linear, local, select.full_participation(), m=4, **limits)
@@ -71,7 +82,9 @@ def cutting(linear, local):
 
 
 @pytest.mark.parametrize(
-    "limits", [{"eps1": 0.0}, {"eps2": 1e9}, {"gamma_max": 1.0}, {"warm_up": 99}], ids=lambda limits: next(iter(limits))
+    "limits",
+    [{"eps1": 0.0}, {"eps2": 1e9}, {"gamma_max": 1.0}, {"warm_up": 99}],
+    ids=lambda limits: next(iter(limits)),
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):
     states, infos = cutting(concepts, 3, **limits)
@@ -80,7 +93,9 @@ def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, loca
     begun = play(plain, concepts, 0)[0].replace(groups=alone)
     expected = play(plain, concepts, 3, begun)
     for state, other in zip(states, expected, strict=True):
-        chex.assert_trees_all_close(jax.tree.map(lambda leaf: leaf[:1], state.groups), other.groups, **SAME)
+        chex.assert_trees_all_close(
+            jax.tree.map(lambda leaf: leaf[:1], state.groups), other.groups, **SAME
+        )
         assert state.active.tolist() == [True, False, False, False]
     assert float(infos[-1].loss) < float(infos[0].loss)
 
@@ -97,9 +112,13 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     for before, after in pairwise(states):
         assert sent(before, after) == (CLIENTS, CLIENTS)
     algorithm = cfl(linear, local, select.full_participation(), m=4)
-    row = jax.jit(lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, concepts, True)[0])(final)
+    row = jax.jit(
+        lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, concepts, True)[0]
+    )(final)
     assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
-    assert np.isfinite([float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]).all()
+    assert np.isfinite(
+        [float(row[name]) for name in ("test_loss", "macro_f1", "auxiliary_accuracy")]
+    ).all()
 
 
 def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
@@ -110,8 +129,16 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
     for h in created:
         parent = int(tree.parent[h])
         np.testing.assert_allclose(matrix(tree.models)[h], matrix(cut.groups)[parent], rtol=1e-6)
-        for group, mean in ((h, tree.split_update), (parent, tree.parent_update)):  # uniform means are what is aggregated
-            np.testing.assert_allclose(matrix(after.groups)[group], matrix(cut.groups)[parent] + matrix(mean)[h], rtol=1e-5, atol=1e-6)
+        for group, mean in (
+            (h, tree.split_update),
+            (parent, tree.parent_update),
+        ):  # uniform means are what is aggregated
+            np.testing.assert_allclose(
+                matrix(after.groups)[group],
+                matrix(cut.groups)[parent] + matrix(mean)[h],
+                rtol=1e-5,
+                atol=1e-6,
+            )
     assert tree.last_split.tolist() == [int(after.active.sum()) - 1] * CLIENTS
     assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
 
@@ -121,12 +148,16 @@ def test_no_more_cuts_than_there_is_room(concepts, linear, local):
     states = play(algorithm, concepts, 8)
     assert states[-1].active.tolist() == [True, True]
     groups = np.asarray(states[-1].assignment)
-    assert all(len(set(groups[concept == TRUTH])) == 1 for concept in range(CONCEPTS)), "concepts stay together"
+    assert all(len(set(groups[concept == TRUTH])) == 1 for concept in range(CONCEPTS)), (
+        "concepts stay together"
+    )
     assert adjusted_rand_score(TRUTH, groups) < 1
 
 
 def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, local):
-    """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by itself costs one model down and one up."""
+    """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by
+    itself costs one model down and one up.
+    """
     algorithm = cfl(linear, local, select.uniform(9), m=3, **ONCE)
     states = play(algorithm, concepts, 14)
     final = states[-1]
@@ -139,12 +170,18 @@ def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, loca
 
 
 def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, local):
-    algorithm = cfl(linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3})
+    algorithm = cfl(
+        linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3}
+    )
     states = play(algorithm, concepts, 10)
     final = states[-1]
     assert adjusted_rand_score(TRUTH, final.assignment) == 1
-    assert all(sent(before, after) == (9, 9) for before, after in pairwise(states)), "everybody was met before the first cut"
-    changed = [int(np.sum(before.assignment != after.assignment)) for before, after in pairwise(states[3:])]
+    assert all(sent(before, after) == (9, 9) for before, after in pairwise(states)), (
+        "everybody was met before the first cut"
+    )
+    changed = [
+        int(np.sum(before.assignment != after.assignment)) for before, after in pairwise(states[3:])
+    ]
     assert sum(changed) >= 12 and final.memory.known.all()
 
 
@@ -161,19 +198,37 @@ def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
 def upload_of(rows, weight=None):
     """Returns updates [S, P] as an upload with two leaves."""
     rows, ones = jnp.asarray(rows, jnp.float32), jnp.ones(len(rows))
-    return Upload({"a": rows[:, :4].reshape(-1, 2, 2), "b": rows[:, 4:]}, ones if weight is None else weight, ones, ones, ones)
+    return Upload(
+        {"a": rows[:, :4].reshape(-1, 2, 2), "b": rows[:, 4:]},
+        ones if weight is None else weight,
+        ones,
+        ones,
+        ones,
+    )
 
 
 def blank(m, clients, assignment):
     """Returns a state of zeros whose groups are those of the assignment."""
     groups = {"a": jnp.zeros((m, 2, 2)), "b": jnp.zeros((m, 3))}
-    tree = SplitTree(jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32))
+    tree = SplitTree(
+        jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32)
+    )
     active = jnp.arange(m) <= max(assignment)
-    return State(jnp.int32(0), groups, (), active, jnp.asarray(assignment, jnp.int32), traffic.make_traffic(), tree)
+    return State(
+        jnp.int32(0),
+        groups,
+        (),
+        active,
+        jnp.asarray(assignment, jnp.int32),
+        traffic.make_traffic(),
+        tree,
+    )
 
 
 def best_cut(rows):
-    """Tries all bipartitions; returns (who is not with the first, gamma) of the one whose largest cosine across is least."""
+    """Tries all bipartitions; returns (who is not with the first, gamma) of the one
+    whose largest cosine across is least.
+    """
     unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     cosine = unit @ unit.T
     found = []
@@ -187,9 +242,14 @@ def best_cut(rows):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_cut_is_the_best_of_all(seed):
-    """Ten clients of two groups, in any slots; only group 1 is cut, as 2^n tries in float64 cut it, and only above gamma_max."""
+    """Ten clients of two groups, in any slots; only group 1 is cut, as 2^n tries in
+    float64 cut it, and only above gamma_max.
+    """
     rng = np.random.default_rng(seed)
-    rows, assignment = rng.normal(size=(10, 7)) + rng.normal(size=7), np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1])
+    rows, assignment = (
+        rng.normal(size=(10, 7)) + rng.normal(size=7),
+        np.array([1, 0, 1, 1, 0, 1, 1, 0, 1, 1]),
+    )
     mine = np.flatnonzero(assignment == 1)
     other, gamma = best_cut(rows[mine])
     expected = assignment.copy()
@@ -203,15 +263,36 @@ def test_a_cut_is_the_best_of_all(seed):
 
     def cut(gamma_max):
         regroup = bipartition(only_group_1, "single", gamma_max, False)
-        return regroup(KEY, blank(4, 10, assignment), data, cohort, jnp.asarray(assignment[slots], jnp.int32), upload_of(rows[slots]))
+        return regroup(
+            KEY,
+            blank(4, 10, assignment),
+            data,
+            cohort,
+            jnp.asarray(assignment[slots], jnp.int32),
+            upload_of(rows[slots]),
+        )
 
     state, gid = cut(gamma * 0.999)
     assert gid.tolist() == expected[slots].tolist()
-    assert state.active.tolist() == [True, True, True, False] and state.memory.parent.tolist() == [-1, -1, 1, -1]
-    np.testing.assert_allclose(matrix(state.memory.split_update)[2], rows[expected == 2].mean(0), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(matrix(state.memory.parent_update)[2], rows[expected == 1].mean(0), rtol=1e-4, atol=1e-5)
+    assert state.active.tolist() == [True, True, True, False] and state.memory.parent.tolist() == [
+        -1,
+        -1,
+        1,
+        -1,
+    ]
+    np.testing.assert_allclose(
+        matrix(state.memory.split_update)[2], rows[expected == 2].mean(0), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        matrix(state.memory.parent_update)[2], rows[expected == 1].mean(0), rtol=1e-4, atol=1e-5
+    )
     state, gid = cut(gamma * 1.001)
-    assert gid.tolist() == assignment[slots].tolist() and state.active.tolist() == [True, True, False, False]
+    assert gid.tolist() == assignment[slots].tolist() and state.active.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("weighting", "nonsense")])
@@ -226,7 +307,11 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
 @pytest.fixture(scope="module")
 def clustered_once(concepts, linear, local):
     """Six rounds with everybody, the third of which is the clustering round."""
-    return play(fl_hc(linear, local, select.full_participation(), m=3, warm_up=2, newcomers="nearest"), concepts, 6)
+    return play(
+        fl_hc(linear, local, select.full_participation(), m=3, warm_up=2, newcomers="nearest"),
+        concepts,
+        6,
+    )
 
 
 def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
@@ -235,26 +320,43 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     assert adjusted_rand_score(TRUTH, clustered.assignment) == 1
     chex.assert_trees_all_equal(clustered.assignment, last.assignment)
     common = jax.tree.map(lambda leaf: leaf[:1], clustered_once[2].groups)
-    chex.assert_trees_all_equal(clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common))
+    chex.assert_trees_all_equal(
+        clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common)
+    )
 
     everybody = fedavg(linear, local, select.full_participation())
-    alone = play(everybody, concepts, 0)[0].replace(groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups))
+    alone = play(everybody, concepts, 0)[0].replace(
+        groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups)
+    )
     chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
-    after = jax.jit(lambda members, state: fedavg(linear, local, select.from_table(members)).round(KEY, state, concepts)[0])
+    after = jax.jit(
+        lambda members, state: fedavg(linear, local, select.from_table(members)).round(
+            KEY, state, concepts
+        )[0]
+    )
     for g in range(3):
         members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
         state = alone.replace(round=clustered.round, groups=common)
         for _ in range(3):
             state = after(members, state)
-        chex.assert_trees_all_close(state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME)
+        chex.assert_trees_all_close(
+            state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME
+        )
 
 
 def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
     algorithm = fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
     states = play(algorithm, concepts, 4)
-    assert [sent(before, after) for before, after in pairwise(states)] == [(6, 6), (6, 6), (CLIENTS, CLIENTS), (6, 6)]
+    assert [sent(before, after) for before, after in pairwise(states)] == [
+        (6, 6),
+        (6, 6),
+        (CLIENTS, CLIENTS),
+        (6, 6),
+    ]
     served = [algorithm.serve(state).index for state in states]
-    assert (served[0] == 0).all() and (served[2] == 0).all(), "everybody is served from the beginning"
+    assert (served[0] == 0).all() and (served[2] == 0).all(), (
+        "everybody is served from the beginning"
+    )
     assert adjusted_rand_score(TRUTH, served[3]) == 1
     one_round = jax.jit(algorithm.round)
     for state in states[:4]:
@@ -264,11 +366,18 @@ def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
 
 @pytest.mark.parametrize("metric", ["cosine", "L2"])
 def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clustered_once, metric):
-    """Clients 4 and 5 are made to have missed the clustering; each trains once more from the model that was clustered."""
+    """Clients 4 and 5 are made to have missed the clustering; each trains once more
+    from the model that was clustered.
+    """
     clustered = clustered_once[3]
     missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
     pair = select.from_table(np.array([[3, 4, 5]]))
-    (before, after) = play(fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric), concepts, 1, missed)
+    before, after = play(
+        fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric),
+        concepts,
+        1,
+        missed,
+    )
     assert after.assignment.tolist() == clustered.assignment.tolist()
     assert sent(before, after) == (5, 5)
 
@@ -277,13 +386,22 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
     unsure = local._replace(faults=Faults(dropout=0.3))
-    states = play(fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"), toy, 3)
+    states = play(
+        fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"),
+        toy,
+        3,
+    )
     assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
     chex.assert_tree_all_finite(states[-1])
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("metric", {"linkage": "ward"}), ("linkage", {"linkage": "no"}), ("newcomers", {"newcomers": "no"})]
+    ("name", "options"),
+    [
+        ("metric", {"linkage": "ward"}),
+        ("linkage", {"linkage": "no"}),
+        ("newcomers", {"newcomers": "no"}),
+    ],
 )
 def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
     with pytest.raises(InputError, match=f"algorithm.{name}="):
@@ -292,7 +410,11 @@ def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
     spread = local._replace(width=2, mesh=make_mesh(4))
-    once = play(fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest"), concepts, 4)[-1]
+    once = play(
+        fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest"),
+        concepts,
+        4,
+    )[-1]
     cut = play(cfl(linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)[-1]
     for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
         assert many.active.sum() == 3
@@ -308,10 +430,17 @@ def rows_and_tree(seed, points=23):
     return rows, upload_of(rows).delta
 
 
-@pytest.mark.parametrize(("metric", "scipy_name"), [("L1", "cityblock"), ("L2", "euclidean"), ("cosine", "cosine")])
+@pytest.mark.parametrize(
+    ("metric", "scipy_name"), [("L1", "cityblock"), ("L2", "euclidean"), ("cosine", "cosine")]
+)
 def test_metrics_equal_scipy(metric, scipy_name):
     rows, tree = rows_and_tree(0)
-    np.testing.assert_allclose(METRICS[metric](tree), cdist(rows, rows, scipy_name), rtol=1e-4, atol=2e-3 if metric == "L2" else 1e-5)
+    np.testing.assert_allclose(
+        METRICS[metric](tree),
+        cdist(rows, rows, scipy_name),
+        rtol=1e-4,
+        atol=2e-3 if metric == "L2" else 1e-5,
+    )
 
 
 @pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
@@ -324,7 +453,10 @@ def test_linkages_and_thresholds_equal_scipy(linkage):
     )
     for seed in range(4):
         rows, _ = rows_and_tree(seed)
-        distance, valid = cdist(rows, rows), np.random.default_rng(seed).random(23) < (0.7 if seed % 2 else 1)
+        distance, valid = (
+            cdist(rows, rows),
+            np.random.default_rng(seed).random(23) < (0.7 if seed % 2 else 1),
+        )
         tree = scipy_linkage(squareform(distance[valid][:, valid], checks=False), linkage)
         threshold = (tree[-6, 2] + tree[-5, 2]) / 2
         few, near = (np.asarray(labels) for labels in merge(distance, valid, threshold))

@@ -28,7 +28,9 @@ SAME = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def play(algorithm, data, rounds=3, state=None):
-    """Returns (state, infos) after some rounds, from the algorithm's own start unless a state is given."""
+    """Returns (state, infos) after some rounds, from the algorithm's own start unless a
+    state is given.
+    """
     state = jax.jit(algorithm.init)(KEY, data) if state is None else state
     one_round, infos = jax.jit(algorithm.round), []
     for _ in range(rounds):
@@ -84,7 +86,9 @@ def test_stragglers_do_less(toy, linear, local, averaged):
 
 def test_a_strong_pull_keeps_clients_near(toy, linear, local):
     begun, _ = play(fedavg(linear, local, COHORT), toy, 0)
-    pulled = jax.jit(lambda mu: fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups)
+    pulled = jax.jit(
+        lambda mu: fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups
+    )
     moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 
@@ -106,7 +110,9 @@ def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
 @pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     whole_set = local._replace(epochs=1, batch_size=batch_size)
-    assert_same(play(fedavg(linear, whole_set, COHORT), toy), play(fedsgd(linear, local, COHORT), toy))
+    assert_same(
+        play(fedavg(linear, whole_set, COHORT), toy), play(fedsgd(linear, local, COHORT), toy)
+    )
 
 
 def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
@@ -124,10 +130,17 @@ def test_fedavgm_sums_up_old_steps(toy, linear, local):
     """With momentum 0.5 the second step is the mean update plus half the first step."""
     plain, heavy = fedavg(linear, local, COHORT), fedavgm(linear, local, COHORT, momentum=0.5)
     states = [play(heavy, toy, rounds)[0] for rounds in (0, 1, 2)]
-    alone, _ = play(plain, toy, 1, play(plain, toy, 0)[0].replace(round=states[1].round, groups=states[1].groups))
+    alone, _ = play(
+        plain,
+        toy,
+        1,
+        play(plain, toy, 0)[0].replace(round=states[1].round, groups=states[1].groups),
+    )
     first, second = (jax.tree.map(jnp.subtract, b.groups, a.groups) for a, b in pairwise(states))
     mean = jax.tree.map(jnp.subtract, alone.groups, states[1].groups)
-    chex.assert_trees_all_close(second, jax.tree.map(lambda mean, first: mean + 0.5 * first, mean, first), **SAME)
+    chex.assert_trees_all_close(
+        second, jax.tree.map(lambda mean, first: mean + 0.5 * first, mean, first), **SAME
+    )
 
 
 def test_fedadam_without_memory_takes_sign_steps(toy, linear, local):
@@ -150,7 +163,9 @@ def test_adaptive_servers_by_hand(name):
         "fedadam": lambda v, g: b2 * v + (1 - b2) * g**2,
         "fedyogi": lambda v, g: v - (1 - b2) * g**2 * np.sign(v - g**2),
     }[name]
-    server = server_of(name, server_lr=lr, b1=b1, tau=tau, **({} if name == "fedadagrad" else {"b2": b2}))
+    server = server_of(
+        name, server_lr=lr, b1=b1, tau=tau, **({} if name == "fedadagrad" else {"b2": b2})
+    )
     x, m, v = 10.0, 0.0, tau**2
     params = jnp.full((1,), 10.0)
     state = server.init(params)
@@ -178,14 +193,21 @@ def grouped(toy, linear, local):
 def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
     moving = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
     assert_same(grouped, moving)
-    chex.assert_trees_all_equal((grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic))
+    chex.assert_trees_all_equal(
+        (grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic)
+    )
     assert {0, 1} <= set(moving[0].assignment.tolist())
-    still = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False))  # what `run` compiles without a drift
+    still = play(
+        flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False)
+    )  # what `run` compiles without a drift
     chex.assert_trees_all_close(still, moving, **SAME)
 
 
 def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local):
-    alone, plain = flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False), fedavg(linear, local, COHORT)
+    alone, plain = (
+        flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False),
+        fedavg(linear, local, COHORT),
+    )
     begun, _ = play(alone, toy, 0)
     assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
 
@@ -206,9 +228,14 @@ def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(toy, linear, 
 
 def test_hypocluster_is_ifca_weighted_by_samples():
     def composed(*overrides):
-        return OmegaConf.to_container(hydra.compose("config", ["dataset=digits", *overrides]), resolve=True)["algorithm"]
+        return OmegaConf.to_container(
+            hydra.compose("config", ["dataset=digits", *overrides]), resolve=True
+        )["algorithm"]
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        one, other = composed("algorithm=hypocluster"), composed("algorithm=ifca", "algorithm.weighting=samples")
+        one, other = (
+            composed("algorithm=hypocluster"),
+            composed("algorithm=ifca", "algorithm.weighting=samples"),
+        )
         assert one.pop("name") != other.pop("name")
         assert one == other != composed("algorithm=ifca")

@@ -1,6 +1,8 @@
-"""Slow twins in NumPy, written to be read: rounds, clients, epochs and batches as plain loops over a linear softmax model.
+"""Slow twins in NumPy, written to be read: rounds, clients, epochs and batches as plain
+loops over a linear softmax model.
 
-From the package come only the random draws: initial models, who is selected, the order of each client's samples.
+From the package come only the random draws: initial models, who is selected, the order
+of each client's samples.
 """
 
 from typing import NamedTuple
@@ -46,7 +48,9 @@ def models_of(groups):
 
 
 def mean(models, weights=None):
-    return Model(*(np.average(parts, axis=0, weights=weights) for parts in zip(*models, strict=True)))
+    return Model(
+        *(np.average(parts, axis=0, weights=weights) for parts in zip(*models, strict=True))
+    )
 
 
 def probabilities(model, x):
@@ -68,14 +72,19 @@ def gradient(model, x, y):
 
 def samples(data, client):
     """Returns the numbers of a client's training samples."""
-    return np.asarray(data.train.order)[int(data.train.start[client]) :][: int(data.train.size[client])]
+    return np.asarray(data.train.order)[int(data.train.start[client]) :][
+        : int(data.train.size[client])
+    ]
 
 
 def passes(key, data, client, count):
     """Returns `count` reshuffled passes over a client's samples: the package's draws."""
     held = samples(data, client)
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
-    return [held[row] for row in np.asarray(random_permutations(words, len(held), 64, count))[:, : len(held)]]
+    return [
+        held[row]
+        for row in np.asarray(random_permutations(words, len(held), 64, count))[:, : len(held)]
+    ]
 
 
 def trained(model, data, batches, lr):
@@ -107,28 +116,47 @@ def fedavg(model, data, pick, local):
 
 
 def ifca(groups, data, pick, local):
-    """Ghosh et al. 2020, Algorithm 1 with model averaging; returns the models and the last choice of every client."""
+    """Ghosh et al. 2020, Algorithm 1 with model averaging; returns the models and the
+    last choice of every client.
+    """
     x, y, choice = np.asarray(data.x, np.float64), np.asarray(data.y), {}
     for round in range(ROUNDS):
         solutions = [[] for _ in groups]
         for client in cohort_of(pick, round, data):
             held = samples(data, client)
-            choice[client] = int(np.argmin([cross_entropy(model, x[held], y[held]) for model in groups]))
+            choice[client] = int(
+                np.argmin([cross_entropy(model, x[held], y[held]) for model in groups])
+            )
             epochs = passes(derive_key(KEY, TRAIN, round), data, client, local.epochs)
-            solutions[choice[client]].append(trained(groups[choice[client]], data, batches_of(epochs, local.batch_size), local.lr))
-        groups = [mean(members) if members else old for old, members in zip(groups, solutions, strict=True)]
+            solutions[choice[client]].append(
+                trained(
+                    groups[choice[client]], data, batches_of(epochs, local.batch_size), local.lr
+                )
+            )
+        groups = [
+            mean(members) if members else old
+            for old, members in zip(groups, solutions, strict=True)
+        ]
     return groups, choice
 
 
 def founded(model, data, keys, m, alpha, iterations, local):
-    """The group cold start (FlexCFL, Algorithm 3) by a singular value decomposition: (founders' ids, updates [N, P], labels [N])."""
-    ids = [int(k) for k in jax.random.permutation(keys[1], data.num_clients)[: alpha * m] if data.train.size[k] > 0]
+    """The group cold start (FlexCFL, Algorithm 3) by a singular value decomposition:
+    (founders' ids, updates [N, P], labels [N]).
+    """
+    ids = [
+        int(k)
+        for k in jax.random.permutation(keys[1], data.num_clients)[: alpha * m]
+        if data.train.size[k] > 0
+    ]
     updates = []
     for client in ids:
         order = batches_of(passes(keys[2], data, client, iterations), local.batch_size)[:iterations]
         updates.append(trained(model, data, order, local.lr).flat() - model.flat())
     updates = np.array(updates)
-    directions = np.linalg.svd(updates.T, full_matrices=False)[0][:, :m]  # [P, m], the left singular vectors
+    directions = np.linalg.svd(updates.T, full_matrices=False)[0][
+        :, :m
+    ]  # [P, m], the left singular vectors
     features = updates @ directions / np.linalg.norm(updates, axis=1, keepdims=True)
     return ids, updates, KMeans(m, n_init=20, random_state=0).fit(features).labels_
 
@@ -153,7 +181,9 @@ def test_gradient_is_that_of_the_task(toy, linear):
     model = Model(*(np.asarray(params["head"][name], np.float64) for name in Model._fields))
     expected = gradient(model, np.asarray(x, np.float64), np.asarray(y))
     for name in Model._fields:
-        np.testing.assert_allclose(found["head"][name], getattr(expected, name), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            found["head"][name], getattr(expected, name), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -175,9 +205,18 @@ def test_ifca(toy, linear, local):
 
 @pytest.mark.parametrize("iterations", [2, 11])
 def test_flexcfl_start(toy, linear, local, iterations):
-    """Groups, directions and models of the founders; 11 steps of batch 5 are more than one pass for most."""
+    """Groups, directions and models of the founders; 11 steps of batch 5 are more than
+    one pass for most.
+    """
     m, alpha = 2, 5
-    algorithm = flexcfl(linear, local, select.rr_then_random(COHORT), m=m, alpha=alpha, pretrain=f"iters:{iterations}")
+    algorithm = flexcfl(
+        linear,
+        local,
+        select.rr_then_random(COHORT),
+        m=m,
+        alpha=alpha,
+        pretrain=f"iters:{iterations}",
+    )
     state = jax.jit(algorithm.init)(KEY, toy)
     keys = jax.random.split(derive_key(KEY, START), 4)
     model = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(keys[0])))[0]
@@ -189,22 +228,34 @@ def test_flexcfl_start(toy, linear, local, iterations):
         direction = updates[found == g].mean(axis=0)
         directions = models_of(state.memory.directions)[g]
         np.testing.assert_allclose(directions.flat(), direction, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(models_of(state.groups)[g].flat(), model.flat() + direction, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            models_of(state.groups)[g].flat(), model.flat() + direction, rtol=1e-5, atol=1e-5
+        )
     np.testing.assert_allclose(models_of(state.memory.initial)[0].flat(), model.flat(), rtol=1e-6)
 
 
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
-    """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and takes the largest cosine."""
-    algorithm = flexcfl(linear, local, select.from_table(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11")
+    """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and
+    takes the largest cosine.
+    """
+    algorithm = flexcfl(
+        linear, local, select.from_table(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11"
+    )
     state = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, state, toy)
-    newcomers = [client for client in range(14) if state.assignment[client] < 0 and toy.train.size[client] > 0]
+    newcomers = [
+        client
+        for client in range(14)
+        if state.assignment[client] < 0 and toy.train.size[client] > 0
+    ]
     directions = np.array([model.flat() for model in models_of(state.memory.directions)])
     start = models_of(state.memory.initial)[0]
     pretrain_key = derive_key(KEY, ASSIGN, 0)
     for client in newcomers:
         order = batches_of(passes(pretrain_key, toy, client, 11), local.batch_size)[:11]
         update = trained(start, toy, order, local.lr).flat() - start.flat()
-        assert after.assignment[client] == np.argmax(directions @ update / np.linalg.norm(directions, axis=1))
+        assert after.assignment[client] == np.argmax(
+            directions @ update / np.linalg.norm(directions, axis=1)
+        )
     assert len(newcomers) >= 7 and info.cold >= len(newcomers)
     assert jnp.all((state.assignment < 0) | (after.assignment == state.assignment))

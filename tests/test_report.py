@@ -1,4 +1,6 @@
-"""Run files, summaries, plots, the comparison and the doctor, against numbers small enough to check by hand."""
+"""Run files, summaries, plots, the comparison and the doctor, against numbers small
+enough to check by hand.
+"""
 
 import csv
 import io
@@ -62,8 +64,19 @@ def save(run_dir, rows, finished=True, **fields):
 
 def test_rows_round_trip_and_nan_becomes_null(tmp_path):
     with open_metrics(tmp_path) as handle:
-        append_row(handle, {"round": np.int32(1), "accuracy": np.float32(0.5), "group_sizes": np.array([3, 4])})
-        append_row(handle, {"round": 2, "accuracy": math.nan, "loss": np.float32(np.inf), "per_group": np.array([1.0, np.nan])})
+        append_row(
+            handle,
+            {"round": np.int32(1), "accuracy": np.float32(0.5), "group_sizes": np.array([3, 4])},
+        )
+        append_row(
+            handle,
+            {
+                "round": 2,
+                "accuracy": math.nan,
+                "loss": np.float32(np.inf),
+                "per_group": np.array([1.0, np.nan]),
+            },
+        )
         assert len(read_metrics(tmp_path)) == 2, "rows must be readable while the run goes on"
     assert read_metrics(tmp_path) == [
         {"round": 1, "accuracy": 0.5, "group_sizes": [3, 4]},
@@ -97,7 +110,10 @@ def test_bad_line_in_the_middle_names_file_and_line(tmp_path):
 
 def test_resumed_rounds_supersede_earlier_rows(tmp_path):
     save(tmp_path, [row(1, 0.1), row(2, 0.2), row(3, 0.3), row(2, 0.25)], finished=False)
-    assert [(item["round"], item["accuracy"]) for item in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.25)]
+    assert [(item["round"], item["accuracy"]) for item in read_metrics(tmp_path)] == [
+        (1, 0.1),
+        (2, 0.25),
+    ]
 
 
 def test_summary_by_hand():
@@ -107,7 +123,9 @@ def test_summary_by_hand():
     assert (summary["best_accuracy"], summary["best_round"]) == (0.6, 20)
     assert (summary["final_accuracy"], summary["rounds"], summary["units_up"]) == (0.5, 35, 350)
     assert summary["last10_accuracy"] == pytest.approx(2.3 / 5)
-    assert (summary["discrepancy_mean"], summary["discrepancy_variance"]) == pytest.approx((3.5, 35 / 12))
+    assert (summary["discrepancy_mean"], summary["discrepancy_variance"]) == pytest.approx(
+        (3.5, 35 / 12)
+    )
 
 
 def test_last10_uses_ten_rows_and_target_round():
@@ -120,20 +138,44 @@ def test_last10_uses_ten_rows_and_target_round():
 @pytest.mark.parametrize("rows", [[], [row(1, None), row(2, None)]])
 def test_summary_without_accuracy(rows):
     summary = summarize_rows(rows)
-    assert summary["best_accuracy"] is summary["best_round"] is summary["final_accuracy"] is summary["last10_accuracy"] is None
+    assert (
+        summary["best_accuracy"]
+        is summary["best_round"]
+        is summary["final_accuracy"]
+        is summary["last10_accuracy"]
+        is None
+    )
     assert rounds_to(rows, 0.1) is None
 
 
 def test_writers_are_atomic(tmp_path):
     write_json(tmp_path / "summary.json", {"a": np.arange(2), "b": math.nan, "c": tmp_path})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": [0, 1], "b": None, "c": str(tmp_path)}
-    write_clients(tmp_path, {"client": np.arange(3), "accuracy": np.array([0.1, 0.2, 0.3]), "labels": np.eye(3, dtype=np.int32)})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "a": [0, 1],
+        "b": None,
+        "c": str(tmp_path),
+    }
+    write_clients(
+        tmp_path,
+        {
+            "client": np.arange(3),
+            "accuracy": np.array([0.1, 0.2, 0.3]),
+            "labels": np.eye(3, dtype=np.int32),
+        },
+    )
     table = pyarrow.parquet.read_table(tmp_path / "clients.parquet").to_pydict()
-    assert table == {"client": [0, 1, 2], "accuracy": [0.1, 0.2, 0.3], "labels": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
+    assert table == {
+        "client": [0, 1, 2],
+        "accuracy": [0.1, 0.2, 0.3],
+        "labels": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    }
     with pytest.raises(RuntimeError), atomic_write(tmp_path / "summary.json") as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    assert json.loads((tmp_path / "summary.json").read_text())["a"] == [0, 1], "a failed write must leave the old file"
+    assert json.loads((tmp_path / "summary.json").read_text())["a"] == [
+        0,
+        1,
+    ], "a failed write must leave the old file"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clients.parquet", "summary.json"]
 
 
@@ -141,13 +183,23 @@ def test_writers_are_atomic(tmp_path):
     "rows",
     [
         [row(i, None if i < 4 else i / 40) for i in range(1, 31)],
-        [row(i, None if i < 4 else i / 40, m=4, group_discrepancy=[None, 1.0, 2.0, i]) for i in range(1, 31)],
+        [
+            row(i, None if i < 4 else i / 40, m=4, group_discrepancy=[None, 1.0, 2.0, i])
+            for i in range(1, 31)
+        ],
         [row(i, None, m=20, macro_accuracy=None, worst10_accuracy=None) for i in range(1, 4)],
         [row(1, 0.5, m=4)],
         [{"round": 1}, {"round": 2}],
         [],
     ],
-    ids=["one group", "four groups", "twenty groups, no accuracy", "one row", "bare rows", "no rows"],
+    ids=[
+        "one group",
+        "four groups",
+        "twenty groups, no accuracy",
+        "one row",
+        "bare rows",
+        "no rows",
+    ],
 )
 def test_curves_is_a_real_picture(tmp_path, rows):
     save(tmp_path, rows, finished=False)
@@ -159,10 +211,21 @@ def test_curves_is_a_real_picture(tmp_path, rows):
 
 def test_final_table_shows_numbers_and_leaves_out_nulls():
     console = Console(record=True, width=100, file=io.StringIO())
-    summary = {"algorithm": "ifca", "dataset": "mnist", "seed": 3, **summarize_rows([row(5, 0.125)]), "compile_s": np.float32(2)}
+    summary = {
+        "algorithm": "ifca",
+        "dataset": "mnist",
+        "seed": 3,
+        **summarize_rows([row(5, 0.125)]),
+        "compile_s": np.float32(2),
+    }
     console.print(final_table(summary))
     text = console.export_text()
-    assert "ifca, mnist (seed 3)" in text and "12.50% (round 5)" in text and "10.00 kB" in text and " ari " not in text
+    assert (
+        "ifca, mnist (seed 3)" in text
+        and "12.50% (round 5)" in text
+        and "10.00 kB" in text
+        and " ari " not in text
+    )
 
 
 def test_progress_is_silent_without_a_terminal(capfd):
@@ -179,7 +242,12 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
         show(row(5, None))
         show(row(10, 0.5, m=2))
     captured = capsys.readouterr()
-    assert "10/10" in captured.err and "50.00%" in captured.err and "2 groups" in captured.err and captured.out == ""
+    assert (
+        "10/10" in captured.err
+        and "50.00%" in captured.err
+        and "2 groups" in captured.err
+        and captured.out == ""
+    )
 
 
 # the comparison
@@ -188,11 +256,20 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
 @pytest.fixture
 def multirun(tmp_path):
     """Three algorithms by three seeds; the final accuracy is base + 0.1 * seed after two rounds."""
-    for position, (algorithm, base) in enumerate((("fedavg", 0.2), ("ifca", 0.5), ("fedgroup", 0.4))):
+    for position, (algorithm, base) in enumerate(
+        (("fedavg", 0.2), ("ifca", 0.5), ("fedgroup", 0.4))
+    ):
         for seed in range(3):
             top = base + 0.1 * seed
             rows = [row(1, top - 0.1), row(2, top, ari=0.5 if algorithm == "ifca" else None)]
-            save(tmp_path / "multirun" / str(3 * position + seed), rows, algorithm=algorithm, dataset="mnist", model="mlp", seed=seed)
+            save(
+                tmp_path / "multirun" / str(3 * position + seed),
+                rows,
+                algorithm=algorithm,
+                dataset="mnist",
+                model="mlp",
+                seed=seed,
+            )
     return tmp_path / "multirun"
 
 
@@ -201,39 +278,75 @@ def test_compare_by_hand(multirun, tmp_path, capsys):
     out = tmp_path / "new" / "out"
     assert compare.main([str(multirun), "--out", str(out), "--target", "0.4"]) == 0
     printed = capsys.readouterr().out
-    assert "skipped, unfinished" in printed and "30.00 ± 10.00" in printed and "rounds to 40 %" in printed
+    assert (
+        "skipped, unfinished" in printed
+        and "30.00 ± 10.00" in printed
+        and "rounds to 40 %" in printed
+    )
     with (out / "compare.csv").open() as handle:
         found = {line["algorithm"]: line for line in csv.DictReader(handle)}
     assert list(found) == ["fedavg", "fedgroup", "ifca"]
     for algorithm, mean in (("fedavg", 0.3), ("fedgroup", 0.5), ("ifca", 0.6)):
         line = found[algorithm]
-        assert float(line["best_accuracy_mean"]) == pytest.approx(mean) and float(line["best_accuracy_sd"]) == pytest.approx(0.1)
+        assert float(line["best_accuracy_mean"]) == pytest.approx(mean) and float(
+            line["best_accuracy_sd"]
+        ) == pytest.approx(0.1)
         assert float(line["last10_accuracy_mean"]) == pytest.approx(mean - 0.05)
-        assert (line["runs"], line["seeds"], line["units_mean"], line["wall_s_mean"]) == ("3", "0 1 2", "60.0", "1.0")
+        assert (line["runs"], line["seeds"], line["units_mean"], line["wall_s_mean"]) == (
+            "3",
+            "0 1 2",
+            "60.0",
+            "1.0",
+        )
     # fedavg's seeds end at 0.2, 0.3 and 0.4: only one reaches the target, in its second round
-    assert [found["fedavg"][f"rounds_to_target_{part}"] for part in ("mean", "sd", "n")] == ["2.0", "", "1"]
+    assert [found["fedavg"][f"rounds_to_target_{part}"] for part in ("mean", "sd", "n")] == [
+        "2.0",
+        "",
+        "1",
+    ]
     assert "2.0 (1/3)" in (out / "compare.md").read_text()
     assert (found["fedavg"]["ari_mean"], found["ifca"]["ari_mean"]) == ("", "0.5")
     assert imread(out / "compare.png").shape[1] >= 1200
-    assert sorted(path.name for path in out.iterdir()) == ["compare.csv", "compare.md", "compare.png"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "compare.csv",
+        "compare.md",
+        "compare.png",
+    ]
 
 
 def test_swept_overrides_make_sets_of_their_own(tmp_path):
     for number, (mu, seed) in enumerate((mu, seed) for mu in ("0", "0.1") for seed in range(2)):
-        run_dir = save(tmp_path / str(number), [row(1, 0.5)], algorithm="fedprox", dataset="mnist", seed=seed)
+        run_dir = save(
+            tmp_path / str(number), [row(1, 0.5)], algorithm="fedprox", dataset="mnist", seed=seed
+        )
         (run_dir / ".hydra").mkdir()
-        (run_dir / ".hydra" / "overrides.yaml").write_text(f"- algorithm=fedprox\n- +algorithm.mu={mu}\n- rounds=9\n- seed={seed}\n")
+        (run_dir / ".hydra" / "overrides.yaml").write_text(
+            f"- algorithm=fedprox\n- +algorithm.mu={mu}\n- rounds=9\n- seed={seed}\n"
+        )
     groups = compare.compare([tmp_path], tmp_path)
-    assert [(group["label"], group["runs"]) for group in groups] == [("fedprox algorithm.mu=0", 2), ("fedprox algorithm.mu=0.1", 2)]
+    assert [(group["label"], group["runs"]) for group in groups] == [
+        ("fedprox algorithm.mu=0", 2),
+        ("fedprox algorithm.mu=0.1", 2),
+    ]
 
 
 def test_compare_copes_with_odd_runs(tmp_path, capsys):
     save(tmp_path / "a", [row(1, None), row(2, 0.5)], algorithm="fedavg", dataset="mnist", seed=0)
     save(tmp_path / "b", [row(2, None), row(3, 0.6)], algorithm="fedavg", dataset="mnist", seed=0)
     save(tmp_path / "c", [], algorithm="fedavg", dataset="sent140", seed=0)
-    save(tmp_path / "d", [row(1, 0.5, units_up=None, units_down=None, bytes_up=None)], algorithm="fedavg", dataset="femnist", seed=0)
+    save(
+        tmp_path / "d",
+        [row(1, 0.5, units_up=None, units_down=None, bytes_up=None)],
+        algorithm="fedavg",
+        dataset="femnist",
+        seed=0,
+    )
     groups = compare.compare([tmp_path / "a", tmp_path], tmp_path)
-    assert [(group["label"], group["runs"]) for group in groups] == [("fedavg femnist", 1), ("fedavg mnist", 2), ("fedavg sent140", 1)]
+    assert [(group["label"], group["runs"]) for group in groups] == [
+        ("fedavg femnist", 1),
+        ("fedavg mnist", 2),
+        ("fedavg sent140", 1),
+    ]
     assert "same seed more than once" in capsys.readouterr().out
 
 
@@ -260,7 +373,11 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
-    assert "jaxlib" in printed and "fedjax-cfl download mnist" in printed and "the package can run here" in printed
+    assert (
+        "jaxlib" in printed
+        and "fedjax-cfl download mnist" in printed
+        and "the package can run here" in printed
+    )
     assert "download femnist" not in printed and "download cifar10" not in printed
 
 

@@ -1,4 +1,6 @@
-"""What the package must not do: load code from data, run what it is told, reach the network unasked, or share its cache."""
+"""What the package must not do: load code from data, run what it is told, reach the
+network unasked, or share its cache.
+"""
 
 import ast
 import stat
@@ -14,10 +16,29 @@ from fedjax_cfl.simulation.compilation import use_compile_cache
 HOME = Path(fedjax_cfl.__file__).parent
 SOURCES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-NETWORK = {"aiohttp", "ftplib", "http", "httpx", "pooch", "requests", "smtplib", "socket", "telnetlib", "urllib", "urllib3", "xmlrpc"}
+NETWORK = {
+    "aiohttp",
+    "ftplib",
+    "http",
+    "httpx",
+    "pooch",
+    "requests",
+    "smtplib",
+    "socket",
+    "telnetlib",
+    "urllib",
+    "urllib3",
+    "xmlrpc",
+}
 REPORTING = {"comet_ml", "mlflow", "neptune", "posthog", "segment", "sentry_sdk", "wandb"}
 EXECUTORS = {"eval", "exec", "compile", "__import__"}
-SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
+SHELLS = {
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "pty.spawn",
+}
 
 
 def name_of(node) -> str:
@@ -31,7 +52,11 @@ def imported(node) -> list[str]:
     """Returns the full names that an import statement brings in."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+    return (
+        [f"{node.module}.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.ImportFrom)
+        else []
+    )
 
 
 def keyword(node: ast.Call, name: str):
@@ -41,12 +66,21 @@ def keyword(node: ast.Call, name: str):
 def complaints(source: str, networked: bool = False) -> list[str]:
     """Returns what is wrong with a module."""
     found, tree = [], ast.parse(source)
-    alias = {given.asname or given.name: given.name for node in ast.walk(tree) if isinstance(node, ast.Import) for given in node.names}
+    alias = {
+        given.asname or given.name: given.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for given in node.names
+    }
     for node in ast.walk(tree):
         roots = {name.partition(".")[0] for name in imported(node)}
         banned = PICKLES | REPORTING | {"yaml", "ruamel"} | (set() if networked else NETWORK)
         found += [f"line {node.lineno}: imports {name}" for name in roots & banned]
-        found += [f"line {node.lineno}: imports {name}" for name in imported(node) if name in SHELLS or name == "numpy.load"]
+        found += [
+            f"line {node.lineno}: imports {name}"
+            for name in imported(node)
+            if name in SHELLS or name == "numpy.load"
+        ]
         if not isinstance(node, ast.Call):
             continue
         first, dot, rest = name_of(node.func).partition(".")
@@ -55,13 +89,23 @@ def complaints(source: str, networked: bool = False) -> list[str]:
             found.append(f"line {node.lineno}: calls {called}")
         if called == "numpy.load" and keyword(node, "allow_pickle") != "False":
             found.append(f"line {node.lineno}: numpy.load without allow_pickle=False")
-        if keyword(node, "allow_pickle") not in (None, "False") or keyword(node, "shell") not in (None, "False"):
+        if keyword(node, "allow_pickle") not in (None, "False") or keyword(node, "shell") not in (
+            None,
+            "False",
+        ):
             found.append(f"line {node.lineno}: {called} with allow_pickle or shell")
     return found
 
 
 def test_every_module_is_looked_at():
-    assert {"__main__.py", "checkpoint.py", "download.py", "readers.py", "session.py", "algorithms/flexcfl.py"} <= set(SOURCES)
+    assert {
+        "__main__.py",
+        "checkpoint.py",
+        "download.py",
+        "readers.py",
+        "session.py",
+        "algorithms/flexcfl.py",
+    } <= set(SOURCES)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -98,7 +142,16 @@ def test_the_search_finds(line):
     assert complaints(line)
 
 
-@pytest.mark.parametrize("line", ["import re; re.compile(x)", "program.lower(x).compile()", "# import pickle", "'eval(x)'", "a.load(path)"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import re; re.compile(x)",
+        "program.lower(x).compile()",
+        "# import pickle",
+        "'eval(x)'",
+        "a.load(path)",
+    ],
+)
 def test_the_search_lets_pass(line):
     assert complaints(line) == []
 
@@ -110,10 +163,17 @@ def test_only_the_registry_names_hosts_to_fetch_from():
         documented = {
             id(node.body[0].value)
             for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
         }
-        strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        assert [node.value for node in strings if "://" in node.value and id(node) not in documented] == [], name
+        strings = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        assert [
+            node.value for node in strings if "://" in node.value and id(node) not in documented
+        ] == [], name
 
 
 @pytest.fixture
@@ -128,7 +188,10 @@ def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     use_compile_cache()
     folder = Path(told["jax_compilation_cache_dir"])
-    assert folder.is_relative_to(tmp_path / "cache" / "compiled") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        folder.is_relative_to(tmp_path / "cache" / "compiled")
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     folder.chmod(0o777)
     use_compile_cache()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "a folder that was open is closed"

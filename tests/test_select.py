@@ -1,4 +1,6 @@
-"""Selection, stragglers and the dealing of a cohort to devices, by hand and by a loop that says what is meant."""
+"""Selection, stragglers and the dealing of a cohort to devices, by hand and by a loop
+that says what is meant.
+"""
 
 import random
 
@@ -37,7 +39,9 @@ def test_round_robin_stops_where_the_clients_end():
 def test_uniform_repeats_nobody_and_leaves_nobody_out():
     drawn = np.array([select.uniform(4)(jax.random.key(seed), 0, 10) for seed in range(100)])
     assert all(len(set(row)) == 4 for row in drawn.tolist())
-    shares = np.bincount(drawn.ravel(), minlength=10) / 100  # expected 0.4 each, standard deviation 0.05
+    shares = (
+        np.bincount(drawn.ravel(), minlength=10) / 100
+    )  # expected 0.4 each, standard deviation 0.05
     assert shares.shape == (10,) and abs(shares - 0.4).max() < 0.2
 
 
@@ -68,7 +72,12 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     effort = jax.jit(partial_epochs(share, 5))
     seen = set()
     for seed in range(12):
-        epochs = np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[np.asarray(ids) < 14] * 5
+        epochs = (
+            np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[
+                np.asarray(ids) < 14
+            ]
+            * 5
+        )
         np.testing.assert_allclose(epochs, np.round(epochs), atol=1e-5)
         assert (epochs < 4.5).sum() == slow and epochs.max() <= 5 and epochs.min() >= 1
         seen |= set(np.round(epochs).astype(int).tolist())
@@ -100,7 +109,9 @@ def test_chunks_of_empty_slots_are_not_visited(toy, width, slots):
     local = cfl.Local(0.1, 1, 5, width, cfl.make_mesh(2))
     cohort = make_cohort(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
     assert cohort.ids.size == slots
-    seen = jax.jit(over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(cohort, toy, ())
+    seen = jax.jit(over_clients(lambda client, bucket, data, shared, mine: client + 1, local))(
+        cohort, toy, ()
+    )
     real = cohort.ids < 14
     np.testing.assert_array_equal(seen[real], cohort.ids[real] + 1)
     per_device = real.reshape(2, -1).sum(1)
@@ -120,12 +131,16 @@ def test_deal_places_everybody_once(devices, width):
     real = np.asarray(cohort.ids) < 100
     assert (np.asarray(cohort.ids)[~real] == 100).all() and real.sum() == 23
     np.testing.assert_array_equal(np.sort(np.asarray(cohort.ids)[real]), np.sort(ids))
-    np.testing.assert_array_equal(np.asarray(cohort.ids)[real], np.asarray(ids)[np.asarray(cohort.rank)[real]])
+    np.testing.assert_array_equal(
+        np.asarray(cohort.ids)[real], np.asarray(ids)[np.asarray(cohort.rank)[real]]
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_deal_keeps_queues_within_one_client(seed):
-    """Longest processing time first: no queue is longer than an even share and the longest client."""
+    """Longest processing time first: no queue is longer than an even share and the
+    longest client.
+    """
     load = np.random.default_rng(seed).lognormal(3, 1, 40).astype(np.float32)
     cohort = DEAL(jnp.arange(40), jnp.asarray(load), 40, 4, 1)
     queues = np.append(load, 0)[np.asarray(cohort.ids)].reshape(4, -1).sum(1)
@@ -134,7 +149,9 @@ def test_deal_keeps_queues_within_one_client(seed):
     assert queues.max() <= 4 / 3 * max(load.sum() / 4, load.max()) + 1e-3
 
 
-@pytest.mark.parametrize(("devices", "dealt"), [(1, [6, 8, 7, 5]), (2, [6, 5, 8, 7]), (3, [6, 10, 8, 10, 7, 5])])
+@pytest.mark.parametrize(
+    ("devices", "dealt"), [(1, [6, 8, 7, 5]), (2, [6, 5, 8, 7]), (3, [6, 10, 8, 10, 7, 5])]
+)
 def test_deal_of_wide_devices_goes_back_and_forth(devices, dealt):
     cohort = DEAL(jnp.array([5, 6, 7, 8]), jnp.array([1.0, 9.0, 2.0, 8.0]), 10, devices, 2)
     assert cohort.ids.tolist() == dealt

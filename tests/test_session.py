@@ -1,4 +1,6 @@
-"""One run in its directory: stopped, crashed, damaged or signalled, and continued as if nothing had happened."""
+"""One run in its directory: stopped, crashed, damaged or signalled, and continued as if
+nothing had happened.
+"""
 
 import contextlib
 import errno
@@ -25,13 +27,18 @@ from fedjax_cfl.runs.checkpoint import list_checkpoints, save
 from fedjax_cfl.runs.results import METRICS_FILE, read_summary
 from fedjax_cfl.runs.resume import CHECKPOINTS
 
-FAULTS = "faults.nan=0.1 faults.dropout=0.1 faults.straggler=0.2 faults.byzantine=0.2 faults.attack=noise"
+FAULTS = (
+    "faults.nan=0.1 faults.dropout=0.1 faults.straggler=0.2 faults.byzantine=0.2"
+    " faults.attack=noise"
+)
 SMALL = "dataset.clients=30 model=mclr rounds=9 local.epochs=1 checkpoint.every=3 devices=1"
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=4"
 PLAIN = f"{SMALL} algorithm=fedavg"
 CASES = {
     "ifca_mig, swap_part": f"{SMALL} {FAULTS} algorithm=ifca_mig drift=swap_part drift.p=0.5",
-    "flexcfl, incremental": f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'",
+    "flexcfl, incremental": (
+        f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'"
+    ),
 }
 
 
@@ -45,7 +52,9 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fedjax_cfl(tmp_path_factory):
-    """Returns f(line, run_dir) -> Answer: the command, in this process; programs are compiled once."""
+    """Returns f(line, run_dir) -> Answer: the command, in this process; programs are
+    compiled once.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))
         patch.setattr(sys, "path", sys.path[:])
@@ -114,7 +123,10 @@ def full_at(round: int):
 
 
 def rows(run_dir: Path) -> list[dict]:
-    return [{name: value for name, value in json.loads(line).items() if name != "wall_s"} for line in open(run_dir / METRICS_FILE)]
+    return [
+        {name: value for name, value in json.loads(line).items() if name != "wall_s"}
+        for line in open(run_dir / METRICS_FILE)
+    ]
 
 
 def clients(run_dir: Path) -> dict:
@@ -183,7 +195,10 @@ def test_a_stop_and_a_crash_leave_no_trace(line, fedjax_cfl, tmp_path):
     answer = done(fedjax_cfl(line, torn))
     assert answer.out.startswith("resuming after round 5\n") and answer.error == ""
     assert_same(torn, whole)
-    lost = [row["dropped_clients"] + row["nonfinite_clients"] + row["shifted_clients"] for row in rows(whole)]
+    lost = [
+        row["dropped_clients"] + row["nonfinite_clients"] + row["shifted_clients"]
+        for row in rows(whole)
+    ]
     assert sum(lost[:5]) and sum(lost[5:]), "nothing to get wrong"
 
 
@@ -194,13 +209,21 @@ def test_a_run_may_go_on_on_other_devices(fedjax_cfl, run_dir, whole):
     for name, value in arrays(whole).items():
         np.testing.assert_allclose(arrays(run_dir)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     for row, other in zip(rows(run_dir), rows(whole), strict=True):
-        assert all(row[name] == value for name, value in other.items() if isinstance(value, int)), row["round"]
+        assert all(row[name] == value for name, value in other.items() if isinstance(value, int)), (
+            row["round"]
+        )
         np.testing.assert_allclose(row["train_loss"], other["train_loss"], rtol=1e-4)
 
 
 def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole):
     """Blocks of two rounds are another program, so the last bit may differ."""
-    done(fedjax_cfl(f"{PLAIN} checkpoint.every=1 checkpoint.keep=1 eval_every=2 eval_auxiliary=false offline=true", run_dir))
+    done(
+        fedjax_cfl(
+            f"{PLAIN} checkpoint.every=1 checkpoint.keep=1 eval_every=2 eval_auxiliary=false"
+            " offline=true",
+            run_dir,
+        )
+    )
     assert [row["round"] for row in rows(run_dir)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     for name, value in arrays(whole).items():
         np.testing.assert_allclose(arrays(run_dir)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -224,7 +247,9 @@ def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_pat
     short = f"{PLAIN} rounds=7"
     done(fedjax_cfl(short, run_dir))
     assert read_summary(run_dir)["rounds"] == 7
-    assert "finished after 7 rounds; choose another or more rounds" in refused(fedjax_cfl(short, run_dir))
+    assert "finished after 7 rounds; choose another or more rounds" in refused(
+        fedjax_cfl(short, run_dir)
+    )
     done(fedjax_cfl(PLAIN, run_dir))
     assert_same(run_dir, whole)
 
@@ -243,7 +268,9 @@ def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_pat
         ("algorithm.m=2", "(algorithm.m: 3 there, 2 here)", f"{SMALL} algorithm=ifca"),
     ],
 )
-def test_another_run_is_refused_and_the_difference_named(line, field, base, fedjax_cfl, run_dir, tmp_path):
+def test_another_run_is_refused_and_the_difference_named(
+    line, field, base, fedjax_cfl, run_dir, tmp_path
+):
     if base != PLAIN:
         run_dir = tmp_path / "other"
         done(fedjax_cfl(f"{base} rounds=1", run_dir))
@@ -255,7 +282,9 @@ def test_another_run_is_refused_and_the_difference_named(line, field, base, fedj
 
 def test_never_must_and_finished(fedjax_cfl, run_dir, whole, tmp_path):
     assert "not empty" in refused(fedjax_cfl(f"{PLAIN} resume=never", run_dir))
-    assert "already holds this run, finished after 9 rounds" in refused(fedjax_cfl(f"{PLAIN} resume=must", whole))
+    assert "already holds this run, finished after 9 rounds" in refused(
+        fedjax_cfl(f"{PLAIN} resume=must", whole)
+    )
     assert "no checkpoint" in refused(fedjax_cfl(f"{PLAIN} resume=must", tmp_path / "new"))
     done(fedjax_cfl(f"{PLAIN} resume=must", run_dir))
     assert_same(run_dir, whole)
@@ -275,13 +304,26 @@ def test_somebody_elses_folder_of_checkpoints_is_left_alone(resume, reason, fedj
 
 def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, monkeypatch):
     real, run_dir = save, tmp_path / "run"
-    for refuse in (real.__globals__["shutil"], checkpoint):  # too little room, then a save that fails outright
+    for refuse in (
+        real.__globals__["shutil"],
+        checkpoint,
+    ):  # too little room, then a save that fails outright
         with monkeypatch.context() as patch:
             if refuse is checkpoint:
-                patch.setattr(checkpoint, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+                patch.setattr(
+                    checkpoint,
+                    "save",
+                    lambda *a, **k: (_ for _ in ()).throw(
+                        OSError(errno.ENOSPC, "No space left on device")
+                    ),
+                )
             else:
                 usage = shutil.disk_usage(tmp_path)
-                patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=usage.free * (not steps(run_dir))))
+                patch.setattr(
+                    shutil,
+                    "disk_usage",
+                    lambda path: usage._replace(free=usage.free * (not steps(run_dir))),
+                )
             assert "No space left on device" in refused(fedjax_cfl(PLAIN, run_dir), 1)
         assert steps(run_dir) == [0]
     done(fedjax_cfl(PLAIN, run_dir))
@@ -289,10 +331,17 @@ def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, 
 
 
 def test_an_update_that_is_not_finite_ends_the_run_every_time(fedjax_cfl, tmp_path):
-    line, pattern = f"{PLAIN} checkpoint.every=1 faults.nan=0.02 faults.nonfinite=raise", r"round (\d+): client \d+ sent .* of head/\w+\n$"
+    line, pattern = (
+        f"{PLAIN} checkpoint.every=1 faults.nan=0.02 faults.nonfinite=raise",
+        r"round (\d+): client \d+ sent .* of head/\w+\n$",
+    )
     error = refused(fedjax_cfl(line, tmp_path), 1)
     stop = int(re.search(pattern, error)[1])
-    assert stop > 1 and [row["round"] for row in rows(tmp_path)] == list(range(1, stop)) and steps(tmp_path)[-1] == stop - 1
+    assert (
+        stop > 1
+        and [row["round"] for row in rows(tmp_path)] == list(range(1, stop))
+        and steps(tmp_path)[-1] == stop - 1
+    )
     assert refused(fedjax_cfl(line, tmp_path), 1) == error, "a continuation does not slip past it"
 
 
@@ -316,7 +365,10 @@ def started(line: str, run_dir: Path):
 
 @pytest.fixture(scope="module")
 def long(fedjax_cfl, tmp_path_factory):
-    line, run_dir = f"{PLAIN} rounds=400 checkpoint.every=1000 eval_every=2", tmp_path_factory.mktemp("long") / "run"
+    line, run_dir = (
+        f"{PLAIN} rounds=400 checkpoint.every=1000 eval_every=2",
+        tmp_path_factory.mktemp("long") / "run",
+    )
     done(fedjax_cfl(line, run_dir))
     return line, run_dir
 
@@ -329,7 +381,10 @@ def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, 
         out, error = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert error == "fedjax-cfl: stopping after this block of rounds; once more stops at once\n"
-    assert 0 < steps(run_dir)[-1] == rows(run_dir)[-1]["round"] < 400 and f"stopped after round {steps(run_dir)[-1]};" in out
+    assert (
+        0 < steps(run_dir)[-1] == rows(run_dir)[-1]["round"] < 400
+        and f"stopped after round {steps(run_dir)[-1]};" in out
+    )
     done(fedjax_cfl(line, run_dir))
     assert rows(run_dir) == rows(whole) and summary(run_dir) == summary(whole)
     np.testing.assert_equal((clients(run_dir), arrays(run_dir)), (clients(whole), arrays(whole)))
@@ -353,7 +408,10 @@ def test_one_process_at_a_time_and_a_second_signal_ends_it(fedjax_cfl, tmp_path)
 
 def damage(path: Path) -> None:
     """Flips one bit of the largest array file of a checkpoint."""
-    file = max((file for file in (path / "arrays").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    file = max(
+        (file for file in (path / "arrays").rglob("*") if file.is_file()),
+        key=lambda file: file.stat().st_size,
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -362,8 +420,13 @@ def damage(path: Path) -> None:
 def test_a_damaged_checkpoint_falls_back_with_a_warning(fedjax_cfl, run_dir, whole):
     damage(list_checkpoints(run_dir / CHECKPOINTS)[-1])
     answer = done(fedjax_cfl(PLAIN, run_dir))
-    assert answer.error.startswith("fedjax-cfl: warning: checkpoint ") and answer.error.count("\n") == 1
-    assert "step-7 cannot be read and is skipped" in answer.error and answer.out.startswith("resuming after round 6\n")
+    assert (
+        answer.error.startswith("fedjax-cfl: warning: checkpoint ")
+        and answer.error.count("\n") == 1
+    )
+    assert "step-7 cannot be read and is skipped" in answer.error and answer.out.startswith(
+        "resuming after round 6\n"
+    )
     assert_same(run_dir, whole)
 
 
@@ -373,5 +436,12 @@ def test_damaged_checkpoints_alone_are_refused(fedjax_cfl, run_dir):
         damage(path)
     before = (run_dir / METRICS_FILE).read_bytes()
     status, _, error = fedjax_cfl(PLAIN, run_dir)
-    assert status == 2 and "none of" in error.splitlines()[-1] and len(error.splitlines()) == len(paths) + 1
-    assert all("is skipped" in line for line in error.splitlines()[:-1]) and (run_dir / METRICS_FILE).read_bytes() == before
+    assert (
+        status == 2
+        and "none of" in error.splitlines()[-1]
+        and len(error.splitlines()) == len(paths) + 1
+    )
+    assert (
+        all("is skipped" in line for line in error.splitlines()[:-1])
+        and (run_dir / METRICS_FILE).read_bytes() == before
+    )

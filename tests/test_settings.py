@@ -11,7 +11,16 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import RULES
 
-KNOWN = ["rounds", "local.lr", "local.epochs", "dataset.lr", "algorithm._target_", "algorithm.m", "algorithm.measure", "algorithm.name"]
+KNOWN = [
+    "rounds",
+    "local.lr",
+    "local.epochs",
+    "dataset.lr",
+    "algorithm._target_",
+    "algorithm.m",
+    "algorithm.measure",
+    "algorithm.name",
+]
 
 
 def refusal(function, *arguments) -> str:
@@ -33,7 +42,19 @@ def test_every_rule_says_what_is_allowed_and_refuses_nonsense(name):
 
 def test_a_setting_without_a_rule_keeps_its_kind():
     default = {"a.flag": True, "a.number": 1.5, "a.word": "x", "a.list": [1], "a.free": None}
-    check_settings({"a": {"flag": False, "number": 2, "word": "y", "list": [], "free": "anything", "new": [3]}}, default)
+    check_settings(
+        {
+            "a": {
+                "flag": False,
+                "number": 2,
+                "word": "y",
+                "list": [],
+                "free": "anything",
+                "new": [3],
+            }
+        },
+        default,
+    )
     for name, value, shown in (
         ("flag", "no", "no"),
         ("number", True, "true"),
@@ -41,13 +62,17 @@ def test_a_setting_without_a_rule_keeps_its_kind():
         ("word", 3, "3"),
         ("list", 3, "3"),
     ):
-        assert refusal(check_settings, {"a": {name: value}}, default).startswith(f"a.{name}={shown}: must be ")
+        assert refusal(check_settings, {"a": {name: value}}, default).startswith(
+            f"a.{name}={shown}: must be "
+        )
 
 
 def test_what_was_asked_for_is_blamed_first():
     config = {"rounds": 0, "dataset": {"rounds": "none"}}
     assert refusal(check_settings, config, {"dataset.rounds": 3}).startswith("rounds=0")
-    assert refusal(check_settings, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith("dataset.rounds=none")
+    assert refusal(check_settings, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith(
+        "dataset.rounds=none"
+    )
 
 
 def test_a_missing_value_is_asked_for():
@@ -81,7 +106,11 @@ RESUME = ("auto", "must", "never")
 def filled(path, *names):
     """Makes a directory with files and, of names that end in /, folders."""
     for name in names:
-        (path / name).mkdir(parents=True, exist_ok=True) if name.endswith("/") else (path / name).write_text("")
+        (
+            (path / name).mkdir(parents=True, exist_ok=True)
+            if name.endswith("/")
+            else (path / name).write_text("")
+        )
     return str(path)
 
 
@@ -109,7 +138,11 @@ def test_files_of_a_run_that_saved_nothing_yet_only_allow_auto(tmp_path, name):
 
 
 def test_checkpoints_allow_auto_and_must(tmp_path):
-    for names in (["checkpoints/"], ["metrics.jsonl", ".hydra/"], ["summary.json", "clients.parquet", "curves.png"]):
+    for names in (
+        ["checkpoints/"],
+        ["metrics.jsonl", ".hydra/"],
+        ["summary.json", "clients.parquet", "curves.png"],
+    ):
         filled(tmp_path, *names)
         for resume in ("auto", "must"):
             check_run_dir(str(tmp_path), resume)
@@ -125,16 +158,28 @@ def test_python_is_answered_as_the_command_line(toy, linear, local):
     select, key = cfl.select.uniform(5), jax.random.key(0)
 
     def run(local=local, select=select, **options):
-        return cfl.run(cfl.algorithms.fedavg(linear, local, select), linear, toy, key, **{"rounds": 1} | options)
+        return cfl.run(
+            cfl.algorithms.fedavg(linear, local, select),
+            linear,
+            toy,
+            key,
+            **{"rounds": 1} | options,
+        )
 
     for options, said in (
         ({"rounds": 0}, "rounds=0: must be a whole number >= 1"),
         ({"eval_every": 0}, "eval_every=0: must be a whole number >= 1"),
         ({"discard": "never"}, "discard=never: must be one of rounds, met, none"),
         ({"local": local._replace(epochs=0)}, "local.epochs=0: must be a whole number from 1 to"),
-        ({"local": local._replace(batch_size=0)}, "local.batch_size=0: must be a whole number >= 1"),
+        (
+            {"local": local._replace(batch_size=0)},
+            "local.batch_size=0: must be a whole number >= 1",
+        ),
         ({"local": local._replace(lr=-1.0)}, "local.lr=-1.0: must be a finite number > 0"),
-        ({"select": cfl.select.uniform(99)}, f"clients_per_round=99: must be at most {toy.num_clients}, the number of clients"),
+        (
+            {"select": cfl.select.uniform(99)},
+            f"clients_per_round=99: must be at most {toy.num_clients}, the number of clients",
+        ),
     ):
         assert refusal(partial(run, **options)).startswith(said)
     assert refusal(cfl.select.uniform, 0) == "clients_per_round=0: must be a whole number >= 1"

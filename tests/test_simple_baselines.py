@@ -1,4 +1,6 @@
-"""The baselines of FeSEM's tables: FedDist, FedDWS, FedDANE, NonFed and TKM, against FedAvg, loops in NumPy and SciPy."""
+"""The baselines of FeSEM's tables: FedDist, FedDWS, FedDANE, NonFed and TKM, against
+FedAvg, loops in NumPy and SciPy.
+"""
 
 import chex
 import jax
@@ -10,7 +12,16 @@ from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 from test_reductions import COHORT, KEY, SAME, assert_differ, assert_same, play
-from test_reference import batches_of, gradient, mean, models_of, passes, probabilities, samples, trained
+from test_reference import (
+    batches_of,
+    gradient,
+    mean,
+    models_of,
+    passes,
+    probabilities,
+    samples,
+    trained,
+)
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.alone import nonfed
@@ -21,7 +32,12 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import faults, select
-from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, uniform_mean, weighted_mean
+from fedjax_cfl.round.aggregate import (
+    count_trimmed,
+    trimmed_group_mean,
+    uniform_mean,
+    weighted_mean,
+)
 from fedjax_cfl.round.engine import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.simulation import evaluate
 
@@ -50,7 +66,10 @@ def units(state):
 @pytest.fixture(scope="module")
 def plain(toy, linear, local):
     """FedAvg with plain means and with means weighted by samples, three rounds each."""
-    return [play(fedavg(linear, local, COHORT, aggregate=how), toy) for how in (uniform_mean, weighted_mean)]
+    return [
+        play(fedavg(linear, local, COHORT, aggregate=how), toy)
+        for how in (uniform_mean, weighted_mean)
+    ]
 
 
 def test_a_whole_step_is_fedavg(toy, linear, local, plain):
@@ -60,7 +79,9 @@ def test_a_whole_step_is_fedavg(toy, linear, local, plain):
 
 
 def test_epsilon_scales_the_step(toy, linear, local):
-    """Six clients are selected; client 2 has no samples, so that it depends on the draw whether six or five answer."""
+    """Six clients are selected; client 2 has no samples, so that it depends on the draw
+    whether six or five answer.
+    """
     answered = len(cohort_of(derive_key(KEY, SELECT, 0), toy))
     for method, how, epsilon, part in (
         (feddist, uniform_mean, 0.25, 0.25),
@@ -69,7 +90,9 @@ def test_epsilon_scales_the_step(toy, linear, local):
     ):
         whole = step(fedavg(linear, local, COHORT, aggregate=how), toy)
         expected = jax.tree.map(lambda leaf, part=part: part * leaf, whole)
-        chex.assert_trees_all_close(step(method(linear, local, COHORT, epsilon=epsilon), toy), expected, **SAME)
+        chex.assert_trees_all_close(
+            step(method(linear, local, COHORT, epsilon=epsilon), toy), expected, **SAME
+        )
 
 
 # FedDANE
@@ -85,15 +108,26 @@ def test_a_lone_client_corrects_nothing(toy, linear, local, mu):
 def test_equal_clients_correct_nothing(toy_pool, linear, local):
     """All hold the same samples: every gradient is the mean gradient."""
     number, clients = np.arange(20), 8
-    held = cfl.Partition(np.tile(number, clients), np.repeat(np.arange(clients, dtype=np.int32), 20), np.tile(number % 4 == 0, clients))
+    held = cfl.Partition(
+        np.tile(number, clients),
+        np.repeat(np.arange(clients, dtype=np.int32), 20),
+        np.tile(number % 4 == 0, clients),
+    )
     data = cfl.federate(toy_pool._replace(client=None, test=None), held)
-    same, other = play(feddane(linear, local, COHORT, mu=0.3), data), play(fedprox(linear, local, COHORT, mu=0.3), data)
+    same, other = (
+        play(feddane(linear, local, COHORT, mu=0.3), data),
+        play(fedprox(linear, local, COHORT, mu=0.3), data),
+    )
     chex.assert_trees_all_close(same[0].groups, other[0].groups, rtol=1e-5, atol=1e-6)
-    assert_same(same, other, rtol=1e-3, atol=1e-6)  # the discrepancy of nearly equal updates is a small difference of large squares
+    assert_same(
+        same, other, rtol=1e-3, atol=1e-6
+    )  # the discrepancy of nearly equal updates is a small difference of large squares
 
 
 def dane_round(model, data, first, second, local, mu):
-    """One round of FedDANE as loops: g_t over `first`, then SGD of `second` on the corrected gradients."""
+    """One round of FedDANE as loops: g_t over `first`, then SGD of `second` on the
+    corrected gradients.
+    """
     x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
 
     def full(client):
@@ -104,7 +138,9 @@ def dane_round(model, data, first, second, local, mu):
     solutions = []
     for client in second:
         w, tilt = model, g + -1.0 * full(client)
-        for batch in batches_of(passes(derive_key(KEY, TRAIN, 0), data, client, local.epochs), local.batch_size):
+        for batch in batches_of(
+            passes(derive_key(KEY, TRAIN, 0), data, client, local.epochs), local.batch_size
+        ):
             w = w + -local.lr * (gradient(w, x[batch], y[batch]) + tilt + mu * (w + -1.0 * model))
         solutions.append(w)
     return mean(solutions, [len(samples(data, client)) for client in second])
@@ -118,7 +154,9 @@ def test_feddane_twin(toy, linear, local, same_set, mu):
     first = second if same_set else cohort_of(jax.random.split(derive_key(KEY, PREPARE, 0))[0], toy)
     assert same_set or set(first) != set(second)
     expected = dane_round(models_of(begun.groups)[0], toy, first, second, local, mu)
-    np.testing.assert_allclose(models_of(after.groups)[0].flat(), expected.flat(), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        models_of(after.groups)[0].flat(), expected.flat(), rtol=2e-5, atol=2e-5
+    )
     assert_differ((after,), play(fedprox(linear, local, COHORT, mu=mu), toy, 1))
 
 
@@ -152,7 +190,9 @@ def alone(toy, linear, local):
 
 def test_nonfed_is_plain_sgd(toy, linear, local, alone):
     """E T = 6 epochs on the client's own samples from a common model agree with float64 loops."""
-    common = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(derive_key(KEY, START))))[0]
+    common = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(derive_key(KEY, START))))[
+        0
+    ]
     for client, found in enumerate(models_of(alone[0].groups)):
         model = common
         for round in range(3 if toy.train.size[client] else 0):
@@ -162,7 +202,9 @@ def test_nonfed_is_plain_sgd(toy, linear, local, alone):
 
 
 def test_clients_alone_never_influence_each_other(toy, linear, local, alone):
-    other = play(nonfed(linear, local, COHORT), toy.replace(y=jnp.where(toy.owner == 5, 3 - toy.y, toy.y)))
+    other = play(
+        nonfed(linear, local, COHORT), toy.replace(y=jnp.where(toy.owner == 5, 3 - toy.y, toy.y))
+    )
     same = np.all(matrix(alone[0].groups) == matrix(other[0].groups), axis=1)
     assert np.flatnonzero(~same).tolist() == [5]
 
@@ -175,17 +217,25 @@ def test_nonfed_sends_nothing(toy, linear, local, alone):
 def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     algorithm = nonfed(linear, local, COHORT)
     assert not algorithm.clustered
-    row, table = jax.jit(lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, toy, True))(alone[0])
-    x, y, owner = (np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner))
+    row, table = jax.jit(
+        lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, toy, True)
+    )(alone[0])
+    x, y, owner = (
+        np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner)
+    )
     models = models_of(alone[0].groups)
-    hits = np.array([probabilities(models[k], x[i : i + 1]).argmax() == y[i] for i, k in enumerate(owner)])
+    hits = np.array(
+        [probabilities(models[k], x[i : i + 1]).argmax() == y[i] for i, k in enumerate(owner)]
+    )
     np.testing.assert_allclose(row["accuracy"], hits.mean(), rtol=1e-6)
     np.testing.assert_allclose(table.accuracy[5], hits[owner == 5].mean(), rtol=1e-6)
     assert row["evaluated_clients"] == K and 0 <= row["auxiliary_accuracy"] <= 1
 
 
 def test_nonfed_of_the_cohort(toy, linear, local):
-    begun, after = (play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1))
+    begun, after = (
+        play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1)
+    )
     moved = np.any(matrix(begun.groups) != matrix(after.groups), axis=1)
     assert np.flatnonzero(moved).tolist() == sorted(cohort_of(derive_key(KEY, SELECT, 0), toy))
     with pytest.raises(InputError, match=r"algorithm\.trains"):
@@ -199,13 +249,20 @@ def test_nonfed_of_the_cohort(toy, linear, local):
 def test_trimmed_mean_is_scipys(beta):
     rng = np.random.default_rng(0)
     gid, present = rng.integers(3, size=40), rng.random(40) < 0.8
-    tree = {"a": rng.normal(size=(40, 3, 2)).astype(np.float32), "b": rng.integers(3, size=(40, 5)).astype(np.float32)}  # b: ties
-    found, count = jax.jit(lambda tree: trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta))(tree)
+    tree = {
+        "a": rng.normal(size=(40, 3, 2)).astype(np.float32),
+        "b": rng.integers(3, size=(40, 5)).astype(np.float32),
+    }  # b: ties
+    found, count = jax.jit(
+        lambda tree: trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta)
+    )(tree)
     for g in range(3):
         mine = present & (gid == g)
         assert count[g] == mine.sum() > 5
         for name, leaf in tree.items():
-            np.testing.assert_allclose(found[name][g], trim_mean(leaf[mine], beta, axis=0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                found[name][g], trim_mean(leaf[mine], beta, axis=0), rtol=1e-5, atol=1e-6
+            )
     assert count[3] == 0 and not np.any(found["a"][3])
 
 
@@ -213,26 +270,37 @@ def test_trimmed_mean_is_scipys(beta):
 def test_half_trimmed_is_the_median(clients):
     values = np.random.default_rng(clients).normal(size=(clients, 7)).astype(np.float32)
     everybody = jnp.ones(clients, bool), jnp.zeros(clients, jnp.int32)
-    np.testing.assert_allclose(trimmed_group_mean(*everybody, values, 1, 0.5)[0][0], np.median(values, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        trimmed_group_mean(*everybody, values, 1, 0.5)[0][0], np.median(values, axis=0), rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize(("share", "count", "drop"), [(0.05, 20, 1), (0.05, 19, 0), (0.2, 5, 1), (0.29, 100, 29), (0.5, 4, 1), (0.2, 0, 0)])
+@pytest.mark.parametrize(
+    ("share", "count", "drop"),
+    [(0.05, 20, 1), (0.05, 19, 0), (0.2, 5, 1), (0.29, 100, 29), (0.5, 4, 1), (0.2, 0, 0)],
+)
 def test_dropped_by_hand(share, count, drop):
     assert count_trimmed(jnp.int32(count), share) == drop
 
 
 @pytest.mark.parametrize("theta", [0.2, 0.5])
 def test_one_far_point_gets_no_cluster_of_its_own(theta):
-    """Three planted groups of seven; one more point far away, and one of NaN-free nonsense that is not known."""
+    """Three planted groups of seven; one more point far away, and one of NaN-free
+    nonsense that is not known.
+    """
     rng = np.random.default_rng(1)
     truth = np.repeat(np.arange(3), 7)
     points = 3.0 * np.eye(3, 6)[truth] + 0.1 * rng.normal(size=(21, 6))
-    points = np.concatenate([points, np.full((1, 6), 40.0), np.full((1, 6), -9.0)]).astype(np.float32)
+    points = np.concatenate([points, np.full((1, 6), 40.0), np.full((1, 6), -9.0)]).astype(
+        np.float32
+    )
     models = {"a": jnp.array(points[:, :2]), "b": jnp.array(points[:, 2:].reshape(-1, 2, 2))}
     known = jnp.arange(23) < 22
     labels, centers = jax.jit(lambda key: trimmed_kmeans(key, models, known, 3, theta, 10, 8))(KEY)
     assert adjusted_rand_score(truth, labels[:21]) == 1.0
-    expected = [np.median(points[np.flatnonzero(np.asarray(labels[:22]) == g)], axis=0) for g in range(3)]
+    expected = [
+        np.median(points[np.flatnonzero(np.asarray(labels[:22]) == g)], axis=0) for g in range(3)
+    ]
     np.testing.assert_allclose(matrix(centers), expected, atol=0.2)
 
 
@@ -240,27 +308,52 @@ def test_tkm_of_one_group_without_trimming_is_fedavg_with_plain_means(toy, linea
     robust = tkm(linear, local, COHORT, m=1, beta=0.0)
     begun, _ = play(robust, toy, 0)
     plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
-    chex.assert_trees_all_close(play(robust, toy, 3, begun)[0].groups, play(plain, toy, 3, begun)[0].groups, **SAME)
+    chex.assert_trees_all_close(
+        play(robust, toy, 3, begun)[0].groups, play(plain, toy, 3, begun)[0].groups, **SAME
+    )
 
 
 def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
-    """18 clients in three groups of six, one of them sends five times its update the wrong way, before the rounds and in them."""
+    """18 clients in three groups of six, one of them sends five times its update the
+    wrong way, before the rounds and in them.
+    """
     data = planted()
     troubled = local._replace(faults=cfl.Faults(byzantine=0.06, scale=5.0))
-    attacker = np.flatnonzero(faults.draw_byzantine(troubled.faults, derive_key(KEY, BYZANTINE), 18))
+    attacker = np.flatnonzero(
+        faults.draw_byzantine(troubled.faults, derive_key(KEY, BYZANTINE), 18)
+    )
     assert len(attacker) == 1
     honest, truth = np.delete(np.arange(18), attacker), np.arange(18) % 3
     algorithm = tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6)
     begun, after = (play(algorithm, data, rounds)[0] for rounds in (0, 2))
     assert adjusted_rand_score(truth[honest], np.asarray(begun.assignment)[honest]) == 1.0
-    assert after.assignment.tolist() == begun.assignment.tolist() and units(begun) == (0, 18) and units(after) == (36, 18 + 36)
+    assert (
+        after.assignment.tolist() == begun.assignment.tolist()
+        and units(begun) == (0, 18)
+        and units(after) == (36, 18 + 36)
+    )
     assert score(algorithm, linear, local, after, data)[honest].mean() > 0.97
-    quiet = play(tkm(linear, local, select.full_participation(), m=3, theta=0.2, erm_epochs=6), data, 2)[0]
-    naive = play(tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6, beta=0.0), data, 2)[0]
-    away = [np.abs(matrix(run.groups)[:, None] - matrix(quiet.groups)).sum(-1).min(axis=0).max() for run in (after, naive)]
+    quiet = play(
+        tkm(linear, local, select.full_participation(), m=3, theta=0.2, erm_epochs=6), data, 2
+    )[0]
+    naive = play(
+        tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6, beta=0.0),
+        data,
+        2,
+    )[0]
+    away = [
+        np.abs(matrix(run.groups)[:, None] - matrix(quiet.groups)).sum(-1).min(axis=0).max()
+        for run in (after, naive)
+    ]
     assert away[0] < 0.5 * away[1]  # how far the worst group is from where it is without an attack
 
 
 def score(algorithm, task, local, state, data):
     """Returns each client's accuracy [K]."""
-    return np.asarray(jax.jit(lambda state: evaluate.evaluate_all(algorithm, task, local.mesh, state, data, False)[1].accuracy)(state))
+    return np.asarray(
+        jax.jit(
+            lambda state: (
+                evaluate.evaluate_all(algorithm, task, local.mesh, state, data, False)[1].accuracy
+            )
+        )(state)
+    )

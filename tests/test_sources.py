@@ -1,4 +1,6 @@
-"""Sources: the built-in data, the user's own files, the checks of a pool, and the real files where FEDJAX_CFL_DATA names them."""
+"""Sources: the built-in data, the user's own files, the checks of a pool, and the real
+files where FEDJAX_CFL_DATA names them.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
+real = pytest.mark.skipif(
+    not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"
+)
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 
 
@@ -51,9 +55,17 @@ def test_synthetic_distribution():
 
 
 def test_npz(tmp_path):
-    np.savez(tmp_path / "a.npz", x=X, y=Y.astype(float), client=np.array([0, 0, 1, 1]), split=np.array([0, 1, 0, 1]))
+    np.savez(
+        tmp_path / "a.npz",
+        x=X,
+        y=Y.astype(float),
+        client=np.array([0, 0, 1, 1]),
+        split=np.array([0, 1, 0, 1]),
+    )
     pool = npz(tmp_path / "a.npz")
-    assert pool.num_classes == 3 and pool.y.dtype == np.int32 and pool.client.tolist() == [0, 0, 1, 1]
+    assert (
+        pool.num_classes == 3 and pool.y.dtype == np.int32 and pool.client.tolist() == [0, 0, 1, 1]
+    )
     assert pool.test.tolist() == [False, True, False, True]
     one_line("num_classes=2", npz, tmp_path / "a.npz", num_classes=2)
     np.savez(tmp_path / "b.npz", x=X, y=Y, split=np.array([0, 1, 2, 1]))
@@ -67,7 +79,9 @@ def test_leaf_joins_train_and_test(tmp_path):
         shard = {"users": list(users), "num_samples": list(users.values()), "user_data": data}
         (tmp_path / part / "0.json").write_text(json.dumps(shard))
     pool = leaf(tmp_path)
-    assert pool.client.tolist() == [0, 1, 1, 1, 2] and pool.test.tolist() == [False] * 3 + [True] * 2
+    assert (
+        pool.client.tolist() == [0, 1, 1, 1, 2] and pool.test.tolist() == [False] * 3 + [True] * 2
+    )
     assert leaf(tmp_path / "train").test is None
     one_line("absent", leaf, tmp_path / "absent")
 
@@ -75,8 +89,14 @@ def test_leaf_joins_train_and_test(tmp_path):
 @pytest.mark.parametrize(
     ("pool", "says"),
     [
-        (Pool(changed(X, (2, 1), np.nan), Y, 3), "x is NaN or infinite in 1 samples, first in sample 2"),
-        (Pool(changed(X, (slice(1, 3), 0), np.inf), Y, 3), "x is NaN or infinite in 2 samples, first in sample 1"),
+        (
+            Pool(changed(X, (2, 1), np.nan), Y, 3),
+            "x is NaN or infinite in 1 samples, first in sample 2",
+        ),
+        (
+            Pool(changed(X, (slice(1, 3), 0), np.inf), Y, 3),
+            "x is NaN or infinite in 2 samples, first in sample 1",
+        ),
         (Pool(changed(X, (0, 0), 1e300), Y, 3), "x is NaN or infinite"),
         (Pool(X, changed(Y, 1, 0.5), 3), "y is 0.5 in sample 1"),
         (Pool(X, changed(Y, 3, np.nan), 3), "y is nan in sample 3"),
@@ -112,27 +132,50 @@ def test_missing_files(tmp_path, monkeypatch):
 def test_official_split_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     rng = np.random.default_rng(0)
-    images = {"train": rng.integers(0, 256, (60, 28, 28), np.uint8), "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8)}
+    images = {
+        "train": rng.integers(0, 256, (60, 28, 28), np.uint8),
+        "t10k": rng.integers(0, 9, (10, 28, 28), np.uint8),
+    }
     (tmp_path / "fashion_mnist").mkdir()
     for part, array in images.items():
-        for file, a in {"images-idx3": array, "labels-idx1": np.arange(len(array), dtype=np.uint8) % 10}.items():
+        for file, a in {
+            "images-idx3": array,
+            "labels-idx1": np.arange(len(array), dtype=np.uint8) % 10,
+        }.items():
             head = bytes([0, 0, 8, a.ndim]) + np.array(a.shape, ">u4").tobytes()
             (tmp_path / "fashion_mnist" / f"{part}-{file}-ubyte").write_bytes(head + a.tobytes())
     pool = fashion_mnist(offline=True)
     assert pool.test.tolist() == [False] * 60 + [True] * 10
     mean, std = images["train"].mean(axis=0), images["train"].std(axis=0)
-    np.testing.assert_allclose(pool.x[60:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        pool.x[60:], (images["t10k"] - mean) / (std + 0.001), rtol=1e-4, atol=1e-5
+    )
     drawn = fashion_mnist(split="random", offline=True)
     assert sorted(drawn.y[drawn.test]) == list(range(10))  # a seventh of seven each
-    (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1]))
+    (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(
+        bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1])
+    )
     one_line("10 images but 2 labels", fashion_mnist, offline=True)
 
 
 @real
 def test_real_mnist():
     pool = mnist(standardize=False, offline=True)
-    assert pool.x.shape == (70_000, 28, 28) and pool.x.dtype == np.uint8 and pool.test.sum() == 10_000
-    assert np.bincount(pool.y).tolist() == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
+    assert (
+        pool.x.shape == (70_000, 28, 28) and pool.x.dtype == np.uint8 and pool.test.sum() == 10_000
+    )
+    assert np.bincount(pool.y).tolist() == [
+        6903,
+        7877,
+        6990,
+        7141,
+        6824,
+        6313,
+        6876,
+        7293,
+        6825,
+        6958,
+    ]
     x = mnist(offline=True).x
     assert x.dtype == np.float32
     np.testing.assert_allclose(x[:, 14, 14].std(), 1, rtol=1e-3)
@@ -146,14 +189,25 @@ def test_real_fashion_mnist():
     assert abs(float(pool.x.mean()) / 255 - 0.286) < 0.0005
     drawn = fashion_mnist(standardize=False, offline=True, split="random").test
     assert np.bincount(pool.y[drawn]).tolist() == [1000] * 10
-    one_line("dataset.source.split=train: one of official, random", fashion_mnist, True, True, "train")
+    one_line(
+        "dataset.source.split=train: one of official, random", fashion_mnist, True, True, "train"
+    )
 
 
 @real
 def test_real_femnist():
     pool, only = femnist(offline=True), femnist("digits", offline=True)
-    assert pool.x.shape[1:] == (28, 28) and pool.num_classes == 62 and pool.client.max() == 206 and pool.test.sum() == 3245
-    assert len(only.y) == 21_999 and only.num_classes == 10 and len(np.unique(only.client)) == only.client.max() + 1
+    assert (
+        pool.x.shape[1:] == (28, 28)
+        and pool.num_classes == 62
+        and pool.client.max() == 206
+        and pool.test.sum() == 3245
+    )
+    assert (
+        len(only.y) == 21_999
+        and only.num_classes == 10
+        and len(np.unique(only.client)) == only.client.max() + 1
+    )
 
 
 @real

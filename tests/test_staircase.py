@@ -1,4 +1,6 @@
-"""Loops of unequal length side by side: the results of `lax.fori_loop`, and how many steps are taken for nothing."""
+"""Loops of unequal length side by side: the results of `lax.fori_loop`, and how many
+steps are taken for nothing.
+"""
 
 from functools import partial
 
@@ -13,7 +15,10 @@ from fedjax_cfl.round.ragged_loop import ragged_fori_loop, stage_widths
 LANES = 37
 RNG = np.random.default_rng(0)
 COUNT = jnp.asarray(RNG.integers(0, 50, LANES).astype(np.int32))
-X, MATRIX = jnp.asarray(RNG.normal(size=(LANES, 4)), jnp.float32), jnp.asarray(RNG.normal(size=(LANES, 4, 4)), jnp.float32)
+X, MATRIX = (
+    jnp.asarray(RNG.normal(size=(LANES, 4)), jnp.float32),
+    jnp.asarray(RNG.normal(size=(LANES, 4, 4)), jnp.float32),
+)
 KEYS = jax.random.split(jax.random.key(0), LANES)
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -23,20 +28,33 @@ def plain(count, body, begin):
 
 
 def trained(loop, count, x, matrix, key, shared):
-    """A loop whose body closes over a matrix, a key and something that is never mapped; its carry is a tree of several types."""
+    """A loop whose body closes over a matrix, a key and something that is never mapped;
+    its carry is a tree of several types.
+    """
 
     def body(i, carry):
-        moved = 0.9 * carry["x"] + 0.01 * matrix @ shared * jnp.sin(i) + jax.random.normal(jax.random.fold_in(key, i), (4,))
+        moved = (
+            0.9 * carry["x"]
+            + 0.01 * matrix @ shared * jnp.sin(i)
+            + jax.random.normal(jax.random.fold_in(key, i), (4,))
+        )
         return {"x": moved, "steps": carry["steps"] + 1}
 
     return loop(count, body, {"x": x, "steps": jnp.zeros((), jnp.int32)})
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, 0, 0), (0, 0, None, None), (None, 0, 0, None), (0, None, None, None)])
+@pytest.mark.parametrize(
+    "axes",
+    [(0, 0, 0, 0), (0, None, 0, 0), (0, 0, None, None), (None, 0, 0, None), (0, None, None, None)],
+)
 def test_is_a_loop(axes):
-    given = [whole if axis == 0 else whole[3] for whole, axis in zip((COUNT, X, MATRIX, KEYS), axes, strict=True)]
+    given = [
+        whole if axis == 0 else whole[3]
+        for whole, axis in zip((COUNT, X, MATRIX, KEYS), axes, strict=True)
+    ]
     expected, found = (
-        jax.jit(jax.vmap(partial(trained, loop, shared=jnp.ones(4)), in_axes=axes))(*given) for loop in (plain, ragged_fori_loop)
+        jax.jit(jax.vmap(partial(trained, loop, shared=jnp.ones(4)), in_axes=axes))(*given)
+        for loop in (plain, ragged_fori_loop)
     )
     np.testing.assert_array_equal(found["steps"], expected["steps"])
     np.testing.assert_allclose(found["x"], expected["x"], **ROUNDING)
@@ -44,7 +62,8 @@ def test_is_a_loop(axes):
 
 def test_is_a_loop_of_one_client():
     expected, found = (
-        jax.jit(partial(trained, loop))(COUNT[0], X[0], MATRIX[0], KEYS[0], jnp.ones(4)) for loop in (plain, ragged_fori_loop)
+        jax.jit(partial(trained, loop))(COUNT[0], X[0], MATRIX[0], KEYS[0], jnp.ones(4))
+        for loop in (plain, ragged_fori_loop)
     )
     np.testing.assert_allclose(found["x"], expected["x"], **ROUNDING)
 
@@ -54,18 +73,25 @@ def test_is_a_loop_when_mapped_twice():
 
     def both(loop):
         inner = jax.vmap(partial(trained, loop, shared=jnp.ones(4)))
-        return jax.jit(jax.vmap(inner, in_axes=(None, 0, None, None)))(COUNT, jnp.stack([X, X + 1]), MATRIX, KEYS)["x"]
+        return jax.jit(jax.vmap(inner, in_axes=(None, 0, None, None)))(
+            COUNT, jnp.stack([X, X + 1]), MATRIX, KEYS
+        )["x"]
 
     np.testing.assert_allclose(both(ragged_fori_loop), both(plain), **ROUNDING)
 
 
 def test_steps_after_the_end_change_nothing():
     """Not even by what is not a number: lane 0 divides by zero from its end on."""
-    found = jax.vmap(lambda count: ragged_fori_loop(count, lambda i, x: x + 1 / (count - i), 0.0))(jnp.array([1, 3]))
+    found = jax.vmap(lambda count: ragged_fori_loop(count, lambda i, x: x + 1 / (count - i), 0.0))(
+        jnp.array([1, 3])
+    )
     np.testing.assert_allclose(found, [1, 1 / 3 + 1 / 2 + 1], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("most", "stages"), [(1, [1]), (2, [2, 1]), (5, [5, 4, 3, 2, 1]), (20, [20, 16, 12, 8, 6, 4, 3, 2, 1])])
+@pytest.mark.parametrize(
+    ("most", "stages"),
+    [(1, [1]), (2, [2, 1]), (5, [5, 4, 3, 2, 1]), (20, [20, 16, 12, 8, 6, 4, 3, 2, 1])],
+)
 def test_widths(most, stages):
     assert stage_widths(most) == stages
 
@@ -78,12 +104,16 @@ def steps_taken(count) -> int:
         jax.debug.callback(lambda _: taken.append(1), x)
         return x + 1
 
-    jax.block_until_ready(jax.jit(jax.vmap(lambda count: ragged_fori_loop(count, body, 0.0)))(count))
+    jax.block_until_ready(
+        jax.jit(jax.vmap(lambda count: ragged_fori_loop(count, body, 0.0)))(count)
+    )
     jax.effects_barrier()
     return len(taken)
 
 
-@pytest.mark.parametrize("sizes", [lambda rng: rng.lognormal(3, 1, 40), lambda rng: rng.uniform(1, 60, 30)])
+@pytest.mark.parametrize(
+    "sizes", [lambda rng: rng.lognormal(3, 1, 40), lambda rng: rng.uniform(1, 60, 30)]
+)
 def test_useful_share(sizes):
     count = sizes(np.random.default_rng(1)).astype(np.int32)
     useful = count.sum() / steps_taken(jnp.asarray(count))

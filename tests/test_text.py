@@ -1,4 +1,6 @@
-"""Tweets: tokens, padding, vectors of words, and what is refused in files of vectors and of tweets."""
+"""Tweets: tokens, padding, vectors of words, and what is refused in files of vectors
+and of tweets.
+"""
 
 import gzip
 import hashlib
@@ -19,7 +21,9 @@ from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.text import sent140
 from fedjax_cfl.errors import InputError
 
-real = pytest.mark.skipif(not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set")
+real = pytest.mark.skipif(
+    not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"
+)
 ONE = "1 " * 299 + "1"  # the numbers of a vector
 HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
 
@@ -47,7 +51,10 @@ def test_tokens(given, expected):
 
 
 def test_case_is_kept_unless_asked():
-    assert text.tokenize("OMG Yes") == ["OMG", "Yes"] and text.tokenize("OMG Yes", lower=True) == ["omg", "yes"]
+    assert text.tokenize("OMG Yes") == ["OMG", "Yes"] and text.tokenize("OMG Yes", lower=True) == [
+        "omg",
+        "yes",
+    ]
     upper, lower = text.embed_texts(["OMG"], lower=True), text.embed_texts(["omg"])
     np.testing.assert_array_equal(upper, lower)
     assert (text.embed_texts(["OMG"]) != lower).any()
@@ -61,7 +68,9 @@ def test_padding_and_truncation():
     np.testing.assert_array_equal(front[0], [*np.zeros((23, 300)), a, b])
     np.testing.assert_array_equal(end[0], [a, b, *np.zeros((23, 300))])
     assert not front[1].any() and not end[1].any()
-    np.testing.assert_array_equal(front[2], text.hash_words([f"w{i}" for i in range(25)]))  # the first 25
+    np.testing.assert_array_equal(
+        front[2], text.hash_words([f"w{i}" for i in range(25)])
+    )  # the first 25
     np.testing.assert_array_equal(front[2], end[2])
     one_line("dataset.source.pad=middle", text.embed_texts, ["a"], pad="middle")
     assert text.embed_texts([]).shape == (0, 25, 300)
@@ -71,7 +80,9 @@ def test_hashed_vectors_are_nearly_normal_and_told_apart():
     vectors = text.hash_words([f"word{i}" for i in range(2000)])
     assert vectors.dtype == np.float32 and len(np.unique(vectors, axis=0)) == 2000
     assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - text.HASH_STD) < 0.002
-    assert abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02  # the kurtosis of four uniform numbers; 3 if normal
+    assert (
+        abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02
+    )  # the kurtosis of four uniform numbers; 3 if normal
     norms = np.linalg.norm(vectors, axis=1)
     cosines = vectors[:1000] @ vectors[1000:].T / np.outer(norms[:1000], norms[1000:])
     assert np.abs(cosines).max() < 0.35 and abs(cosines.std() - 300**-0.5) < 0.002
@@ -82,9 +93,14 @@ def test_hashed_vectors_do_not_depend_on_process_order_or_company():
     vectors = text.hash_words(words)
     np.testing.assert_array_equal(vectors[::-1], text.hash_words(words[::-1]))
     np.testing.assert_array_equal(vectors[1:2], text.hash_words(["sad"]))
-    code = "import sys; from fedjax_cfl import text; sys.stdout.buffer.write(text.hashed(['happy', 'sad']).tobytes())"
+    code = (
+        "import sys; from fedjax_cfl.data.datasets.text import hash_words; "
+        "sys.stdout.buffer.write(hash_words(['happy', 'sad']).tobytes())"
+    )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, env=environment
+    ).stdout
     assert out == vectors[:2].tobytes()
     first = np.frombuffer(hashlib.shake_256(b"happy").digest(1200), np.uint8)[:4].sum()  # by hand
     np.testing.assert_allclose(vectors[0, 0], (int(first) - 510) / np.sqrt(21845) * 0.4, rtol=1e-6)
@@ -102,8 +118,18 @@ def test_any_text_becomes_a_sequence(texts, pad):
 
 
 def test_glove(tmp_path):
-    lines = [f"the {ONE}", f"sad {'0.5 ' * 299}-2e-1", f"the {'9 ' * 299}9", f"café {'2 ' * 299}2", f"unneeded {'x ' * 299}x"]
-    for name, content in {"a.txt": "\n".join(lines), "b.txt": "\r\n".join(lines) + "\r\n", "c.gz": "\n".join(lines) + "\n"}.items():
+    lines = [
+        f"the {ONE}",
+        f"sad {'0.5 ' * 299}-2e-1",
+        f"the {'9 ' * 299}9",
+        f"café {'2 ' * 299}2",
+        f"unneeded {'x ' * 299}x",
+    ]
+    for name, content in {
+        "a.txt": "\n".join(lines),
+        "b.txt": "\r\n".join(lines) + "\r\n",
+        "c.gz": "\n".join(lines) + "\n",
+    }.items():
         raw = content.encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
         table = text.read_glove(tmp_path / name, ["unknown", "sad", "the", "café"])
@@ -118,14 +144,23 @@ def test_glove(tmp_path):
 GLOVE = {
     "empty": (b"", "file is empty"),
     "gzip of nothing": (gzip.compress(b""), "file is empty"),
-    "too few columns": (f"the {ONE}\nsad {ONE[2:]}\n".encode(), "line 2 has 300 columns, expected 301"),
+    "too few columns": (
+        f"the {ONE}\nsad {ONE[2:]}\n".encode(),
+        "line 2 has 300 columns, expected 301",
+    ),
     "too many columns": (f"the {ONE} 1\n".encode(), "line 1 has 302 columns, expected 301"),
     "50-dimensional": (f"the {ONE[:99]}\n".encode(), "line 1 has 51 columns"),
     "word2vec header": (f"400000 300\nthe {ONE}\n".encode(), "line 1 has 2 columns"),
     "tabs": (f"the {ONE}\n".replace(" ", "\t").encode(), "line 1 has 1 columns"),
     "blank line": (f"sad {ONE}\n\nthe {ONE}\n".encode(), "line 2 has 1 columns"),
-    "not a number": (f"sad {ONE}\nthe {ONE[:-1]}one\n".encode(), "line 2: column 301 is 'one', expected a finite number"),
-    "doubled space": (f"the  {ONE[2:]}\n".encode(), "line 1: column 2 is '', expected a finite number"),
+    "not a number": (
+        f"sad {ONE}\nthe {ONE[:-1]}one\n".encode(),
+        "line 2: column 301 is 'one', expected a finite number",
+    ),
+    "doubled space": (
+        f"the  {ONE[2:]}\n".encode(),
+        "line 1: column 2 is '', expected a finite number",
+    ),
     "nan": (f"the nan {ONE[2:]}\n".encode(), "line 1: column 2 is 'nan'"),
     "infinity": (f"the {ONE[:-1]}-inf\n".encode(), "line 1: column 301 is '-inf'"),
     "overflow": (f"the 1e99 {ONE[2:]}\n".encode(), "line 1: column 2 is '1e99'"),
@@ -148,7 +183,12 @@ def test_bad_glove(name, tmp_path):
     (tmp_path / "vectors.txt").write_bytes(content)
     tracemalloc.start()
     try:
-        one_line(f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}", text.read_glove, tmp_path / "vectors.txt", ["the", "sad"])
+        one_line(
+            f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}",
+            text.read_glove,
+            tmp_path / "vectors.txt",
+            ["the", "sad"],
+        )
         assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     finally:
         tracemalloc.stop()
@@ -160,13 +200,25 @@ def test_glove_that_cannot_be_opened(tmp_path):
 
 
 def leaf(counts, label=lambda i: i % 2, first=0, **changes):
-    """Returns a LEAF shard: user -> number of tweets, whose words are the user's name and a number."""
+    """Returns a LEAF shard: user -> number of tweets, whose words are the user's name
+    and a number.
+    """
 
     def row(user, i):
         return [str(i), "Sat May 16 22:18:35 PDT 2009", "NO_QUERY", user, f"{user} {i}", "training"]
 
-    data = {user: {"x": [row(user, first + i) for i in range(n)], "y": [label(first + i) for i in range(n)]} for user, n in counts.items()}
-    return {"users": list(counts), "num_samples": list(counts.values()), "user_data": data} | changes
+    data = {
+        user: {
+            "x": [row(user, first + i) for i in range(n)],
+            "y": [label(first + i) for i in range(n)],
+        }
+        for user, n in counts.items()
+    }
+    return {
+        "users": list(counts),
+        "num_samples": list(counts.values()),
+        "user_data": data,
+    } | changes
 
 
 def put(folder, shard):
@@ -185,13 +237,27 @@ def root(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["all_data.json", "all_data_niid_3_keep_30.json.gz", "all_data/all_data.json", "data/all_data/all_data.json"]
+    "name",
+    [
+        "all_data.json",
+        "all_data_niid_3_keep_30.json.gz",
+        "all_data/all_data.json",
+        "data/all_data/all_data.json",
+    ],
 )
 def test_sent140_of_one_part(root, name):
     put(root / name, leaf({"ida": 31, "bob": 30, "eve": 40}))
     pool = sent140()
-    assert pool.x.shape == (71, 25, 300) and pool.x.dtype == np.float32 and pool.num_classes == 2 and pool.test is None
-    assert np.bincount(pool.client).tolist() == [40, 31]  # bob has not more than 30; eve comes before ida
+    assert (
+        pool.x.shape == (71, 25, 300)
+        and pool.x.dtype == np.float32
+        and pool.num_classes == 2
+        and pool.test is None
+    )
+    assert np.bincount(pool.client).tolist() == [
+        40,
+        31,
+    ]  # bob has not more than 30; eve comes before ida
     np.testing.assert_array_equal(pool.x[40, 23:], text.hash_words(["ida", "0"]))
     assert pool.y[40:].tolist() == [i % 2 for i in range(31)]
     held = partition.by_user(pool, test_fraction=0.2)
@@ -202,7 +268,10 @@ def test_sent140_of_one_part(root, name):
     ("train", "test"),
     [
         ("train/a.json", "test/b.json.gz"),
-        ("data/train/all_data_niid_3_keep_30_train_8.json", "data/test/all_data_niid_3_keep_30_test_8.json"),
+        (
+            "data/train/all_data_niid_3_keep_30_train_8.json",
+            "data/test/all_data_niid_3_keep_30_test_8.json",
+        ),
         ("all_data_niid_3_keep_30_train_8.json", "all_data_niid_3_keep_30_test_8.json"),
     ],
 )
@@ -210,7 +279,10 @@ def test_sent140_keeps_a_split(root, train, test):
     put(root / train, leaf({"a": 25, "b": 28, "c": 3}))
     put(root / test, leaf({"b": 2, "a": 6, "d": 31}, first=28))
     pool = sent140()
-    assert np.bincount(pool.client).tolist() == [31, 31]  # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
+    assert np.bincount(pool.client).tolist() == [
+        31,
+        31,
+    ]  # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
     assert pool.test.tolist() == [False] * 25 + [True] * 37
     held = partition.by_user(pool, test_fraction=0.5)
     np.testing.assert_array_equal(held.test, pool.test[held.sample])
@@ -253,7 +325,10 @@ SHARDS = {
     "no JSON": ("{", "not JSON"),
     "no users": (leaf({}), "no user has more than 0 tweets"),
     "no data": (leaf({"a": 2}, user_data={}), "user 'a' is listed without data"),
-    "x is text": (leaf({"a": 1}, user_data={"a": {"x": "a", "y": [0]}}), "user 'a' is listed without data"),
+    "x is text": (
+        leaf({"a": 1}, user_data={"a": {"x": "a", "y": [0]}}),
+        "user 'a' is listed without data",
+    ),
     "no y": (leaf({"a": 1}, user_data={"a": {"x": [[]]}}), "user 'a' is listed without data"),
     "wrong number": (leaf({"a": 2}, num_samples=[3]), "num_samples is 3, expected 2 (x) and 2 (y)"),
     "number that is true": (leaf({"a": 1}, num_samples=[True]), "num_samples is True"),
@@ -261,7 +336,10 @@ SHARDS = {
     "bare text": (changed(value="hello"), "entry 0 of x is 'hello', expected a row of id, date"),
     "short row": (changed(value=["1", "2", "3", "4"]), "entry 0 of x is a list of 4"),
     "number as text": (changed(value=[1, 2, 3, 4, 5]), "entry 0 of x is a list of 5"),
-    "nested without end": (json.dumps(changed(value="?")).replace('"?"', "[" * 900 + "]" * 900), "entry 0 of x is a list of 1"),
+    "nested without end": (
+        json.dumps(changed(value="?")).replace('"?"', "[" * 900 + "]" * 900),
+        "entry 0 of x is a list of 1",
+    ),
     "missing row": (changed(value=None), "entry 0 of x is None"),
     "label 3": (changed("y", 1, 3), "entry 1 of y is 3, expected 4 or 1 (positive), 0 or 2"),
     "label in words": (changed("y", 1, "good\nbad"), "entry 1 of y is 'good\\nbad'"),
@@ -280,7 +358,9 @@ def test_bad_tweets(name, root):
 
 
 def test_bad_folders_and_settings(root):
-    one_line("sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sent140)
+    one_line(
+        "sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sent140
+    )
     root.mkdir()
     one_line("not found", sent140)
     (root / "train").mkdir()
@@ -291,21 +371,39 @@ def test_bad_folders_and_settings(root):
     put(root / "train" / "2.json", leaf({"a": 5}))
     one_line("user 'a' is also in", sent140)
     for setting, value in {"users": 0, "min_tweets": -1, "seed": 2**32}.items():
-        one_line(f"dataset.source.{setting}={value}: expected a whole number", sent140, **{setting: value})
+        one_line(
+            f"dataset.source.{setting}={value}: expected a whole number",
+            sent140,
+            **{setting: value},
+        )
     for setting, value in {"users": 1.5, "min_tweets": True, "seed": "x"}.items():
-        one_line(f"dataset.source.{setting}={value}: expected a whole number", sent140, **{setting: value})
+        one_line(
+            f"dataset.source.{setting}={value}: expected a whole number",
+            sent140,
+            **{setting: value},
+        )
 
 
 @real
 def test_real_tweets():
-    if locate(f"sent140/{text.STAND_IN}.gz") is None or locate("sent140/train") or locate("sent140/data"):
-        pytest.skip(f"no sent140/{text.STAND_IN}.gz under the data root, or files that come before it")
+    if (
+        locate(f"sent140/{text.STAND_IN}.gz") is None
+        or locate("sent140/train")
+        or locate("sent140/data")
+    ):
+        pytest.skip(
+            f"no sent140/{text.STAND_IN}.gz under the data root, or files that come before it"
+        )
     tweets, y, client, test = text.read_tweets(min_tweets=0)
     assert (len(tweets), y.sum(), client.max() + 1, test) == (16_025, 9_717, 2_875, None)
     pool = sent140(users=772)
     sizes = np.bincount(pool.client)
-    assert len(sizes) == 772 and 4 <= sizes.min() and sizes.max() <= 55 and len(pool.y) == sizes.sum()
-    assert pool.x.any(axis=2)[:, -1].all()  # no tweet without tokens, and the last one stands at the end
+    assert (
+        len(sizes) == 772 and 4 <= sizes.min() and sizes.max() <= 55 and len(pool.y) == sizes.sum()
+    )
+    assert pool.x.any(axis=2)[
+        :, -1
+    ].all()  # no tweet without tokens, and the last one stands at the end
     held = partition.by_user(pool, test_fraction=0.2)
     np.testing.assert_array_equal(np.bincount(held.owner[~held.test]), (0.8 * sizes).astype(int))
 
@@ -315,5 +413,9 @@ def one_line(says, function, *args, **kwargs):
     with pytest.raises(InputError) as caught:
         function(*args, **kwargs)
     error = str(caught.value)
-    assert "\n" not in error and says in error and any(word in error for word in ("expected", "one of", "no user", "not found")), error
+    assert (
+        "\n" not in error
+        and says in error
+        and any(word in error for word in ("expected", "one of", "no user", "not found"))
+    ), error
     return error

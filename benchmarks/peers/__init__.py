@@ -1,4 +1,6 @@
-"""One file per peer: `train(work, rounds)` trains the cohorts of a workload round by round and returns a `Trained`."""
+"""One file per peer: `train(work, rounds)` trains the cohorts of a workload round by
+round and returns a `Trained`.
+"""
 
 from typing import NamedTuple
 
@@ -10,4 +12,6 @@ class Trained(NamedTuple):
 
     seconds: list[float]  # per round, aggregation included; the first ones compile
     steps: list[int]  # per round, local SGD steps taken by all clients
-    model: list[tuple[np.ndarray, np.ndarray]]  # the global model after the first round, as `workloads.initial` has it
+    model: list[
+        tuple[np.ndarray, np.ndarray]
+    ]  # the global model after the first round, as `workloads.initial` has it

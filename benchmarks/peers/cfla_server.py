@@ -1,7 +1,9 @@
-"""CFLA, a framework for clustered federated learning: its FedAvg server and client, the ones its clustered methods are derived from.
+"""CFLA, a framework for clustered federated learning: its FedAvg server and client, the
+ones its clustered methods are derived from.
 
-CFLA's FedAvg client has Adam with weight decay written in and evaluates after every epoch. Here Adam is replaced by SGD and the evaluation
-left out, so that it does no more than the others.
+CFLA's FedAvg client has Adam with weight decay written in and evaluates after every
+epoch. Here Adam is replaced by SGD and the evaluation left out, so that it does no more
+than the others.
 """
 
 import time

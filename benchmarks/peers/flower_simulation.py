@@ -1,7 +1,10 @@
-"""Flower: its `FedAvg` strategy and its Ray simulation, one worker with one PyTorch thread per core, the plain loop as client.
+"""Flower: its `FedAvg` strategy and its Ray simulation, one worker with one PyTorch
+thread per core, the plain loop as client.
 
-20 virtual clients stand for the cohort, and the one with number p trains the p-th client of the round. The data are loaded once by each
-worker, because the client is a function of this module, which Ray imports; a client defined in a script would take its data along.
+20 virtual clients stand for the cohort, and the one with number p trains the p-th
+client of the round. The data are loaded once by each worker, because the client is a
+function of this module, which Ray imports; a client defined in a script would take its
+data along.
 """
 
 import functools
@@ -9,8 +12,12 @@ import os
 import time
 from pathlib import Path
 
-os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0")  # both before the imports that read them
-os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)  # where the workers find this module
+os.environ.update(
+    FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0"
+)  # both before the imports that read them
+os.environ["PYTHONPATH"] = str(
+    Path(__file__).resolve().parent.parent
+)  # where the workers find this module
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -42,7 +49,10 @@ def train_one(message: Message, context) -> Message:
     before = Counted.steps
     epochs(module, *held[client], work)
     metrics = MetricRecord({"num-examples": len(held[client][1]), "steps": Counted.steps - before})
-    return Message(RecordDict({"arrays": ArrayRecord(module.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(module.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 class Timed(FedAvg):
@@ -60,7 +70,9 @@ class Timed(FedAvg):
         self.seconds.append(time.perf_counter() - self.began)
         failed = [reply.error.reason for reply in replies if reply.has_error()]
         if failed or len(replies) != COHORT:
-            raise RuntimeError(f"{len(replies)} of {COHORT} clients answered, {len(failed)} failed: {failed[:1]}")
+            raise RuntimeError(
+                f"{len(replies)} of {COHORT} clients answered, {len(failed)} failed: {failed[:1]}"
+            )
         self.steps.append(sum(reply.content["metrics"]["steps"] for reply in replies))
         self.first = self.first or from_torch(arrays.to_torch_state_dict().values())
         return arrays, metrics
@@ -68,7 +80,12 @@ class Timed(FedAvg):
 
 def train(work: Workload, rounds: int) -> Trained:
     """Runs FedAvg; nothing is evaluated."""
-    strategy = Timed(fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=COHORT, min_available_nodes=COHORT)
+    strategy = Timed(
+        fraction_train=1.0,
+        fraction_evaluate=0.0,
+        min_train_nodes=COHORT,
+        min_available_nodes=COHORT,
+    )
     strategy.seconds, strategy.steps, strategy.first = [], [], None
     client, server = ClientApp(), ServerApp()
     client.train()(train_one)
@@ -76,10 +93,17 @@ def train(work: Workload, rounds: int) -> Trained:
     @server.main()
     def main(grid, context):
         config = ConfigRecord({"workload": work.name, "epochs": work.epochs, "batch": work.batch})
-        strategy.start(grid, ArrayRecord(net(work.model).state_dict()), num_rounds=rounds, train_config=config)
+        strategy.start(
+            grid, ArrayRecord(net(work.model).state_dict()), num_rounds=rounds, train_config=config
+        )
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    backend = {"init_args": {"num_cpus": cores, "include_dashboard": False}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    backend = {
+        "init_args": {"num_cpus": cores, "include_dashboard": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     run_simulation(server, client, COHORT, backend_config=backend)
     if len(strategy.seconds) != rounds:
         raise RuntimeError(f"{len(strategy.seconds)} of {rounds} rounds were finished")

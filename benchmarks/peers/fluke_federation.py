@@ -1,4 +1,6 @@
-"""fluke: its `FedAVG`, weighted by samples, with its own `FastDataLoader`, clients, channel and `run`; nothing is evaluated."""
+"""fluke: its `FedAVG`, weighted by samples, with its own `FastDataLoader`, clients,
+channel and `run`; nothing is evaluated.
+"""
 
 import time
 
@@ -10,7 +12,9 @@ from peers.torch_model import Counted, clients, from_torch, net, use_faster_thre
 
 try:
     import torchvision  # noqa: F401, fluke imports it
-except RuntimeError:  # its operators are built for a PyTorch with CUDA; nobody here calls one, but the import wants two of them declared
+# its operators are built for a PyTorch with CUDA; nobody here calls one, but the import wants
+# two of them declared
+except RuntimeError:
     declared = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -22,7 +26,9 @@ from fluke.server import Server
 
 
 class Listed(Server):
-    """fluke's server with given cohorts; it notes seconds and steps of a round and the first round's model."""
+    """fluke's server with given cohorts; it notes seconds and steps of a round and the
+    first round's model.
+    """
 
     def get_eligible_clients(self, eligible_perc: float):
         """Returns the clients of the next round, which begins here."""
@@ -54,7 +60,10 @@ class Loaders:
     def assign(self, n_clients: int, batch_size: int):
         """Returns the loaders of training data; nobody holds test data."""
         loaders = [
-            FastDataLoader(x, y, num_labels=CLASSES, batch_size=batch_size, shuffle=True, skip_singleton=False) for x, y in self.held
+            FastDataLoader(
+                x, y, num_labels=CLASSES, batch_size=batch_size, shuffle=True, skip_singleton=False
+            )
+            for x, y in self.held
         ]
         return (loaders, [None] * n_clients), None
 
@@ -72,6 +81,11 @@ def train(work: Workload, rounds: int) -> Trained:
     given = DDict(model=net(work.model), client=DDict(client), server=DDict(weighted=True))
     federation = Federation(work.clients, Loaders(clients(work)), given)
     server = federation.server
-    server.table, server.seconds, server.steps, server.first = iter(cohorts(work, rounds)), [], [], None
+    server.table, server.seconds, server.steps, server.first = (
+        iter(cohorts(work, rounds)),
+        [],
+        [],
+        None,
+    )
     federation.run(rounds, COHORT / work.clients)
     return Trained(server.seconds, server.steps, server.first)

@@ -27,16 +27,26 @@ class TwoConvolutions(nn.Module):
         return dense(self.num_classes, "head")(flatten(x))
 
 
-NAMES = {"mlp": ["hidden_0", "head"], "mclr": ["head"], "cnn": ["conv_0", "conv_1", "head"]}  # of the layers, first to last
+NAMES = {
+    "mlp": ["hidden_0", "head"],
+    "mclr": ["head"],
+    "cnn": ["conv_0", "conv_1", "head"],
+}  # of the layers, first to last
 
 
 def module(model: str) -> nn.Module:
     """Returns the Flax module of a workload."""
-    return TwoConvolutions(CLASSES) if model == "cnn" else cfl.models.MLP(CLASSES, hidden=(128,) if model == "mlp" else ())
+    return (
+        TwoConvolutions(CLASSES)
+        if model == "cnn"
+        else cfl.models.MLP(CLASSES, hidden=(128,) if model == "mlp" else ())
+    )
 
 
 def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "auto") -> Trained:
-    """Runs FedAvg with `count` clients a round from the given first model; `jit` of the whole round is what the engine's users run."""
+    """Runs FedAvg with `count` clients a round from the given first model; `jit` of the
+    whole round is what the engine's users run.
+    """
     cfl.use_cpu_cores()
     mesh, names = cfl.make_mesh(), NAMES[work.model]
     x, y, start = population(work.model)
@@ -46,10 +56,15 @@ def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "
     data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
     task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
     local = cfl.Local(LR, work.epochs, work.batch, None, mesh, first_layer=first_layer)
-    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.from_table(cohorts(work, rounds, count)))
+    algorithm = cfl.algorithms.fedavg(
+        task, local, cfl.select.from_table(cohorts(work, rounds, count))
+    )
     key = jax.device_put(jax.random.key(0), everywhere)
     state, step = jax.jit(algorithm.init)(key, data), jax.jit(algorithm.round)
-    given = {name: {"kernel": kernel[None], "bias": bias[None]} for name, (kernel, bias) in zip(names, initial(work.model), strict=True)}
+    given = {
+        name: {"kernel": kernel[None], "bias": bias[None]}
+        for name, (kernel, bias) in zip(names, initial(work.model), strict=True)
+    }
     state = jax.device_put(state.replace(groups=given), everywhere)
     seconds, steps, model = [], [], None
     for _ in range(rounds):
@@ -57,5 +72,8 @@ def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "
         state, info = jax.block_until_ready(step(key, state, data))
         seconds.append(time.perf_counter() - began)
         steps.append(int(info.steps))
-        model = model or [tuple(np.asarray(state.groups[name][part][0]) for part in ("kernel", "bias")) for name in names]
+        model = model or [
+            tuple(np.asarray(state.groups[name][part][0]) for part in ("kernel", "bias"))
+            for name in names
+        ]
     return Trained(seconds, steps, model)

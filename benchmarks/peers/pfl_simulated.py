@@ -1,6 +1,7 @@
 """pfl: its `FederatedAveraging` on its `SimulatedBackend`, weighted by data points.
 
-pfl cuts a client's batches once and keeps their order: no shuffling, which is a little less work than the others do.
+pfl cuts a client's batches once and keeps their order: no shuffling, which is a little
+less work than the others do.
 """
 
 import functools
@@ -51,15 +52,27 @@ def train(work: Workload, rounds: int) -> Trained:
     module.loss = lambda x, y, **_: cross_entropy(module(x), y)
     module.metrics = lambda x, y, **_: {}
     order = itertools.chain.from_iterable(cohorts(work, rounds + 1).tolist())
-    users = FederatedDataset(functools.cache(lambda i: Dataset(held[i], user_id=str(i))), lambda: next(order))
+    users = FederatedDataset(
+        functools.cache(lambda i: Dataset(held[i], user_id=str(i))), lambda: next(order)
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     FederatedAveraging().run(
-        NNAlgorithmParams(central_num_iterations=rounds, evaluation_frequency=10**9, train_cohort_size=COHORT, val_cohort_size=0),
+        NNAlgorithmParams(
+            central_num_iterations=rounds,
+            evaluation_frequency=10**9,
+            train_cohort_size=COHORT,
+            val_cohort_size=0,
+        ),
         SimulatedBackend(users, users, postprocessors=[WeightByDatapoints()]),
         PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=optimizer),
-        NNTrainHyperParams(local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch),
+        NNTrainHyperParams(
+            local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch
+        ),
         NNEvalHyperParams(local_batch_size=None),
         callbacks=[clock],
         send_metrics_to_platform=False,
     )
-    return Trained(*([b - a for a, b in itertools.pairwise(noted)] for noted in (clock.times, clock.steps)), clock.model)
+    return Trained(
+        *([b - a for a, b in itertools.pairwise(noted)] for noted in (clock.times, clock.steps)),
+        clock.model,
+    )

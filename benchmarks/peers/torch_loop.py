@@ -35,7 +35,9 @@ def train(work: Workload, rounds: int) -> Trained:
                 torch._foreach_copy_(list(module.parameters()), shared)
             epochs(module, *held[i], work)
             with torch.no_grad():
-                torch._foreach_add_(total, list(module.parameters()), alpha=len(held[i][1]) / samples)
+                torch._foreach_add_(
+                    total, list(module.parameters()), alpha=len(held[i][1]) / samples
+                )
         with torch.no_grad():
             torch._foreach_copy_(list(module.parameters()), total)
         seconds.append(time.perf_counter() - began)

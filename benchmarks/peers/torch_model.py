@@ -1,4 +1,6 @@
-"""The workloads' models in PyTorch, which all PyTorch peers train; their classes take no arguments, as CFLA wants it."""
+"""The workloads' models in PyTorch, which all PyTorch peers train; their classes take
+no arguments, as CFLA wants it.
+"""
 
 import itertools
 import time
@@ -39,7 +41,10 @@ class CNN(Counted):
     """W3's model."""
 
     def __init__(self):
-        pairs = [(nn.Conv2d(a, b, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)) for a, b in ((1, 32), (32, 64))]
+        pairs = [
+            (nn.Conv2d(a, b, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2))
+            for a, b in ((1, 32), (32, 64))
+        ]
         super().__init__(*itertools.chain(*pairs), nn.Flatten(), nn.Linear(7 * 7 * 64, CLASSES))
 
 
@@ -53,7 +58,9 @@ def net(model: str) -> nn.Module:
 
 
 def as_torch(layers) -> list[np.ndarray]:
-    """Returns kernels and biases in PyTorch's layout: [out, in] and [out, in, 5, 5], the last layer's input with the channels first."""
+    """Returns kernels and biases in PyTorch's layout: [out, in] and [out, in, 5, 5],
+    the last layer's input with the channels first.
+    """
     out = []
     for kernel, bias in layers:
         if kernel.ndim == 4:
@@ -84,12 +91,17 @@ def from_torch(parameters) -> list[tuple[np.ndarray, np.ndarray]]:
 def clients(work: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the samples (x, y) of each client, images with the channel first."""
     x, y, start = population(work.model)
-    x, y = torch.from_numpy(np.moveaxis(x, -1, 1).copy() if x.ndim == 4 else x), torch.from_numpy(y).long()
+    x, y = (
+        torch.from_numpy(np.moveaxis(x, -1, 1).copy() if x.ndim == 4 else x),
+        torch.from_numpy(y).long(),
+    )
     return [(x[a:b], y[a:b]) for a, b in itertools.pairwise(start.tolist())]
 
 
 def use_faster_threads(model: str) -> None:
-    """Gives PyTorch one thread or its default number, whichever takes a few steps of the model faster."""
+    """Gives PyTorch one thread or its default number, whichever takes a few steps of
+    the model faster.
+    """
     module, fastest = net(model), {torch.get_num_threads(): np.inf, 1: np.inf}
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     x = torch.randn(BATCH, *((1, SIDE, SIDE) if model == "cnn" else (FEATURES,)))

@@ -1,4 +1,6 @@
-"""The catalogue: one file per paper, one factory (task, local, select, ...) -> Algorithm per method."""
+"""The catalogue: one file per paper, one factory (task, local, select, ...) ->
+Algorithm per method.
+"""
 
 from fedjax_cfl.algorithms.alone import nonfed
 from fedjax_cfl.algorithms.cfl import cfl

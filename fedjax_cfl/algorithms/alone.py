@@ -1,7 +1,8 @@
-"""Training without federation: the baseline NonFed of Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning",
-https://arxiv.org/abs/2005.01026.
+"""Training without federation: the baseline NonFed of Xie, Long, Shen, Zhou, Wang,
+Jiang, Zhang, "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026.
 
-Every client trains its own model on its own data and sends nothing. A client is a group of its own: models [K, ...], group k is client k's.
+Every client trains its own model on its own data and sends nothing. A client is a group
+of its own: models [K, ...], group k is client k's.
 """
 
 import jax
@@ -18,9 +19,11 @@ from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State, Upload
 def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False) -> Algorithm:
     """NonFed: all clients start from the same random model and are tested on their own.
 
-    Args: `trains` all: every client trains E epochs in every round | cohort: those whom `select` draws, as many steps as FedAvg takes;
-    `ship_start` counts the common start as K models down. An evaluation costs at least one block of samples a client (`evaluate.BLOCK`);
-    its auxiliary accuracy is that of the mean of all models. Raises InputError for a value of `trains` that is not listed here.
+    Args: `trains` all: every client trains E epochs in every round | cohort: those whom
+    `select` draws, as many steps as FedAvg takes; `ship_start` counts the common start
+    as K models down. An evaluation costs at least one block of samples a client
+    (`evaluate.BLOCK`); its auxiliary accuracy is that of the mean of all models. Raises
+    InputError for a value of `trains` that is not listed here.
     """
     require("algorithm.trains", trains, ("all", "cohort"))
     local = local.resolve()
@@ -38,7 +41,9 @@ def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False
         after, info = algorithm.round(key, state, data)
         return after.replace(traffic=state.traffic), info
 
-    return algorithm._replace(round=silent_round, clustered=False)  # everybody has a model from the start
+    return algorithm._replace(
+        round=silent_round, clustered=False
+    )  # everybody has a model from the start
 
 
 def shared_model(task, ship_start: bool):
@@ -46,8 +51,14 @@ def shared_model(task, ship_start: bool):
 
     def start(key, data: FederatedData):
         count = data.num_clients
-        models = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), task.init(key))
-        return Start(models, jnp.arange(count, dtype=jnp.int32), traffic=make_traffic(units_down=count if ship_start else 0))
+        models = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), task.init(key)
+        )
+        return Start(
+            models,
+            jnp.arange(count, dtype=jnp.int32),
+            traffic=make_traffic(units_down=count if ship_start else 0),
+        )
 
     return start
 
@@ -58,7 +69,13 @@ def assign_client_id(key, state: State, data: FederatedData, cohort: Cohort):
 
 
 def client_delta(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Each client's own update: a scatter, where a mean over K groups would be a product with a [S, K] matrix."""
+    """Each client's own update: a scatter, where a mean over K groups would be a
+    product with a [S, K] matrix.
+    """
     rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
-    step = jax.tree.map(lambda leaf, delta: jnp.zeros_like(leaf).at[rows].set(delta, mode="drop"), state.groups, upload.delta)
+    step = jax.tree.map(
+        lambda leaf, delta: jnp.zeros_like(leaf).at[rows].set(delta, mode="drop"),
+        state.groups,
+        upload.delta,
+    )
     return step, jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")

@@ -1,11 +1,15 @@
-"""Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under Privacy Constraints",
-IEEE TNNLS 2021, https://arxiv.org/abs/1910.01991. (`fedcluster` is what the FeSEM paper compares with by that name.)
+"""Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed
+Multitask Optimization under Privacy Constraints", IEEE TNNLS 2021,
+https://arxiv.org/abs/1910.01991. (`fedcluster` is what the FeSEM paper compares with by
+that name.)
 
-Everybody begins in one group. Where federated learning has become stationary for a group as a whole, but not for some of its members, the
-group is cut in two between the clients whose updates point apart, and each half goes on by itself.
+Everybody begins in one group. Where federated learning has become stationary for a
+group as a whole, but not for some of its members, the group is cut in two between the
+clients whose updates point apart, and each half goes on by itself.
 
-Differs from the paper: there is room for `m` groups and no more; a member that was absent when its group was cut joins a half when it next
-takes part, as newcomers do; newcomers are compared by the server, which costs a model down and one up per cut.
+Differs from the paper: there is room for `m` groups and no more; a member that was
+absent when its group was cut joins a half when it next takes part, as newcomers do;
+newcomers are compared by the server, which costs a model down and one up per cut.
 """
 
 from functools import partial
@@ -34,7 +38,9 @@ WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 @struct.dataclass
 class SplitTree:
-    """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h], and later cuts have higher numbers."""
+    """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h],
+    and later cuts have higher numbers.
+    """
 
     parent: jax.Array  # [m] int32, -1 where there has been no cut
     models: Params  # [m, ...], the parent's model when it was cut
@@ -62,11 +68,14 @@ def cfl(
 ) -> Algorithm:
     """CFL with room for m groups.
 
-    A group of more than `min_size` clients is cut after round `warm_up`, if its mean update is shorter than `eps1` and its longest longer
-    than `eps2`, where the cosines across are at most alpha with sqrt((1 - alpha) / 2) > `gamma_max`.
-    Args: `linkage` of the updates by their cosines: single, which is the cut of least alpha | complete (the released code, D35) | average;
-    `weighting` of the clients within a group: uniform | samples; `stale_updates` lets members that are not in the cohort be judged and
-    cut by their last update, else a group is judged by the members present.
+    A group of more than `min_size` clients is cut after round `warm_up`, if its mean
+    update is shorter than `eps1` and its longest longer than `eps2`, where the cosines
+    across are at most alpha with sqrt((1 - alpha) / 2) > `gamma_max`.
+    Args: `linkage` of the updates by their cosines: single, which is the cut of least
+    alpha | complete (the released code, D35) | average; `weighting` of the clients
+    within a group: uniform | samples; `stale_updates` lets members that are not in the
+    cohort be judged and cut by their last update, else a group is judged by the members
+    present.
     Raises InputError for a value that is not listed here.
     """
     require("algorithm.linkage", linkage, LINKAGES)
@@ -75,7 +84,9 @@ def cfl(
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size):
-        return active & (mean_norm < eps1) & (max_norm > eps2) & (size > min_size) & (round >= warm_up)
+        return (
+            active & (mean_norm < eps1) & (max_norm > eps2) & (size > min_size) & (round >= warm_up)
+        )
 
     return federated(
         task,
@@ -96,9 +107,13 @@ def single_active_group(task, m: int, stale_updates: bool):
         groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), task.init(key))
         nothing = jax.tree.map(jnp.zeros_like, groups)
         clients = data.num_clients
-        tree = SplitTree(jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32))
+        tree = SplitTree(
+            jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32)
+        )
         if stale_updates:
-            latest = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups)
+            latest = jax.tree.map(
+                lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
+            )
             tree = tree.replace(latest=latest, known=jnp.zeros(clients, bool))
         return Start(groups, memory=tree, active=jnp.arange(m) == 0)
 
@@ -106,9 +121,11 @@ def single_active_group(task, m: int, stale_updates: bool):
 
 
 def descend_splits(train):
-    """Lets clients pass the cuts made without them: they train from the model that was cut and join the half of the more similar update.
+    """Lets clients pass the cuts made without them: they train from the model that was
+    cut and join the half of the more similar update.
 
-    `train` is the solver of a cohort. (Algorithm 3 of the paper; newcomers begin in group 0.) Each cut costs 1 model down and 1 up.
+    `train` is the solver of a cohort. (Algorithm 3 of the paper; newcomers begin in
+    group 0.) Each cut costs 1 model down and 1 up.
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
@@ -121,10 +138,16 @@ def descend_splits(train):
 
             def sides():
                 model, stayed, moved = (
-                    jax.tree.map(lambda leaf: leaf[h][None], each) for each in (tree.models, tree.parent_update, tree.split_update)
+                    jax.tree.map(lambda leaf: leaf[h][None], each)
+                    for each in (tree.models, tree.parent_update, tree.split_update)
                 )
                 walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
-                upload = train(walkers, data, (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here)))
+                upload = train(
+                    walkers,
+                    data,
+                    (jax.random.fold_in(key, h), model),
+                    full_work(jnp.zeros_like(here)),
+                )
                 return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0]
 
             leaves = asked & lax.cond(jnp.any(asked), sides, lambda: jnp.zeros_like(asked))
@@ -138,7 +161,8 @@ def descend_splits(train):
 
 
 def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda delta: delta):
-    """Returns regroup(...): cuts every group that is `due(round, active, mean norm, longest norm, size)` [m] and can be cut.
+    """Returns regroup(...): cuts every group that is `due(round, active, mean norm,
+    longest norm, size)` [m] and can be cut.
 
     `seen` takes from the updates what their cosines are of.
     """
@@ -149,9 +173,14 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, data.num_clients)
-            latest = jax.tree.map(lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.last_update, delta)
+            latest = jax.tree.map(
+                lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.last_update, delta
+            )
             tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
-            ids, group = jnp.arange(data.num_clients), state.assignment.at[ids].set(gid, mode="drop")
+            ids, group = (
+                jnp.arange(data.num_clients),
+                state.assignment.at[ids].set(gid, mode="drop"),
+            )
             sent, delta = tree.known, latest
         square = squared_norms(delta).sum(0)
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
@@ -161,22 +190,29 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
         state = state.replace(memory=tree.replace(passed=passed))
 
         def cut():
-            half, gamma = bisect_updates(ids, jnp.where(sent, group, -1), seen(delta), ready, linkage)
+            half, gamma = bisect_updates(
+                ids, jnp.where(sent, group, -1), seen(delta), ready, linkage
+            )
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
         state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))
         if not stale_updates:
             return state, now
         gid = now[jnp.minimum(cohort.ids, data.num_clients - 1)]
-        return state.replace(assignment=jnp.where(state.assignment >= 0, now, state.assignment)), gid
+        return (
+            state.replace(assignment=jnp.where(state.assignment >= 0, now, state.assignment)),
+            gid,
+        )
 
     return regroup
 
 
 def bisect_updates(ids, group, delta, ready, linkage: str):
-    """Returns the half [R] int32, 0 or 1, that each of R updates falls in, and gamma [m] = sqrt((1 - alpha) / 2) of each `ready` group.
+    """Returns the half [R] int32, 0 or 1, that each of R updates falls in, and gamma
+    [m] = sqrt((1 - alpha) / 2) of each `ready` group.
 
-    alpha is the largest cosine across. Half 0 holds the client of lowest id; rows of group -1 are masked.
+    alpha is the largest cosine across. Half 0 holds the client of lowest id; rows of
+    group -1 are masked.
     """
     order = jnp.argsort(ids)  # neither halves nor ties depend on slots
     group = group[order]
@@ -193,18 +229,26 @@ def bisect_updates(ids, group, delta, ready, linkage: str):
         return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
 
     label, gamma = lax.map(cut, jnp.arange(ready.size))  # by groups: the distances of one at a time
-    return jnp.zeros_like(group).at[order].set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)), gamma
+    return (
+        jnp.zeros_like(group)
+        .at[order]
+        .set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)),
+        gamma,
+    )
 
 
 def split(state: State, ids, group, sent, delta, half, chosen):
-    """Gives half 1 of every `match_names` [m] group the lowest free group, while there is one; returns (state, groups [R] of the updates).
+    """Gives half 1 of every `match_names` [m] group the lowest free group, while there
+    is one; returns (state, groups [R] of the updates).
 
     The new group inherits model and optimizer state; the tree remembers the cut.
     """
     m, tree = state.active.size, state.memory
     target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1
     target = jnp.where(chosen & (target < m), target, m).astype(jnp.int32)
-    source = jnp.arange(m, dtype=jnp.int32).at[target].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
+    source = (
+        jnp.arange(m, dtype=jnp.int32).at[target].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
+    )
     created = source != jnp.arange(m)
     goal = target[jnp.maximum(group, 0)]
     now = jnp.where(sent & (half == 1) & (goal < m), goal, group)
@@ -222,7 +266,9 @@ def split(state: State, ids, group, sent, delta, half, chosen):
         models=recorded(jax.tree.map(inherited, state.groups), tree.models),
         stayed=recorded(jax.tree.map(inherited, mean), tree.parent_update),
         moved=recorded(mean, tree.split_update),
-        passed=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(jnp.sum(active) - 1, mode="drop"),
+        passed=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(
+            jnp.sum(active) - 1, mode="drop"
+        ),
     )
     groups, server = jax.tree.map(inherited, (state.groups, state.server))
     return state.replace(groups=groups, server=server, active=active, memory=tree), now

@@ -1,11 +1,15 @@
-"""FedCluster, the form of clustered federated learning (see `cfl`) that Xie et al., "Multi-Center Federated Learning", 2020,
-https://arxiv.org/abs/2005.01026 (FeSEM), compare with: FedAvg enclosed in a hierarchical clustering.
+"""FedCluster, the form of clustered federated learning (see `cfl`) that Xie et al.,
+"Multi-Center Federated Learning", 2020, https://arxiv.org/abs/2005.01026 (FeSEM),
+compare with: FedAvg enclosed in a hierarchical clustering.
 
-After some rounds of FedAvg comes a round with all clients, in which every large group is cut in two between the clients whose updates of
-the output layer point apart. Both parts go on in the same way; no norm is tested.
+After some rounds of FedAvg comes a round with all clients, in which every large group
+is cut in two between the clients whose updates of the output layer point apart. Both
+parts go on in the same way; no norm is tested.
 
-Differs from the authors' code, which visits one group after another: all groups train side by side, a cohort is drawn from all clients and
-not from each group, a group that was not cut trains on and is tested again at its next turn; there is room for `m` groups and no more.
+Differs from the authors' code, which visits one group after another: all groups train
+side by side, a cohort is drawn from all clients and not from each group, a group that
+was not cut trains on and is tested again at its next turn; there is room for `m` groups
+and no more.
 """
 
 import jax
@@ -21,15 +25,22 @@ from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
 
-def fedcluster(task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min_size: int = 20) -> Algorithm:
-    """CFL as in the FeSEM paper, with room for m groups: cycles of `rounds` rounds of FedAvg and one round with all clients.
+def fedcluster(
+    task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min_size: int = 20
+) -> Algorithm:
+    """CFL as in the FeSEM paper, with room for m groups: cycles of `rounds` rounds of
+    FedAvg and one round with all clients.
 
-    In that one each group of more than `min_size` clients is cut by average linkage of the cosines of its updates of the layer `head`, if
-    sqrt((1 - largest cosine across) / 2) exceeds `gamma`. It costs K models down and K up.
+    In that one each group of more than `min_size` clients is cut by average linkage of
+    the cosines of its updates of the layer `head`, if sqrt((1 - largest cosine across)
+    / 2) exceeds `gamma`. It costs K models down and K up.
     Raises InputError for a model without a dense layer `head`.
     """
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
-        raise InputError("algorithm.name=fedcluster: the model has no dense layer named head, whose updates are compared")
+        raise InputError(
+            "algorithm.name=fedcluster: the model has no dense layer named head, whose updates are"
+            " compared"
+        )
     local = local.resolve()
     solve = sgd(task, local)
 
@@ -44,13 +55,17 @@ def fedcluster(task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min
             solve=solve,
             start=single_active_group(task, m, False),
             assign=descend_splits(over_clients(solve, local)),
-            regroup=bipartition(due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]),
+            regroup=bipartition(
+                due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]
+            ),
             aggregate=weighted_mean,
         )
 
     some, whole = drawn(select), drawn(full_participation())
 
     def round(key, state, data):
-        return lax.cond(state.round % (rounds + 1) == rounds, whole.round, some.round, key, state, data)
+        return lax.cond(
+            state.round % (rounds + 1) == rounds, whole.round, some.round, key, state, data
+        )
 
     return some._replace(round=round)

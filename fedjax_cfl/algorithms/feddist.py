@@ -1,8 +1,11 @@
-"""Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018, https://arxiv.org/abs/1803.02999 (Reptile), as the baselines
-FedDist and FedDWS of Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026.
+"""Nichol, Achiam, Schulman, "On First-Order Meta-Learning Algorithms", 2018,
+https://arxiv.org/abs/1803.02999 (Reptile), as the baselines FedDist and FedDWS of Xie,
+Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning",
+https://arxiv.org/abs/2005.01026.
 
-FedAvg whose server goes only the fraction epsilon of the way to the mean of the trained models: w <- w + epsilon (mean_i w_i - w).
-Differs from the code of FeSEM: its FedDWS reads an undefined name; here it is the formula next to it (D31).
+FedAvg whose server goes only the fraction epsilon of the way to the mean of the trained
+models: w <- w + epsilon (mean_i w_i - w). Differs from the code of FeSEM: its FedDWS
+reads an undefined name; here it is the formula next to it (D31).
 """
 
 import jax
@@ -21,15 +24,21 @@ def feddist(task, local, select, *, epsilon=0.6) -> Algorithm:
 
 
 def feddws(task, local, select, *, epsilon=None) -> Algorithm:
-    """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, the clients that answered)."""
+    """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, the
+    clients that answered).
+    """
     return step_towards(task, local, select, weighted_mean, epsilon)
 
 
 def step_towards(task, local, select, mean, epsilon) -> Algorithm:
     """FedAvg that goes `epsilon` of the way to `mean`, an aggregate."""
     local = local.resolve()
-    aggregate, server = (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
-    return federated(task, local, select=select, solve=sgd(task, local), aggregate=aggregate, server=server)
+    aggregate, server = (
+        (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
+    )
+    return federated(
+        task, local, select=select, solve=sgd(task, local), aggregate=aggregate, server=server
+    )
 
 
 def divide_by_cohort(mean):
@@ -37,6 +46,9 @@ def divide_by_cohort(mean):
 
     def aggregate(upload, gid, cohort, client_extra, state):
         step, mass = mean(upload, gid, cohort, client_extra, state)
-        return jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step), mass
+        return (
+            jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step),
+            mass,
+        )
 
     return aggregate

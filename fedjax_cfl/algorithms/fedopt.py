@@ -1,8 +1,10 @@
-"""Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, "Adaptive Federated Optimization", ICLR 2021,
-https://arxiv.org/abs/2003.00295; server momentum: Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335.
+"""Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, "Adaptive Federated
+Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295; server momentum: Hsu, Qi,
+Brown 2019, https://arxiv.org/abs/1909.06335.
 
-The averaged update is treated as a gradient and handed to a server optimizer.
-Differs from optax's adam and yogi: Algorithm 2 of the paper has no bias correction and adds tau outside the root.
+The averaged update is treated as a gradient and handed to a server optimizer. Differs
+from optax's adam and yogi: Algorithm 2 of the paper has no bias correction and adds tau
+outside the root.
 """
 
 from typing import NamedTuple
@@ -24,15 +26,22 @@ class Moments(NamedTuple):
 
 
 def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
-    """Algorithm 2 of the paper: m <- b1 m + (1 - b1) g, v <- second(v, g^2), update -lr m / (sqrt(v) + tau); v starts at tau^2."""
+    """Algorithm 2 of the paper: m <- b1 m + (1 - b1) g, v <- second(v, g^2), update -lr
+    m / (sqrt(v) + tau); v starts at tau^2.
+    """
 
     def init(params):
-        return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda p: jnp.full_like(p, tau**2), params))
+        return Moments(
+            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(lambda p: jnp.full_like(p, tau**2), params),
+        )
 
     def update(gradient, state, params=None):
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first, gradient)
         squares = jax.tree.map(lambda v, g: second(v, g**2), state.second, gradient)
-        return jax.tree.map(lambda m, v: -lr * m / (jnp.sqrt(v) + tau), first, squares), Moments(first, squares)
+        return jax.tree.map(lambda m, v: -lr * m / (jnp.sqrt(v) + tau), first, squares), Moments(
+            first, squares
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -40,7 +49,9 @@ def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
 def with_server(task, local, select, server) -> Algorithm:
     """FedAvg with a server optimizer."""
     local = local.resolve()
-    return federated(task, local, select=select, solve=sgd(task, local), server=server, founders=no_clients)
+    return federated(
+        task, local, select=select, solve=sgd(task, local), server=server, founders=no_clients
+    )
 
 
 def fedavgm(task, local, select, *, server_lr=1.0, momentum: float = 0.9) -> Algorithm:
@@ -48,16 +59,29 @@ def fedavgm(task, local, select, *, server_lr=1.0, momentum: float = 0.9) -> Alg
     return with_server(task, local, select, optax.sgd(server_lr, momentum=momentum))
 
 
-def fedadagrad(task, local, select, *, server_lr=0.1, b1: float = 0.0, tau: float = 1e-3) -> Algorithm:
+def fedadagrad(
+    task, local, select, *, server_lr=0.1, b1: float = 0.0, tau: float = 1e-3
+) -> Algorithm:
     """FedAdagrad: v <- v + g^2."""
     return with_server(task, local, select, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
 
-def fedadam(task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3) -> Algorithm:
+def fedadam(
+    task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+) -> Algorithm:
     """FedAdam: v <- b2 v + (1 - b2) g^2."""
-    return with_server(task, local, select, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau))
+    return with_server(
+        task, local, select, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
+    )
 
 
-def fedyogi(task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3) -> Algorithm:
+def fedyogi(
+    task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+) -> Algorithm:
     """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2)."""
-    return with_server(task, local, select, adaptive(lambda v, g2: v - (1 - b2) * g2 * jnp.sign(v - g2), server_lr, b1, tau))
+    return with_server(
+        task,
+        local,
+        select,
+        adaptive(lambda v, g2: v - (1 - b2) * g2 * jnp.sign(v - g2), server_lr, b1, tau),
+    )

@@ -1,7 +1,8 @@
-"""Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
-https://arxiv.org/abs/1812.06127.
+"""Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous
+Networks", MLSys 2020, https://arxiv.org/abs/1812.06127.
 
-FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||^2, and whose stragglers hand in what they have.
+FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||^2, and
+whose stragglers hand in what they have.
 """
 
 import jax
@@ -14,7 +15,9 @@ from fedjax_cfl.types import Algorithm
 
 
 def fedprox(task, local, select, *, mu=1.0, drop_percent: float = 0.0) -> Algorithm:
-    """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs, uniformly drawn, and are kept."""
+    """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs,
+    uniformly drawn, and are kept.
+    """
     local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_percent, local.epochs) if drop_percent else None
@@ -22,14 +25,18 @@ def fedprox(task, local, select, *, mu=1.0, drop_percent: float = 0.0) -> Algori
 
 
 def partial_epochs(drop_percent: float, epochs: int):
-    """Returns effort(key, data, cohort) -> [S], the share of its E epochs each client manages this round."""
+    """Returns effort(key, data, cohort) -> [S], the share of its E epochs each client
+    manages this round.
+    """
 
     def effort(key, data, cohort):
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
         lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
         slow = jnp.argsort(jnp.argsort(lots)) < jnp.round(drop_percent * real.sum())
-        fewer = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, 1), (), 1, max(epochs, 2)))(keys)
+        fewer = jax.vmap(
+            lambda k: jax.random.randint(jax.random.fold_in(k, 1), (), 1, max(epochs, 2))
+        )(keys)
         return jnp.where(slow, fewer / epochs, 1.0)
 
     return effort

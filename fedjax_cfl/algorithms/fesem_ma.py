@@ -1,17 +1,26 @@
-"""FeSEM-MA(K): FeSEM (see `fesem`) with the matched averaging of Wang et al., "Federated Learning with Matched Averaging", ICLR 2020,
-https://arxiv.org/abs/2002.06440, inside each center (Xie et al., "Multi-Center Federated Learning", section 5.1).
+"""FeSEM-MA(K): FeSEM (see `fesem`) with the matched averaging of Wang et al.,
+"Federated Learning with Matched Averaging", ICLR 2020,
+https://arxiv.org/abs/2002.06440, inside each center (Xie et al., "Multi-Center
+Federated Learning", section 5.1).
 
-Two models can be the same up to the order of their hidden units, which neither a distance nor a mean by index sees. Hence the server first
-brings the units of every model it receives, layer by layer, into the order of the center the client trained from (`matching.align_to_center`).
-What it stores, compares and averages is the reordered model, the same function; all else is FeSEM.
+Two models can be the same up to the order of their hidden units, which neither a
+distance nor a mean by index sees. Hence the server first brings the units of every
+model it receives, layer by layer, into the order of the center the client trained from
+(`matching.align_to_center`). What it stores, compares and averages is the reordered
+model, the same function; all else is FeSEM.
 
-With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new model that fits no unit of its group opens one that is
-not in use. The mean of a unit's incoming weights is over the models that have it, and to the next layer one that has it not sends 0.
+With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new
+model that fits no unit of its group opens one that is not in use. The mean of a unit's
+incoming weights is over the models that have it, and to the next layer one that has it
+not sends 0.
 
-Differs from the paper, which gives neither details nor code of the combination: a stored model keeps the order it was given on arrival,
-also where it is later compared with another center or averaged into it; where centers grow, each new model is matched once, not in eight
-sweeps over all, and a model counts with its spare units in the traffic; FedMA's rounds that retrain the layers above each matched one are
-left out. Clients that train from the center hardly ever change the order (benchmarks/results/fesem_table3): `head=plain` then is FeSEM.
+Differs from the paper, which gives neither details nor code of the combination: a
+stored model keeps the order it was given on arrival, also where it is later compared
+with another center or averaged into it; where centers grow, each new model is matched
+once, not in eight sweeps over all, and a model counts with its spare units in the
+traffic; FedMA's rounds that retrain the layers above each matched one are left out.
+Clients that train from the center hardly ever change the order
+(benchmarks/results/fesem_table3): `head=plain` then is FeSEM.
 """
 
 from functools import partial
@@ -58,28 +67,49 @@ class MatchedModels:
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent, its units in a center's order
-    known: jax.Array  # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    known: (
+        jax.Array
+    )  # [K] bool, False: it never trained, takes no part in the means and stays in its group
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
 
 
 def fesem_ma(
-    task, local, select, *, m: int, mu=0.1, restarts: int = 20, average: str = "stored", head: str = "classes", spare=0.0
+    task,
+    local,
+    select,
+    *,
+    m: int,
+    mu=0.1,
+    restarts: int = 20,
+    average: str = "stored",
+    head: str = "classes",
+    spare=0.0,
 ) -> Algorithm:
-    """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of convolutions and dense layers.
+    """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of
+    convolutions and dense layers.
 
-    Args: a center is the `average` of all stored models of its group (stored, eq. 10) or of this round's (cohort);
-    `head` the output layer is their mean with each class weighted by their samples of it (classes), or plain;
-    `spare` share of each hidden layer's units that no model uses at first; their activation must be 0 at 0. With 0, widths are fixed.
-    A participant costs a model down and one up, as in FeSEM, and with head=classes a word up per class; matching is the server's.
-    Raises InputError for a value that is not listed here, a model that is no such chain, or spare units in one with normalisations.
+    Args: a center is the `average` of all stored models of its group (stored, eq. 10)
+    or of this round's (cohort); `head` the output layer is their mean with each class
+    weighted by their samples of it (classes), or plain; `spare` share of each hidden
+    layer's units that no model uses at first; their activation must be 0 at 0. With 0,
+    widths are fixed. A participant costs a model down and one up, as in FeSEM, and with
+    head=classes a word up per class; matching is the server's.
+    Raises InputError for a value that is not listed here, a model that is no such
+    chain, or spare units in one with normalisations.
     """
     require("algorithm.average", average, ("stored", "cohort"))
     require("algorithm.head", head, ("classes", "plain"))
     local, layers = local.resolve(), find_layers(task)
     words = int(head == "classes")
     if spare and any(layer.norms for layer in layers):
-        raise InputError(f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all units of a layer")
-    solve, mean = sgd(task, local, proximal(mu, erm(task))), class_weighted_mean(layers[-1].name) if words else stored_mean
+        raise InputError(
+            f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all"
+            " units of a layer"
+        )
+    solve, mean = (
+        sgd(task, local, proximal(mu, erm(task))),
+        class_weighted_mean(layers[-1].name) if words else stored_mean,
+    )
     if spare:
         begin = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
         nearest_of = partial(nearest_center_in_use, layers)
@@ -87,7 +117,11 @@ def fesem_ma(
         mean = mean_over_owners(mean, layers)
     else:
         begin, nearest_of = task, nearest_center
-        own = {"solve": match_to_center(solve, layers), "regroup": recount if words else None, "remember": keep_models}
+        own = {
+            "solve": match_to_center(solve, layers),
+            "regroup": recount if words else None,
+            "remember": keep_models,
+        }
     choose = nearest_stored_center(nearest_of)
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
@@ -107,15 +141,20 @@ def fesem_ma(
 
 
 def match_to_center(solve, layers):
-    """Returns the solver of one client whose update is that of the trained model with its hidden units in the order of its center's."""
+    """Returns the solver of one client whose update is that of the trained model with
+    its hidden units in the order of its center's.
+    """
 
     def visit(solve, client, bucket, data, shared, mine):
         upload = solve(client, bucket, data, shared, mine)
         center = jax.tree.map(lambda leaf: leaf[mine.group], shared[1])
         orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
-        # Reordering is linear; this way an order that stays leaves the update as it was, to the last bit.
+        # Reordering is linear; this way an order that stays leaves the update as it was, to the
+        # last bit.
         shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
-        return upload.replace(delta=jax.tree.map(jnp.add, shift, permute_hidden_units(layers, upload.delta, orders)))
+        return upload.replace(
+            delta=jax.tree.map(jnp.add, shift, permute_hidden_units(layers, upload.delta, orders))
+        )
 
     return Partial(visit, solve)
 
@@ -127,7 +166,10 @@ def with_class_counts(begin, words: int):
         begun = begin(key, data)
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
         memory = MatchedModels(begun.memory.models, begun.memory.known, counts)
-        return begun._replace(memory=memory, traffic=add_traffic(begun.traffic, make_traffic(words_up=counts.size * words)))
+        return begun._replace(
+            memory=memory,
+            traffic=add_traffic(begun.traffic, make_traffic(words_up=counts.size * words)),
+        )
 
     return start
 
@@ -135,74 +177,132 @@ def with_class_counts(begin, words: int):
 def recount(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
     """Renews the class counts of the clients that trained: their data may have changed."""
     rows = rows_of(cohort, upload, state.memory)
-    new = label_counts(data.train, data.owner, data.y, data.num_classes)[jnp.minimum(cohort.ids, data.num_clients - 1)]
-    return state.replace(memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))), gid
+    new = label_counts(data.train, data.owner, data.y, data.num_classes)[
+        jnp.minimum(cohort.ids, data.num_clients - 1)
+    ]
+    return (
+        state.replace(
+            memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))
+        ),
+        gid,
+    )
 
 
 def nearest_center_in_use(layers, models: Params, centers: Params):
-    """Returns the center [N] nearest to each of `models [N, ...]` as `nearest_center` does, but for units that the model does not have.
+    """Returns the center [N] nearest to each of `models [N, ...]` as `nearest_center`
+    does, but for units that the model does not have.
 
-    Otherwise a center would be the farther from its clients' earlier models the more it has grown.
+    Otherwise a center would be the farther from its clients' earlier models the more it
+    has grown.
     """
     total, before = 0.0, None
     for layer in layers:
-        own = jax.vmap(find_used_units, (None, 0))(layer, models) if layer is not layers[-1] else jnp.ones((1, layer.width))
+        own = (
+            jax.vmap(find_used_units, (None, 0))(layer, models)
+            if layer is not layers[-1]
+            else jnp.ones((1, layer.width))
+        )
         for name, part in atom_parts(layer, centers):
             model, center = models[name][part], centers[name][part]
             mean = jnp.mean(center, axis=0)
             apart = center - mean
             inputs = before if part == "kernel" and before is not None else jnp.ones((1, 1))
-            blocks = ((center + mean) * apart).reshape(len(center), -1, inputs.shape[1], layer.width).sum(1)
-            product = jnp.matmul(model.reshape(len(model), -1), apart.reshape(len(center), -1).T, precision=jax.lax.Precision.HIGHEST)
-            total += jnp.einsum("ni,gio,no->ng", inputs.astype(float), blocks, own.astype(float)) - 2 * product
+            blocks = (
+                ((center + mean) * apart)
+                .reshape(len(center), -1, inputs.shape[1], layer.width)
+                .sum(1)
+            )
+            product = jnp.matmul(
+                model.reshape(len(model), -1),
+                apart.reshape(len(center), -1).T,
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            total += (
+                jnp.einsum("ni,gio,no->ng", inputs.astype(float), blocks, own.astype(float))
+                - 2 * product
+            )
         before = own
     return jnp.argmin(total, axis=1).astype(jnp.int32)
 
 
 def store_matched_models(layers):
-    """Returns regroup(...): `recount`, and stores the cohort's models, the units of each where its group's posterior takes them.
+    """Returns regroup(...): `recount`, and stores the cohort's models, the units of
+    each where its group's posterior takes them.
 
-    One after another, each with the group's models of earlier rounds and those just placed: two clients with the same new unit share one.
+    One after another, each with the group's models of earlier rounds and those just
+    placed: two clients with the same new unit share one.
     """
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         state, gid = recount(key, state, data, cohort, gid, upload)
-        memory, m, rows, trained = state.memory, state.active.size, rows_of(cohort, upload, state.memory), upload.weight > 0
+        memory, m, rows, trained = (
+            state.memory,
+            state.active.size,
+            rows_of(cohort, upload, state.memory),
+            upload.weight > 0,
+        )
         assignment = state.assignment.at[cohort.ids].set(gid, mode="drop")
-        others = tree.membership_weights(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m)
+        others = tree.membership_weights(
+            memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), assignment, m
+        )
         number = others.sum(0) + tree.membership_weights(trained.astype(jnp.float32), gid, m).sum(0)
         owns = [jax.vmap(find_used_units, (None, 0))(layer, memory.models) for layer in layers[:-1]]
         everyone = tree.membership_weights(memory.known.astype(jnp.float32), assignment, m)
         spreads = [
-            estimate_variances(layer, memory.models, own, state.groups, everyone) for layer, own in zip(layers[:-1], owns, strict=True)
+            estimate_variances(layer, memory.models, own, state.groups, everyone)
+            for layer, own in zip(layers[:-1], owns, strict=True)
         ]
 
         def place(carry, one):
             sums, counts = carry
             group, delta, counted = one
-            center, own_sums, own_counts, own_spreads = jax.tree.map(lambda leaf: leaf[group], (state.groups, sums, counts, spreads))
+            center, own_sums, own_counts, own_spreads = jax.tree.map(
+                lambda leaf: leaf[group], (state.groups, sums, counts, spreads)
+            )
             model = jax.tree.map(jnp.add, center, delta)
             model = permute_hidden_units(
-                layers, model, align_to_posterior(layers, model, center, own_sums, own_counts, own_spreads, number[group])
+                layers,
+                model,
+                align_to_posterior(
+                    layers, model, center, own_sums, own_counts, own_spreads, number[group]
+                ),
             )
             used = [find_used_units(layer, model) for layer in layers[:-1]]
-            added = jax.tree.map(lambda leaf, new: leaf.at[group].add(jnp.where(counted, new, 0)), (sums, counts), (model, used))
+            added = jax.tree.map(
+                lambda leaf, new: leaf.at[group].add(jnp.where(counted, new, 0)),
+                (sums, counts),
+                (model, used),
+            )
             return added, model
 
         begin = group_sum(others, memory.models), [others.T @ own for own in owns]
         models = jax.lax.scan(place, begin, (gid, upload.delta, trained))[1]
-        stored = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), memory.models, models)
-        return state.replace(memory=memory.replace(models=stored, known=memory.known.at[rows].set(True, mode="drop"))), gid
+        stored = jax.tree.map(
+            lambda old, new: old.at[rows].set(new, mode="drop"), memory.models, models
+        )
+        return (
+            state.replace(
+                memory=memory.replace(
+                    models=stored, known=memory.known.at[rows].set(True, mode="drop")
+                )
+            ),
+            gid,
+        )
 
     return regroup
 
 
 def estimate_variances(layer: Layer, models: Params, owns, groups: Params, members):
-    """Returns the prior mean [m, D] of a layer's atoms, and the variances [m] of a parameter around its atom and of atoms, by moments.
+    """Returns the prior mean [m, D] of a layer's atoms, and the variances [m] of a
+    parameter around its atom and of atoms, by moments.
 
-    Args: `models [K, ...]` that have the units `owns [K, W]`; a group's atoms are those of its center, `groups [m, ...]`; `members [K, m]`.
+    Args: `models [K, ...]` that have the units `owns [K, W]`; a group's atoms are those
+    of its center, `groups [m, ...]`; `members [K, m]`.
     """
-    centers, used = jax.vmap(layer_atoms, (None, 0))(layer, groups), jax.vmap(find_used_units, (None, 0))(layer, groups)
+    centers, used = (
+        jax.vmap(layer_atoms, (None, 0))(layer, groups),
+        jax.vmap(find_used_units, (None, 0))(layer, groups),
+    )
     count = jnp.maximum(used.sum(1), 1)
     mean = jnp.sum(centers, axis=1) / count[:, None]
     apart = jnp.sum(jnp.where(used[..., None], centers - mean[:, None], 0) ** 2, axis=(1, 2))
@@ -210,45 +310,70 @@ def estimate_variances(layer: Layer, models: Params, owns, groups: Params, membe
 
     def gap(model, owned, weight):
         center = jax.tree.map(lambda leaf: leaf[jnp.argmax(weight)], groups)
-        return jnp.sum(jnp.where(owned[:, None], layer_atoms(layer, model) - layer_atoms(layer, center), 0) ** 2)
+        return jnp.sum(
+            jnp.where(owned[:, None], layer_atoms(layer, model) - layer_atoms(layer, center), 0)
+            ** 2
+        )
 
     within = members.T @ jax.lax.map(lambda one: gap(*one), (models, owns, members))
     sigma = within / (mean.shape[1] * jnp.maximum((members.T @ owns).sum(1) - count, 1))
-    return mean, jnp.maximum(sigma, MIN_VARIANCE_RATIO * sigma0), jnp.maximum(sigma0, MIN_VARIANCE_RATIO**2)
+    return (
+        mean,
+        jnp.maximum(sigma, MIN_VARIANCE_RATIO * sigma0),
+        jnp.maximum(sigma0, MIN_VARIANCE_RATIO**2),
+    )
 
 
 def mean_over_owners(mean, layers):
-    """Returns the aggregation `mean` of what `store_matched_models` has stored, but that a hidden unit is averaged over the models that have it."""
+    """Returns the aggregation `mean` of what `store_matched_models` has stored, but
+    that a hidden unit is averaged over the models that have it.
+    """
 
     def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-        step, mass = mean(upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, client_extra, state)
-        members = tree.membership_weights(state.memory.known.astype(jnp.float32), state.assignment, state.active.size)
+        step, mass = mean(
+            upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, client_extra, state
+        )
+        members = tree.membership_weights(
+            state.memory.known.astype(jnp.float32), state.assignment, state.active.size
+        )
         for layer in layers[:-1]:
             owners = members.T @ jax.vmap(find_used_units, (None, 0))(layer, state.memory.models)
             share = jnp.maximum(owners, 1) / jnp.maximum(mass, 1)[:, None]
 
             def shared(center, part, share=share):
-                return (center + part) / share.reshape(len(share), *(1,) * (center.ndim - 2), -1) - center
+                return (center + part) / share.reshape(
+                    len(share), *(1,) * (center.ndim - 2), -1
+                ) - center
 
-            step = {**step, layer.name: jax.tree.map(shared, state.groups[layer.name], step[layer.name])}
+            step = {
+                **step,
+                layer.name: jax.tree.map(shared, state.groups[layer.name], step[layer.name]),
+            }
         return step, mass
 
     return aggregated
 
 
 def mean_over_cohort(mean):
-    """Returns the aggregation `mean` of stored models, but of those alone that arrived in this round."""
+    """Returns the aggregation `mean` of stored models, but of those alone that arrived
+    in this round.
+    """
 
     def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         memory = state.memory
-        arrived = jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
-        return mean(upload, gid, cohort, client_extra, state.replace(memory=memory.replace(known=arrived)))
+        arrived = (
+            jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
+        )
+        return mean(
+            upload, gid, cohort, client_extra, state.replace(memory=memory.replace(known=arrived))
+        )
 
     return aggregated
 
 
 def class_weighted_mean(head: str):
-    """Plain means as in eq. 10 of FeSEM, but for the output layer `head`, whose class c is weighted by the samples of class c (FedMA).
+    """Plain means as in eq. 10 of FeSEM, but for the output layer `head`, whose class c
+    is weighted by the samples of class c (FedMA).
 
     A class that no model of a group has a sample of gets the plain mean.
     """
@@ -256,23 +381,33 @@ def class_weighted_mean(head: str):
     def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         step, mass = stored_mean(upload, gid, cohort, client_extra, state)
         m, memory, rows = state.active.size, state.memory, rows_of(cohort, upload, state.memory)
-        old = tree.membership_weights(memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m)
+        old = tree.membership_weights(
+            memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m
+        )
         new = tree.membership_weights((upload.weight > 0).astype(jnp.float32), gid, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
-        came = new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]  # [S, m, C]
+        came = (
+            new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]
+        )  # [S, m, C]
         samples = kept.sum(0) + came.sum(0)
 
         def weighted(stored, delta, center, plain):
-            total = jnp.einsum("kmc,k...c->m...c", kept, stored) + jnp.einsum("smc,s...c->m...c", came, delta)
+            total = jnp.einsum("kmc,k...c->m...c", kept, stored) + jnp.einsum(
+                "smc,s...c->m...c", came, delta
+            )
 
             def per_class(values):
                 return values.reshape(m, *(1,) * (center.ndim - 2), -1)
 
             gap = total - per_class(kept.sum(0)) * center
-            return jnp.where(per_class(samples) > 0, gap / per_class(jnp.maximum(samples, 1.0)), plain)
+            return jnp.where(
+                per_class(samples) > 0, gap / per_class(jnp.maximum(samples, 1.0)), plain
+            )
 
-        own = jax.tree.map(weighted, memory.models[head], upload.delta[head], state.groups[head], step[head])
+        own = jax.tree.map(
+            weighted, memory.models[head], upload.delta[head], state.groups[head], step[head]
+        )
         return {**step, head: own}, mass
 
     return aggregated

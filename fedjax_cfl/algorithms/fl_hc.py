@@ -1,10 +1,12 @@
-"""Briggs, Fan, Andras, "Federated learning with hierarchical clustering of local updates to improve training on non-IID data", IJCNN 2020,
+"""Briggs, Fan, Andras, "Federated learning with hierarchical clustering of local
+updates to improve training on non-IID data", IJCNN 2020,
 https://arxiv.org/abs/2004.11791.
 
-FedAvg for some rounds; then all clients train once from its model and their updates are clustered, once and for all; then FedAvg within
-each group, from that model.
+FedAvg for some rounds; then all clients train once from its model and their updates are
+clustered, once and for all; then FedAvg within each group, from that model.
 
-Differs from the paper: the cohort is drawn from all clients and not a fraction of each group; cutting by distance leaves at most m groups.
+Differs from the paper: the cohort is drawn from all clients and not a fraction of each
+group; cutting by distance leaves at most m groups.
 """
 
 import jax
@@ -50,11 +52,14 @@ def fl_hc(
     newcomers: str = "largest",
     weighting: str = "samples",
 ) -> Algorithm:
-    """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered, then FedAvg within up to m groups.
+    """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered,
+    then FedAvg within up to m groups.
 
-    Args: `metric` L1 | L2 | cosine (1 - cos) between updates; `linkage` ward (with L2) | complete | average | single; `threshold` the
-    distance up to which groups merge even when only m are left (None: exactly m); `newcomers` where clients go that sent no update in the
-    clustering round: largest group | nearest mean update, once they take part; `weighting` within a group: samples | uniform.
+    Args: `metric` L1 | L2 | cosine (1 - cos) between updates; `linkage` ward (with L2)
+    | complete | average | single; `threshold` the distance up to which groups merge
+    even when only m are left (None: exactly m); `newcomers` where clients go that sent
+    no update in the clustering round: largest group | nearest mean update, once they
+    take part; `weighting` within a group: samples | uniform.
     Raises InputError for a value that is not listed here.
     """
     require("algorithm.metric", metric, METRICS)
@@ -65,11 +70,30 @@ def fl_hc(
         raise InputError(f"algorithm.metric={metric}: linkage=ward is defined for metric=L2")
     local = local.resolve()
     solve, start = sgd(task, local), single_active_group(task, m)
-    assign = join_nearest_direction(over_clients(solve, local), metric, warm_up) if newcomers == "nearest" else assign_previous_group
+    assign = (
+        join_nearest_direction(over_clients(solve, local), metric, warm_up)
+        if newcomers == "nearest"
+        else assign_previous_group
+    )
     found = cluster_updates(m, metric, linkage, threshold, newcomers)
-    grouped = federated(task, local, select=select, solve=solve, start=start, assign=assign, aggregate=WEIGHTINGS[weighting])
+    grouped = federated(
+        task,
+        local,
+        select=select,
+        solve=solve,
+        start=start,
+        assign=assign,
+        aggregate=WEIGHTINGS[weighting],
+    )
     clustering = federated(
-        task, local, select=full_participation(), solve=solve, start=start, assign=assign_single_group, regroup=found, aggregate=zero_step
+        task,
+        local,
+        select=full_participation(),
+        solve=solve,
+        start=start,
+        assign=assign_single_group,
+        regroup=found,
+        aggregate=zero_step,
     )
 
     def round(key, state, data):
@@ -88,14 +112,18 @@ def single_active_group(task, m: int):
     def start(key, data):
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(key))
         groups = jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial)
-        memory = GroupDirections(*(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups)))
+        memory = GroupDirections(
+            *(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups))
+        )
         return Start(groups, memory=memory, active=jnp.arange(m) == 0)
 
     return start
 
 
 def cluster_updates(m: int, metric: str, linkage: str, threshold, newcomers: str):
-    """Returns regroup(...): clusters the updates into groups, numbered by their lowest client, that all start from group 0's model."""
+    """Returns regroup(...): clusters the updates into groups, numbered by their lowest
+    client, that all start from group 0's model.
+    """
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         order = jnp.argsort(cohort.ids)  # neither numbers nor ties depend on slots
@@ -105,7 +133,9 @@ def cluster_updates(m: int, metric: str, linkage: str, threshold, newcomers: str
         directions, size = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
         if newcomers == "largest":
             gid = jnp.where(gid < 0, jnp.argmax(size), gid).astype(jnp.int32)
-        groups, server = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server))
+        groups, server = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
+        )
         memory = GroupDirections(jax.tree.map(lambda leaf: leaf[:1], groups), directions)
         active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
         return state.replace(groups=groups, server=server, active=active, memory=memory), gid
@@ -115,16 +145,22 @@ def cluster_updates(m: int, metric: str, linkage: str, threshold, newcomers: str
 
 def zero_step(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
     """Leaves every group where it is: the clustering round only finds out who is alike."""
-    return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(upload.weight, gid, state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(
+        upload.weight, gid, state.active.size
+    ).sum(0)
 
 
 def assign_previous_group(key, state: State, data: FederatedData, cohort: Cohort):
     """Leaves clients in their group, 0 before there are any."""
-    return jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0), make_traffic()
+    return (
+        jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0),
+        make_traffic(),
+    )
 
 
 def join_nearest_direction(train, metric: str, warm_up: int):
-    """Lets clients that missed the clustering train from its model, once, and join the group of the nearest mean update.
+    """Lets clients that missed the clustering train from its model, once, and join the
+    group of the nearest mean update.
 
     `train` is the solver of a cohort. Costs a newcomer 1 model down and 1 up more.
     """
@@ -135,8 +171,12 @@ def join_nearest_direction(train, metric: str, warm_up: int):
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload = train(newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(gid)))
-            both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions)
+            upload = train(
+                newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(gid))
+            )
+            both = jax.tree.map(
+                lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
+            )
             distance = METRICS[metric](both)[: gid.size, gid.size :]
             return jnp.argmin(jnp.where(state.active, distance, jnp.inf), axis=1).astype(jnp.int32)
 

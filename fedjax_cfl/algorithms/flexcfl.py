@@ -1,13 +1,15 @@
-"""Duan, Liu, Ji, Wu, Liang, Chen, Tan, Ren, "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
-IEEE TPDS 2021, https://arxiv.org/abs/2108.09749, and Duan, Liu, Ji, Liu, Liang, Chen, Tan, "FedGroup: Efficient Federated Learning via
+"""Duan, Liu, Ji, Wu, Liang, Chen, Tan, Ren, "Flexible Clustered Federated Learning for
+Client-Level Data Distribution Shift", IEEE TPDS 2021, https://arxiv.org/abs/2108.09749,
+and Duan, Liu, Ji, Liu, Liang, Chen, Tan, "FedGroup: Efficient Federated Learning via
 Decomposed Similarity-Based Clustering", ISPA 2021, https://arxiv.org/abs/2010.06870.
 
-A sample of clients pre-trains from the common initial model; clustering their update directions founds the groups. Every other client
-pre-trains once when first met and joins the group of the nearest direction. From then on each group is FedAvg of its own, and the
-group models may be mixed a little (`eta_g`).
+A sample of clients pre-trains from the common initial model; clustering their update
+directions founds the groups. Every other client pre-trains once when first met and
+joins the group of the nearest direction. From then on each group is FedAvg of its own,
+and the group models may be mixed a little (`eta_g`).
 
-The reference code can do two things more, both off: weigh clients by a temperature (`temperature`), and found the groups anew in listed
-rounds (`recluster`).
+The reference code can do two things more, both off: weigh clients by a temperature
+(`temperature`), and found the groups anew in listed rounds (`recluster`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,13 @@ from fedjax_cfl.clustering.assign import cold_start, nearest_direction, random_g
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import DETECTORS, ShiftReference, init_reference, on_shift, reassign
+from fedjax_cfl.clustering.migrate import (
+    DETECTORS,
+    ShiftReference,
+    init_reference,
+    on_shift,
+    reassign,
+)
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -38,7 +46,9 @@ from fedjax_cfl.types import Algorithm, FederatedData, Params, State
 
 @struct.dataclass
 class ColdStartMemory:
-    """What newcomers are compared with: frozen after the group cold start, unless groups are founded anew."""
+    """What newcomers are compared with: frozen after the group cold start, unless
+    groups are founded anew.
+    """
 
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
@@ -70,14 +80,18 @@ def flexcfl(
     temperature_floor: bool = False,
     recluster: Sequence[int] = (),
 ) -> Algorithm:
-    """FlexCFL; `dynamic=False` is FedGroup, which never moves a client, and with mu > 0 FedGrouProx.
+    """FlexCFL; `dynamic=False` is FedGroup, which never moves a client, and with mu > 0
+    FedGrouProx.
 
-    Args: `alpha` founders per group; `measure` edc | edc_randomized | madc | none (each founder is a group of its own: ablation RCC);
-    `eta_g` strength and `mix` form (normalized | paper) of the inter-group aggregation; `pretrain` iters:N (mini-batches) | epochs:N |
-    epochs:E; `group_start` pretrained (mean of the founders' models) | initial; `restarts` of K-means++; `newcomers` nearest | random
-    (ablation RAC); `detector` tv | label_w1 | counts_as_samples of the shifts that make a client start cold again (eq. 9);
-    `temperature` none | step | linear | lied | eied, by the `temperature_bias` discrepancy | dissimilarity, see `temperature`; `recluster`
-    rounds, from 0, that begin with founding the groups anew.
+    Args: `alpha` founders per group; `measure` edc | edc_randomized | madc | none (each
+    founder is a group of its own: ablation RCC); `eta_g` strength and `mix` form
+    (normalized | paper) of the inter-group aggregation; `pretrain` iters:N
+    (mini-batches) | epochs:N | epochs:E; `group_start` pretrained (mean of the
+    founders' models) | initial; `restarts` of K-means++; `newcomers` nearest | random
+    (ablation RAC); `detector` tv | label_w1 | counts_as_samples of the shifts that make
+    a client start cold again (eq. 9); `temperature` none | step | linear | lied | eied,
+    by the `temperature_bias` discrepancy | dissimilarity, see `temperature`;
+    `recluster` rounds, from 0, that begin with founding the groups anew.
     Raises InputError for a value that is not listed here.
     """
     require("algorithm.measure", measure, ("edc", "edc_randomized", "madc", "none"))
@@ -88,9 +102,14 @@ def flexcfl(
     require("algorithm.temperature", temperature, ("none", *heat.STRATEGIES))
     require("algorithm.temperature_bias", temperature_bias, heat.BIASES)
     if not all(type(number) is int and number >= 0 for number in recluster):
-        raise InputError(f"algorithm.recluster={recluster}: must be a list of rounds, whole numbers >= 0, as [50,100]")
+        raise InputError(
+            f"algorithm.recluster={recluster}: must be a list of rounds, whole numbers >= 0, as"
+            " [50,100]"
+        )
     if not temperature_max > 1:
-        raise InputError(f"algorithm.temperature_max={temperature_max}: must be a finite number > 1")
+        raise InputError(
+            f"algorithm.temperature_max={temperature_max}: must be a finite number > 1"
+        )
     local = local.resolve()
     trial = over_clients(make_pretrain_solver(task, local, pretrain), local)
     mixing = None if isinstance(eta_g, int | float) and eta_g == 0 else inter_group(eta_g, mix)
@@ -110,16 +129,26 @@ def flexcfl(
         select=select,
         solve=sgd(task, local, proximal(mu, erm(task))),
         start=start,
-        migrate=recluster_at(found, trial, local, count, recluster, temperature_max, move) if recluster else move,
+        migrate=(
+            recluster_at(found, trial, local, count, recluster, temperature_max, move)
+            if recluster
+            else move
+        ),
         assign=cold_start(nearest_direction(trial) if newcomers == "nearest" else random_group),
         mix=mixing,
-        founders=None if dynamic or recluster or parts else lambda key, clients: draw_founders(jax.random.split(key, 4)[1], clients, count),
+        founders=(
+            None
+            if dynamic or recluster or parts
+            else lambda key, clients: draw_founders(jax.random.split(key, 4)[1], clients, count)
+        ),
         **parts,
     )
 
 
 def make_pretrain_solver(task, local, length: str):
-    """Returns the solver of a client's first update, by `length`: iters:N | epochs:N | epochs:E (D1)."""
+    """Returns the solver of a client's first update, by `length`: iters:N | epochs:N |
+    epochs:E (D1).
+    """
     kind, _, number = str(length).partition(":")
     if kind == "epochs" and number == "E":
         return sgd(task, local)
@@ -131,7 +160,9 @@ def make_pretrain_solver(task, local, length: str):
 
 
 def cluster_founders(key, upload, founders, m: int, measure: str, restarts: int):
-    """Returns the group [len(founders)] of each founder's update; `founders` are their slots. Founders without data get -1."""
+    """Returns the group [len(founders)] of each founder's update; `founders` are their
+    slots. Founders without data get -1.
+    """
     valid = upload.weight[founders] > 0
     if measure == "none":
         return jnp.where(valid, jnp.arange(founders.size), -1)
@@ -147,15 +178,19 @@ def cluster_founders(key, upload, founders, m: int, measure: str, restarts: int)
 
 
 def make_found_groups(trial, local, m: int, measure: str, restarts: int):
-    """Returns found(keys [2], ids, initial [1, ...], data) -> (cohort, gid [S], directions [m, ...], founders [m]) of newly founded groups.
+    """Returns found(keys [2], ids, initial [1, ...], data) -> (cohort, gid [S],
+    directions [m, ...], founders [m]) of newly founded groups.
 
-    The clients `ids` pre-train from the initial model and are clustered; directions are mean updates. Slots without a founder have gid -1.
+    The clients `ids` pre-train from the initial model and are clustered; directions are
+    mean updates. Slots without a founder have gid -1.
     """
 
     def found(keys, ids, initial, data: FederatedData):
         cohort = make_cohort(ids, data, local)
         upload = trial(cohort, data, (keys[0], initial), full_work(jnp.zeros_like(cohort.ids)))
-        founders = jnp.argsort(cohort.rank)[: ids.size]  # slots in the order of selection, whatever the devices
+        founders = jnp.argsort(cohort.rank)[
+            : ids.size
+        ]  # slots in the order of selection, whatever the devices
         labels = cluster_founders(keys[1], upload, founders, m, measure, restarts)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[founders].set(labels.astype(jnp.int32))
         return cohort, gid, *group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
@@ -164,9 +199,11 @@ def make_found_groups(trial, local, m: int, measure: str, restarts: int):
 
 
 def group_cold_start(task, found, count: int, m: int, group_start: str):
-    """Group cold start (FlexCFL, Algorithm 3; FedGroup, Algorithm 1): pre-train `count` clients, cluster their updates, found the groups.
+    """Group cold start (FlexCFL, Algorithm 3; FedGroup, Algorithm 1): pre-train `count`
+    clients, cluster their updates, found the groups.
 
-    Differs from the paper: Algorithm 3 line 16 averages updates where parameters are meant; groups start from mean parameters (D8).
+    Differs from the paper: Algorithm 3 line 16 averages updates where parameters are
+    meant; groups start from mean parameters (D8).
     """
 
     def start(key, data):
@@ -174,10 +211,14 @@ def group_cold_start(task, found, count: int, m: int, group_start: str):
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
         ids = draw_founders(keys[1], data.num_clients, count)
         cohort, gid, directions, founders = found(keys[2:], ids, initial, data)
-        began = directions if group_start == "pretrained" else jax.tree.map(jnp.zeros_like, directions)
+        began = (
+            directions if group_start == "pretrained" else jax.tree.map(jnp.zeros_like, directions)
+        )
         return Start(
             groups=jax.tree.map(jnp.add, initial, began),
-            assignment=jnp.full(data.num_clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop"),
+            assignment=jnp.full(data.num_clients, -1, jnp.int32)
+            .at[cohort.ids]
+            .set(gid, mode="drop"),
             memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
             traffic=make_traffic(units_down=ids.size * (1 + m), units_up=ids.size),
         )
@@ -191,11 +232,14 @@ def draw_founders(key, num_clients: int, count: int):
 
 
 def recluster_at(found, trial, local, count: int, rounds: Sequence[int], highest: float, move=None):
-    """Returns migrate(key, state, data): after `move`, if any, the groups are founded anew in the listed rounds (D38).
+    """Returns migrate(key, state, data): after `move`, if any, the groups are founded
+    anew in the listed rounds (D38).
 
-    Up to `count` random clients met pre-train from the auxiliary model, the mean of the group models in use, and are clustered; all others
-    met start cold against the new directions, and so will newcomers. A group's model becomes the mean of its members' former models: the
-    training so far is kept. Numbers of groups mean nothing from then on, so that nobody counts as moved.
+    Up to `count` random clients met pre-train from the auxiliary model, the mean of the
+    group models in use, and are clustered; all others met start cold against the new
+    directions, and so will newcomers. A group's model becomes the mean of its members'
+    former models: the training so far is kept. Numbers of groups mean nothing from then
+    on, so that nobody counts as moved.
     """
 
     def anew(key, state: State, data: FederatedData):
@@ -209,28 +253,46 @@ def recluster_at(found, trial, local, count: int, rounds: Sequence[int], highest
         auxiliary = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
         cohort, gid, directions, founders = found(keys[1:3], ids, auxiliary, data)
         founded = jnp.full(clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop")
-        memory = state.memory.replace(initial=auxiliary, directions=directions, has_founders=founders > 0)
-        memory = memory.replace(temperature=jax.tree.map(lambda t: jnp.full_like(t, highest), memory.temperature))
+        memory = state.memory.replace(
+            initial=auxiliary, directions=directions, has_founders=founders > 0
+        )
+        memory = memory.replace(
+            temperature=jax.tree.map(lambda t: jnp.full_like(t, highest), memory.temperature)
+        )
         begun = state.replace(assignment=founded, memory=memory)
-        assignment = reassign(nearest_direction(trial), local, keys[3], begun, data, met & (founded < 0))
-        joined = old.T @ membership_weights(met.astype(jnp.float32), assignment, m)  # [old, new] clients
+        assignment = reassign(
+            nearest_direction(trial), local, keys[3], begun, data, met & (founded < 0)
+        )
+        joined = old.T @ membership_weights(
+            met.astype(jnp.float32), assignment, m
+        )  # [old, new] clients
         size = joined.sum(0)
-        means = group_sum(jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(m)), state.groups)
+        means = group_sum(
+            jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(m)), state.groups
+        )
         drawn_count = jnp.sum(met[drawn])
-        sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)  # the start, then m directions to everybody met
+        sent = make_traffic(
+            units_down=drawn_count + m * met.sum(), units_up=drawn_count
+        )  # the start, then m directions to everybody met
         return begun.replace(assignment=assignment, groups=means), sent
 
     def migrate(key, state: State, data: FederatedData):
-        state, moved, walked = move(key, state, data) if move else (state, jnp.zeros((), jnp.int32), make_traffic())
+        state, moved, walked = (
+            move(key, state, data) if move else (state, jnp.zeros((), jnp.int32), make_traffic())
+        )
         due = jnp.any(jnp.array(tuple(rounds)) == state.round)
-        state, sent = jax.lax.cond(due, anew, lambda key, state, data: (state, make_traffic()), key, state, data)
+        state, sent = jax.lax.cond(
+            due, anew, lambda key, state, data: (state, make_traffic()), key, state, data
+        )
         return state, moved, add_traffic(walked, sent)
 
     return migrate
 
 
 def fedgroup(task, local, select, *, m: int, **options) -> Algorithm:
-    """FedGroup: FlexCFL with static groups and no inter-group aggregation; `mu` > 0 is FedGrouProx."""
+    """FedGroup: FlexCFL with static groups and no inter-group aggregation; `mu` > 0 is
+    FedGrouProx.
+    """
     return flexcfl(task, local, select, m=m, dynamic=False, **options)
 
 

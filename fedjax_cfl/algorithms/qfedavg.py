@@ -1,6 +1,8 @@
-"""Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020, https://arxiv.org/abs/1905.10497.
+"""Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR
+2020, https://arxiv.org/abs/1905.10497.
 
-Clients count by the q-th power of their loss of the received model, so badly served clients pull harder.
+Clients count by the q-th power of their loss of the received model, so badly served
+clients pull harder.
 """
 
 import jax.numpy as jnp
@@ -22,5 +24,11 @@ def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
         return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]
 
     return federated(
-        task, local, select=select, solve=sgd(task, local), prepare=prepare, aggregate=q_fair(q, local.lr), founders=no_clients
+        task,
+        local,
+        select=select,
+        solve=sgd(task, local),
+        prepare=prepare,
+        aggregate=q_fair(q, local.lr),
+        founders=no_clients,
     )

@@ -1,4 +1,5 @@
-"""Testing every client on the model it received when it last took part, instead of its group's present one.
+"""Testing every client on the model it received when it last took part, instead of its
+group's present one.
 
 So the FlexCFL code tests since November 2022, after the paper's tables were made (D9).
 """
@@ -18,11 +19,14 @@ class ReceivedModels:
     """The memory of an algorithm, and what its clients have received."""
 
     algorithm_memory: Any
-    models: Params  # [K, ...], at the beginning of the round in which the client last took part; the initial one before that
+    # [K, ...], at the beginning of the round in which the client last took part; the initial
+    # one before that
+    models: Params
 
 
 def evaluate_received(algorithm: Algorithm, select) -> Algorithm:
-    """Returns the same algorithm, tested on the models received; `select` is the one it draws its cohorts with. It stores K models more.
+    """Returns the same algorithm, tested on the models received; `select` is the one it
+    draws its cohorts with. It stores K models more.
 
     A client that is served no model (it never met the server) is not tested.
     """
@@ -39,7 +43,11 @@ def evaluate_received(algorithm: Algorithm, select) -> Algorithm:
         sent = algorithm.serve(before.replace(assignment=after.assignment))
         ids = select(derive_key(key, SELECT, state.round), state.round, data.num_clients)
         own = sent.index.at[ids].get(mode="clip")
-        models = jax.tree.map(lambda old, new: old.at[ids].set(new[own], mode="drop"), state.memory.models, sent.models)
+        models = jax.tree.map(
+            lambda old, new: old.at[ids].set(new[own], mode="drop"),
+            state.memory.models,
+            sent.models,
+        )
         return after.replace(memory=ReceivedModels(after.memory, models)), info
 
     def inner(state: State) -> State:

@@ -1,7 +1,10 @@
-"""Temperatures of clients: who strays from its group's model counts for less in it (FlexCFL's code, not its paper; off by default, D40).
+"""Temperatures of clients: who strays from its group's model counts for less in it
+(FlexCFL's code, not its paper; off by default, D40).
 
-A client's temperature T lies in 0 .. T_max, begins at T_max and changes whenever it has trained, by its bias b against the mean bias b_g of
-its group's participants; at 0 it stays 0. Its update weighs n_i T / T_max. A client that starts cold again is at T_max again.
+A client's temperature T lies in 0 .. T_max, begins at T_max and changes whenever it has
+trained, by its bias b against the mean bias b_g of its group's participants; at 0 it
+stays 0. Its update weighs n_i T / T_max. A client that starts cold again is at T_max
+again.
 """
 
 import jax.numpy as jnp
@@ -25,7 +28,9 @@ def linear(temperature, bias, mean, highest):
 
 
 def exponential_change(times, highest):
-    """Returns (T_max^(min(x, 10) - 1) - 1) 2 T_max / (T_max - 1), which is 0 at x = 1 and 2 T_max at x = 2."""
+    """Returns (T_max^(min(x, 10) - 1) - 1) 2 T_max / (T_max - 1), which is 0 at x = 1
+    and 2 T_max at x = 2.
+    """
     return (highest ** (jnp.minimum(times, 10.0) - 1.0) - 1.0) * 2.0 * highest / (highest - 1.0)
 
 
@@ -33,36 +38,56 @@ def lied(temperature, bias, mean, highest):
     """Linear increase, exponential decrease: by the surge of b / b_g above the mean."""
     above = bias > mean
     ratio = jnp.where(above, bias, 1.0) / jnp.where(above & (mean > 0), mean, 1.0)
-    return jnp.where(above, temperature - exponential_change(ratio, highest), linear(temperature, bias, mean, highest))
+    return jnp.where(
+        above,
+        temperature - exponential_change(ratio, highest),
+        linear(temperature, bias, mean, highest),
+    )
 
 
 def eied(temperature, bias, mean, highest):
-    """Exponential increase, exponential decrease: by the surge of |b - b_g|, which is negative below 1, as the code has it."""
+    """Exponential increase, exponential decrease: by the surge of |b - b_g|, which is
+    negative below 1, as the code has it.
+    """
     change = exponential_change(jnp.abs(bias - mean), highest)
     return jnp.where(bias > mean, temperature - change, temperature + change)
 
 
 STRATEGIES = {"step": step, "linear": linear, "lied": lied, "eied": eied}
 BIASES = {
-    "discrepancy": lambda distance, cosine: distance,  # of the trained model from its group's new one
+    "discrepancy": lambda distance, cosine: (
+        distance
+    ),  # of the trained model from its group's new one
     "dissimilarity": lambda distance, cosine: (1.0 - cosine) / 2.0,  # of the update to its group's
 }
 
 
 def next_temperature(strategy: str, temperature, bias, mean, highest):
-    """Returns the new temperatures of clients that trained, given their own bias and their group's mean; all of one shape."""
+    """Returns the new temperatures of clients that trained, given their own bias and
+    their group's mean; all of one shape.
+    """
     new = jnp.clip(STRATEGIES[strategy](temperature, bias, mean, highest), 0.0, highest)
     return jnp.where(temperature > 0, new, temperature)
 
 
 def temperature_mean(highest: float, floor: bool = False):
-    """Means weighted by n_i T_i / T_max; with `floor` by the code's floor(n_i T_i / (T_max + 1e-5)), which is n_i - 1 for T_i = T_max."""
+    """Means weighted by n_i T_i / T_max; with `floor` by the code's floor(n_i T_i /
+    (T_max + 1e-5)), which is n_i - 1 for T_i = T_max.
+    """
 
     def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         temperature = state.memory.temperature[jnp.minimum(cohort.ids, state.assignment.size - 1)]
         if not floor:
-            return weighted_mean(upload.replace(weight=upload.weight * (temperature / highest)), gid, cohort, client_extra, state)
-        coefficient = membership_weights(jnp.floor(upload.weight * temperature / (highest + EPSILON)), gid, state.active.size)
+            return weighted_mean(
+                upload.replace(weight=upload.weight * (temperature / highest)),
+                gid,
+                cohort,
+                client_extra,
+                state,
+            )
+        coefficient = membership_weights(
+            jnp.floor(upload.weight * temperature / (highest + EPSILON)), gid, state.active.size
+        )
         mass = coefficient.sum(0)
         return group_sum(coefficient / (mass + EPSILON), upload.delta), mass
 
@@ -70,7 +95,9 @@ def temperature_mean(highest: float, floor: bool = False):
 
 
 def update_temperatures(strategy: str, highest: float, bias: str):
-    """Returns remember(state, groups, cohort, gid, upload): the memory with new temperatures of the clients that trained."""
+    """Returns remember(state, groups, cohort, gid, upload): the memory with new
+    temperatures of the clients that trained.
+    """
 
     def remember(state: State, groups, cohort: Cohort, gid, upload: Upload):
         num_clients, trained = state.assignment.size, upload.weight > 0
@@ -79,7 +106,9 @@ def update_temperatures(strategy: str, highest: float, bias: str):
         old = state.memory.temperature[jnp.minimum(cohort.ids, num_clients - 1)]
         new = next_temperature(strategy, old, own, mean[gid], highest)
         rows = jnp.where(trained, cohort.ids, num_clients)
-        return state.memory.replace(temperature=state.memory.temperature.at[rows].set(new, mode="drop"))
+        return state.memory.replace(
+            temperature=state.memory.temperature.at[rows].set(new, mode="drop")
+        )
 
     return remember
 
@@ -89,17 +118,25 @@ def init_temperatures(begin, highest: float):
 
     def start(key, data: FederatedData):
         begun = begin(key, data)
-        return begun._replace(memory=begun.memory.replace(temperature=jnp.full(data.num_clients, highest, jnp.float32)))
+        return begun._replace(
+            memory=begun.memory.replace(
+                temperature=jnp.full(data.num_clients, highest, jnp.float32)
+            )
+        )
 
     return start
 
 
 def reset_shifted(move, highest: float):
-    """Sets to T_max the clients that `migrate.on_shift` lets start cold again: those whose reference it has renewed."""
+    """Sets to T_max the clients that `migrate.on_shift` lets start cold again: those
+    whose reference it has renewed.
+    """
 
     def migrate(key, state: State, data: FederatedData):
         after, moved, walked = move(key, state, data)
-        renewed = jnp.any(after.memory.shift_reference.reference != state.memory.shift_reference.reference, axis=1)
+        renewed = jnp.any(
+            after.memory.shift_reference.reference != state.memory.shift_reference.reference, axis=1
+        )
         temperature = jnp.where(renewed, jnp.float32(highest), after.memory.temperature)
         return after.replace(memory=after.memory.replace(temperature=temperature)), moved, walked
 

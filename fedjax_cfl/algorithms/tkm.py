@@ -1,11 +1,15 @@
-"""Ghosh, Hong, Yin, Ramchandran, "Robust Federated Learning in a Heterogeneous Environment", 2019, https://arxiv.org/abs/1906.06629
-(Robust or TKM in the tables of FeSEM); the trimmed mean: Yin, Chen, Ramchandran, Bartlett, ICML 2018, https://arxiv.org/abs/1803.01498.
+"""Ghosh, Hong, Yin, Ramchandran, "Robust Federated Learning in a Heterogeneous
+Environment", 2019, https://arxiv.org/abs/1906.06629 (Robust or TKM in the tables of
+FeSEM); the trimmed mean: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
+https://arxiv.org/abs/1803.01498.
 
-Three stages: every client trains by itself; the server clusters their models by K-means with trimmed means as centers; in each cluster
-rounds follow whose mean is trimmed as well, so that a minority of hostile clients has little say in either.
+Three stages: every client trains by itself; the server clusters their models by K-means
+with trimmed means as centers; in each cluster rounds follow whose mean is trimmed as
+well, so that a minority of hostile clients has little say in either.
 
-Differs from the paper: clients send models after E local epochs, where it sends gradients; groups start from their centers. Nor does it
-follow the code of FeSEM, which does the last two stages in every round and on the last layer only (D34).
+Differs from the paper: clients send models after E local epochs, where it sends
+gradients; groups start from their centers. Nor does it follow the code of FeSEM, which
+does the last two stages in every round and on the last layer only (D34).
 """
 
 from functools import partial
@@ -39,9 +43,11 @@ def tkm(
 ) -> Algorithm:
     """TKM with m clusters, found once, before round 0, from the models of all clients.
 
-    Args: `beta` fraction of a group's clients that the rounds drop at either end of each coordinate, `theta` that of the centers, 0.5:
-    the median; `erm_epochs` local epochs of the first stage, near convergence (None: 10 E); `iterations` of K-means at most, from
-    `restarts` draws of m clients. It holds K models at the start, and the first stage costs K models up.
+    Args: `beta` fraction of a group's clients that the rounds drop at either end of
+    each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` local
+    epochs of the first stage, near convergence (None: 10 E); `iterations` of K-means at
+    most, from `restarts` draws of m clients. It holds K models at the start, and the
+    first stage costs K models up.
     """
     local = local.resolve()
     rounds = federated(
@@ -67,9 +73,11 @@ def tkm(
 
 
 def local_erm(task, local):
-    """Returns learn(keys [2], start [1, ...], data, key of the attackers) -> (models [K, ...], known [K] bool, Traffic): the first stage.
+    """Returns learn(keys [2], start [1, ...], data, key of the attackers) -> (models
+    [K, ...], known [K] bool, Traffic): the first stage.
 
-    Simulated faults strike as in a round; the model of a client without samples or answer is the start, and not known.
+    Simulated faults strike as in a round; the model of a client without samples or
+    answer is the start, and not known.
     """
     fault_model = local.faults.validate()
     train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local)
@@ -77,8 +85,16 @@ def local_erm(task, local):
     def learn(keys, start, data: FederatedData, hostile_key):
         cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
         attackers = faults.draw_byzantine(fault_model, hostile_key, data.num_clients)
-        work = Work(jnp.zeros_like(cohort.ids), faults.apply_stragglers(fault_model, keys[1], cohort, jnp.ones(cohort.ids.shape)))
-        upload, lost = train(cohort, faults.flip_labels(fault_model, attackers, data), ((keys[0], start), (keys[1], attackers)), work)
+        work = Work(
+            jnp.zeros_like(cohort.ids),
+            faults.apply_stragglers(fault_model, keys[1], cohort, jnp.ones(cohort.ids.shape)),
+        )
+        upload, lost = train(
+            cohort,
+            faults.flip_labels(fault_model, attackers, data),
+            ((keys[0], start), (keys[1], attackers)),
+            work,
+        )
 
         def model(began, delta):
             models = jnp.broadcast_to(began, (data.num_clients, *began.shape[1:]))
@@ -92,14 +108,19 @@ def local_erm(task, local):
 
 
 def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations: int):
-    """Clusters `models [K, ...]` by Lloyd's algorithm with trimmed means; returns (labels [K] int32, centers [m, ...]).
+    """Clusters `models [K, ...]` by Lloyd's algorithm with trimmed means; returns
+    (labels [K] int32, centers [m, ...]).
 
-    Each restart begins at m different clients. The one wins whose sum of squared distances is least when the farthest fraction `theta`
-    of the clients is left out: else one far model would be given a cluster of its own. Clients not `known` only get a label.
+    Each restart begins at m different clients. The one wins whose sum of squared
+    distances is least when the farthest fraction `theta` of the clients is left out:
+    else one far model would be given a cluster of its own. Clients not `known` only get
+    a label.
     """
 
     def attempt(key):
-        seeds = jax.random.choice(key, known.size, (m,), replace=False, p=known / jnp.maximum(jnp.sum(known), 1))
+        seeds = jax.random.choice(
+            key, known.size, (m,), replace=False, p=known / jnp.maximum(jnp.sum(known), 1)
+        )
 
         def improve(carry):
             step, labels, centers, _ = carry
@@ -108,22 +129,39 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
             filled = jax.tree.map(partial(jax.vmap(jnp.where), count > 0), means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
 
-        begin = (0, jnp.full(known.size, -1, jnp.int32), jax.tree.map(lambda leaf: leaf[seeds], models), True)
-        _, _, centers, _ = lax.while_loop(lambda carry: carry[3] & (carry[0] < iterations), improve, begin)
+        begin = (
+            0,
+            jnp.full(known.size, -1, jnp.int32),
+            jax.tree.map(lambda leaf: leaf[seeds], models),
+            True,
+        )
+        _, _, centers, _ = lax.while_loop(
+            lambda carry: carry[3] & (carry[0] < iterations), improve, begin
+        )
         return centers, trimmed_inertia(models, known, centers, theta)
 
-    centers, spreads = lax.map(attempt, jax.random.split(key, restarts))  # one after another: each sorts all models
+    centers, spreads = lax.map(
+        attempt, jax.random.split(key, restarts)
+    )  # one after another: each sorts all models
     best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
     return nearest_center(models, best), best
 
 
 def trimmed_inertia(models, known, centers, theta):
-    """Returns the sum [] of squared distances of the known models to their nearest centers, without the farthest fraction `theta`."""
+    """Returns the sum [] of squared distances of the known models to their nearest
+    centers, without the farthest fraction `theta`.
+    """
     own = nearest_center(models, centers)
-    gaps = jax.tree.map(lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))), models, centers)
+    gaps = jax.tree.map(
+        lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))),
+        models,
+        centers,
+    )
     ascending = jnp.sort(jnp.where(known, sum(jax.tree.leaves(gaps)), jnp.inf))
     count = jnp.sum(known)
-    return jnp.sum(jnp.where(jnp.arange(known.size) < count - count_trimmed(count, theta), ascending, 0.0))
+    return jnp.sum(
+        jnp.where(jnp.arange(known.size) < count - count_trimmed(count, theta), ascending, 0.0)
+    )
 
 
 def assign_fixed_group(key, state: State, data: FederatedData, cohort: Cohort):

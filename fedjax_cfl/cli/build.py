@@ -21,13 +21,17 @@ from fedjax_cfl.simulation import memory
 
 
 def resolve_settings(overrides: list[str]) -> dict:
-    """Returns the settings of the run that these overrides describe, as a dict. Raises InputError for what is not allowed."""
+    """Returns the settings of the run that these overrides describe, as a dict. Raises
+    InputError for what is not allowed.
+    """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return check_overrides(overrides)
 
 
 def assemble(overrides: list[str]) -> tuple:
-    """Returns (settings as a dict, task, data, local) of the run that these overrides describe, without running it."""
+    """Returns (settings as a dict, task, data, local) of the run that these overrides
+    describe, without running it.
+    """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         resolved = check_overrides(overrides)
         config = hydra.compose("config", overrides)
@@ -36,15 +40,26 @@ def assemble(overrides: list[str]) -> tuple:
 
 
 def build(config: DictConfig, resolved: dict):
-    """Returns (algorithm, task, data, drift, mesh) from a configuration. Raises InputError for data or sizes that do not fit."""
+    """Returns (algorithm, task, data, drift, mesh) from a configuration. Raises
+    InputError for data or sizes that do not fit.
+    """
     distributed.connect(resolved["coordinator"], resolved["processes"], resolved["process"])
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
         cfl.use_cpu_cores()
-    jax.config.update("jax_default_matmul_precision", config.precision)  # by default accelerators round inputs to TF32 or bfloat16
+    jax.config.update(
+        "jax_default_matmul_precision", config.precision
+    )  # by default accelerators round inputs to TF32 or bfloat16
     mesh = cfl.make_mesh(config.devices)
     pool = instantiate_target("dataset.source", config.dataset.source)
-    concept = functools.partial(instantiate_target, "concept", config.concept) if config.concept else None
-    data = cfl.federate(pool, instantiate_target("partition", config.partition, pool), concept, on_host=config.resident == "host")
+    concept = (
+        functools.partial(instantiate_target, "concept", config.concept) if config.concept else None
+    )
+    data = cfl.federate(
+        pool,
+        instantiate_target("partition", config.partition, pool),
+        concept,
+        on_host=config.resident == "host",
+    )
     check_sizes(resolved, data.num_clients, int(data.test.size.sum()))
     module = instantiate_target("model.module", config.model.module, num_classes=pool.num_classes)
     l2 = config.model.get("l2", 0.0) if config.preset.l2 is None else config.preset.l2
@@ -52,20 +67,35 @@ def build(config: DictConfig, resolved: dict):
         task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
     except InputError as error:
         raise InputError(f"model={config.model.name}: {error}") from None
-    algorithm, drift = build_algorithm(config, resolved, task, data, mesh), instantiate_target("drift", config.drift)
+    algorithm, drift = (
+        build_algorithm(config, resolved, task, data, mesh),
+        instantiate_target("drift", config.drift),
+    )
     prefetch.check_host_data(data, algorithm, drift)
     return algorithm, task, data, drift, mesh
 
 
-def build_algorithm(config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None):
-    """Returns the algorithm; `values` replace those of the settings in which the runs of a grid differ, and may be traced."""
+def build_algorithm(
+    config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None
+):
+    """Returns the algorithm; `values` replace those of the settings in which the runs
+    of a grid differ, and may be traced.
+    """
     local = build_local(config, resolved, task, data, mesh)
     if values is not None:
         local = local._replace(vmap_runs=True, lr=values.get("local.lr", local.lr))
-    own = {name.partition(".")[2]: value for name, value in (values or {}).items() if name.startswith("algorithm.")}
+    own = {
+        name.partition(".")[2]: value
+        for name, value in (values or {}).items()
+        if name.startswith("algorithm.")
+    }
     fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
     select = instantiate_target("algorithm.select", config.algorithm.select, **fixed)
-    rest = {name: value for name, value in resolved["algorithm"].items() if name not in ("name", "select")}
+    rest = {
+        name: value
+        for name, value in resolved["algorithm"].items()
+        if name not in ("name", "select")
+    }
     algorithm = instantiate_target("algorithm", OmegaConf.create(rest), task, local, select, **own)
     return evaluate_received(algorithm, select) if config.test_on == "received" else algorithm
 
@@ -77,11 +107,22 @@ def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Loc
         config.local.batch_size, data.max_client_samples
     )  # more than anybody has is a full batch, and memory is taken for B samples
     faults = cfl.Faults(**resolved["faults"])
-    return cfl.Local(config.local.lr, config.local.epochs, batch_size, width, mesh, faults, config.local.first_layer, config.local.momentum)
+    return cfl.Local(
+        config.local.lr,
+        config.local.epochs,
+        batch_size,
+        width,
+        mesh,
+        faults,
+        config.local.first_layer,
+        config.local.momentum,
+    )
 
 
 def instantiate_target(field: str, node: DictConfig, *arguments, **options):
-    """Calls the function that a node's `_target_` names, with the node's other values; its own errors stay its own."""
+    """Calls the function that a node's `_target_` names, with the node's other values;
+    its own errors stay its own.
+    """
     target = node.get("_target_")
     try:
         function = instantiate(node, _partial_=True, _convert_="all")

@@ -8,27 +8,39 @@ from fedjax_cfl.validation import RULES, _format_value, _like, check_value, flat
 
 
 def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
-    """Raises InputError unless `name` is one of the dotted names `known` or leads to one; `given` is the override as it was written.
+    """Raises InputError unless `name` is one of the dotted names `known` or leads to
+    one; `given` is the override as it was written.
 
     Only an argument of a `_target_` can be removed.
     """
     parent, _, last = name.rpartition(".")
     if any(other == name or other.startswith(f"{name}.") for other in known):
-        if removed and (f"{parent}._target_" not in known or last in ("_target_", "name", "select")):
+        if removed and (
+            f"{parent}._target_" not in known or last in ("_target_", "name", "select")
+        ):
             raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
         return
     siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
     namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
-    hint = f" (did you mean {min(namesakes, key=len)!r}?)" if namesakes else suggest_nearest(name, siblings or known)
-    own = sorted({other[len(parent) + 1 :].partition(".")[0] for other in siblings} - {"_target_", "_partial_", "name"})
+    hint = (
+        f" (did you mean {min(namesakes, key=len)!r}?)"
+        if namesakes
+        else suggest_nearest(name, siblings or known)
+    )
+    own = sorted(
+        {other[len(parent) + 1 :].partition(".")[0] for other in siblings}
+        - {"_target_", "_partial_", "name"}
+    )
     listed = f"; {parent} has {', '.join(own)}" if own else "; see --help"
     raise InputError(f"{given}: unknown setting{hint}{listed}")
 
 
 def check_settings(config: dict, default: dict[str, Any], asked: Collection[str] = ()) -> None:
-    """Raises InputError for the first setting of a resolved configuration that is not allowed, beginning with those `asked` for.
+    """Raises InputError for the first setting of a resolved configuration that is not
+    allowed, beginning with those `asked` for.
 
-    `default` holds the value of every dotted name before it was changed: a setting without a rule of its own keeps its kind.
+    `default` holds the value of every dotted name before it was changed: a setting
+    without a rule of its own keeps its kind.
     """
     check_nesting(config, default)
     for name, value in sorted(flatten_settings(config), key=lambda leaf: leaf[0] not in asked):
@@ -38,12 +50,17 @@ def check_settings(config: dict, default: dict[str, Any], asked: Collection[str]
 
 
 def check_nesting(config: dict, default: dict[str, Any]) -> None:
-    """Raises InputError where a single value has taken the place of a group of settings, or the other way round."""
+    """Raises InputError where a single value has taken the place of a group of
+    settings, or the other way round.
+    """
     for name in default:
         path, value = "", config
         for part in name.split("."):
             if not isinstance(value, dict):
-                raise InputError(f"{path}={_format_value(value)}: is a group of settings; change one of them, as {path}.{part}=VALUE")
+                raise InputError(
+                    f"{path}={_format_value(value)}: is a group of settings; change one of them, as"
+                    f" {path}.{part}=VALUE"
+                )
             if part not in value:
                 break  # removed by the user
             path, value = f"{path}.{part}".lstrip("."), value[part]
@@ -52,9 +69,19 @@ def check_nesting(config: dict, default: dict[str, Any]) -> None:
 
 
 def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
-    """Raises InputError for settings that do not fit the clients and test samples the data turned out to have."""
+    """Raises InputError for settings that do not fit the clients and test samples the
+    data turned out to have.
+    """
     if not test_samples:
-        raise InputError("partition: no client holds a test sample, so that nothing can be scored; raise partition.test_fraction")
-    for name, value in (("clients_per_round", config["clients_per_round"]), ("algorithm.m", config["algorithm"].get("m", 1))):
+        raise InputError(
+            "partition: no client holds a test sample, so that nothing can be scored; raise"
+            " partition.test_fraction"
+        )
+    for name, value in (
+        ("clients_per_round", config["clients_per_round"]),
+        ("algorithm.m", config["algorithm"].get("m", 1)),
+    ):
         if value > num_clients:
-            raise InputError(f"{name}={value}: must be at most {num_clients}, the number of clients")
+            raise InputError(
+                f"{name}={value}: must be at most {num_clients}, the number of clients"
+            )

@@ -7,7 +7,9 @@ from fedjax_cfl.data.datasets.download import REGISTRY, download
 
 def main(argv: list[str]) -> int:
     """`fedjax-cfl download NAME...`: fetches public data sets and says where they are."""
-    parser = argparse.ArgumentParser(prog="fedjax-cfl download", description="Fetch public data sets and verify them by SHA-256.")
+    parser = argparse.ArgumentParser(
+        prog="fedjax-cfl download", description="Fetch public data sets and verify them by SHA-256."
+    )
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"one of {', '.join(REGISTRY)}")
     for name, paths in download(parser.parse_args(argv).names).items():
         print(f"{name}: {', '.join(map(str, paths))}")

@@ -1,6 +1,8 @@
-"""The command line: Hydra composes a configuration, the parts are built from it, the run writes its directory.
+"""The command line: Hydra composes a configuration, the parts are built from it, the
+run writes its directory.
 
-With `command_line` the only file that imports hydra; nothing below sees a configuration object.
+With `command_line` the only file that imports hydra; nothing below sees a configuration
+object.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ COMMANDS = {
 def main() -> int:
     """Runs a verb, or a run; returns the exit status: 0 done, 2 bad input (one line on stderr)."""
     arguments = sys.argv[1:]
-    sys.path.append(os.getcwd())  # for a `_target_` of the user's own; last, so that it shadows nothing
+    sys.path.append(
+        os.getcwd()
+    )  # for a `_target_` of the user's own; last, so that it shadows nothing
     try:
         if arguments and arguments[0] in COMMANDS:
             return run_command(*arguments)
@@ -50,7 +54,9 @@ def main() -> int:
             return 0
         sys.argv[1:] = precheck(arguments, COMMANDS)
         with wrap_help() if {"--help", "-h"} & set(arguments) else contextlib.nullcontext():
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_config)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(
+                run_config
+            )()
         return 0
     except InputError as error:
         return print_error(error)
@@ -63,14 +69,22 @@ def main() -> int:
 
 
 def run_command(name: str, *arguments: str) -> int:
-    """Runs a verb, a module of its own that is imported only here: plotting alone takes a second to import."""
+    """Runs a verb, a module of its own that is imported only here: plotting alone takes
+    a second to import.
+    """
     own = importlib.import_module(COMMANDS[name])
-    return own.main(list(arguments), CONF, resolve_settings, assemble) if name == "paper" else own.main(list(arguments))
+    return (
+        own.main(list(arguments), CONF, resolve_settings, assemble)
+        if name == "paper"
+        else own.main(list(arguments))
+    )
 
 
 @contextlib.contextmanager
 def wrap_help():
-    """Folds what is printed meanwhile: Hydra gives each group of choices one line, however many there are."""
+    """Folds what is printed meanwhile: Hydra gives each group of choices one line,
+    however many there are.
+    """
     try:
         with contextlib.redirect_stdout(io.StringIO()) as held:
             yield
@@ -90,7 +104,9 @@ def run_config(config: DictConfig) -> None:
     """Builds and runs one configuration; Hydra calls it once, or once per run of a sweep."""
     resolved = OmegaConf.to_container(config, resolve=True)
     alone = HydraConfig.get().mode == RunMode.RUN
-    run_dir = Path(str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir).absolute()
+    run_dir = Path(
+        str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir
+    ).absolute()
     try:
         use_compile_cache()
         axes = grid.grid_axes(resolved)
@@ -98,11 +114,17 @@ def run_config(config: DictConfig) -> None:
         if status:
             sys.exit(status)
     except (RunError, OSError) as error:
-        print_error(f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error)
+        print_error(
+            f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
         sys.exit(1)
     except InputError as error:
-        if not alone and sorted(path.name for path in run_dir.parent.rglob("*")) == sorted(["multirun.yaml", run_dir.name]):
-            shutil.rmtree(run_dir.parent)  # of a sweep that never began Hydra has left just these two
+        if not alone and sorted(path.name for path in run_dir.parent.rglob("*")) == sorted(
+            ["multirun.yaml", run_dir.name]
+        ):
+            shutil.rmtree(
+                run_dir.parent
+            )  # of a sweep that never began Hydra has left just these two
         sys.exit(print_error(error))
 
 
@@ -124,14 +146,22 @@ def run_one(config: DictConfig, resolved: dict, run_dir: Path) -> int:
 
 def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
-    shared = [text for text in HydraConfig.get().overrides.task if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")]
+    shared = [
+        text
+        for text in HydraConfig.get().overrides.task
+        if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")
+    ]
     members, parts = [], {}
     for point, folder in zip(grid.grid_points(axes), grid.run_folders(run_dir, axes), strict=True):
         own = copy.deepcopy(config)
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         resolved = OmegaConf.to_container(own, resolve=True)
-        members.append(grid.Member(resolved, [*shared, *(f"{name}={value}" for name, value in point.items())], folder))
+        members.append(
+            grid.Member(
+                resolved, [*shared, *(f"{name}={value}" for name, value in point.items())], folder
+            )
+        )
         if resolved["seed"] not in parts:
             parts[resolved["seed"]] = own, build(own, resolved)
     own, (_, task, data, _, mesh) = next(iter(parts.values()))
@@ -149,13 +179,19 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
             starts.append(resume_run(member.config, member.run_dir, *built, until=until))
             record(OmegaConf.create(member.config), member.overrides, member.run_dir)
         built = [built for _, built in parts.values()]
-        return grid.train_grid(members, HydraConfig.get().runtime.choices, axes, built, make, starts, run_dir)
+        return grid.train_grid(
+            members, HydraConfig.get().runtime.choices, axes, built, make, starts, run_dir
+        )
 
 
 def record(config: DictConfig, overrides: list[str], run_dir: Path) -> None:
     """Writes what was asked for to .hydra/, as Hydra itself would."""
     folder = run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
-    for name, value in (("config", config), ("overrides", OmegaConf.create(overrides)), ("hydra", HydraConfig.get())):
+    for name, value in (
+        ("config", config),
+        ("overrides", OmegaConf.create(overrides)),
+        ("hydra", HydraConfig.get()),
+    ):
         with atomic_write(folder / f"{name}.yaml") as temporary:
             OmegaConf.save(value, temporary)

@@ -1,4 +1,6 @@
-"""What the command line asks for, read and checked before Hydra runs anything: names, values, several values, directories."""
+"""What the command line asks for, read and checked before Hydra runs anything: names,
+values, several values, directories.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -20,23 +22,37 @@ from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
 from fedjax_cfl.validation import flatten_settings
 
 HERE = Path(__file__).resolve().parents[1]
-CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # inside a wheel, or a checkout
-INFO_FLAGS = ("help", "hydra_help", "shell_completion", "info")  # flags that show something instead of running
+CONF = (
+    HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"
+)  # inside a wheel, or a checkout
+INFO_FLAGS = (
+    "help",
+    "hydra_help",
+    "shell_completion",
+    "info",
+)  # flags that show something instead of running
 
 
 def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
-    """Returns the arguments as Hydra wants them, flags first. Raises InputError if anything they ask for is not allowed."""
+    """Returns the arguments as Hydra wants them, flags first. Raises InputError if
+    anything they ask for is not allowed.
+    """
     parser = get_args_parser()
     parser.error = _bad_flag
     given = parser.parse_intermixed_args(arguments)
     if given.run + given.multirun + bool(given.cfg) > 1 or (given.resolve and not given.cfg):
-        raise InputError("--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see --help")
+        raise InputError(
+            "--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see"
+            " --help"
+        )
     flags = [argument for argument in arguments if argument not in given.overrides]
     if any(getattr(given, flag) for flag in INFO_FLAGS):
         return flags + given.overrides
     asked = [parse_override(text, verbs) for text in given.overrides]
     together = _vectorized_names(asked)
-    choices = [_values(override, given.multirun or override.key_or_group in together) for override in asked]
+    choices = [
+        _values(override, given.multirun or override.key_or_group in together) for override in asked
+    ]
     for number, override in enumerate(asked):  # what is trained as one program is one run to Hydra
         if override.key_or_group in together:
             given.overrides[number] = choices[number][0]
@@ -47,10 +63,14 @@ def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config = check_overrides(first)
         axes = grid.grid_axes(config)
-        for number, options in enumerate(choices):  # a sweep: each value in turn, with the first of all others
+        for number, options in enumerate(
+            choices
+        ):  # a sweep: each value in turn, with the first of all others
             for other in options[1:]:
                 check_overrides([*first[:number], other, *first[number + 1 :]])
-    if given.multirun:  # the runs of a sweep are numbered folders of one directory, which Hydra knows by another name
+    # the runs of a sweep are numbered folders of one directory, which Hydra knows by another
+    # name
+    if given.multirun:
         for number, override in enumerate(asked):
             if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
                 make_dir(check_run_dir(str(override.value()), "never"))
@@ -63,20 +83,31 @@ def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
 
 
 def _bad_flag(message: str):
-    raise InputError(f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE without dashes; see --help")
+    raise InputError(
+        f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE"
+        " without dashes; see --help"
+    )
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
     """Returns one KEY=VALUE of the command line as Hydra reads it."""
     if "=" not in text and not text.startswith("~"):
-        raise InputError(f"{text}: neither KEY=VALUE nor one of the verbs {', '.join(verbs)}{suggest_nearest(text, verbs)}")
+        raise InputError(
+            f"{text}: neither KEY=VALUE nor one of the verbs"
+            f" {', '.join(verbs)}{suggest_nearest(text, verbs)}"
+        )
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
-    except (HydraException, ValueError, RecursionError):  # also numbers of thousands of digits, and thousands of brackets
+    except (
+        HydraException,
+        ValueError,
+        RecursionError,
+    ):  # also numbers of thousands of digits, and thousands of brackets
         override = None
     if override is None or not override.key_or_group:
         raise InputError(
-            f"""{text[:200]}: cannot be read as KEY=VALUE; a value with any of ,=()[]{{}}:' in it needs quotes, as in 'run_dir="a,b"'"""
+            f"{text[:200]}: cannot be read as KEY=VALUE; a value with any of ,=()[]{{}}:' in it "
+            """needs quotes, as in 'run_dir="a,b"'"""
         )
     return override
 
@@ -86,11 +117,22 @@ def _values(override: Override, multirun: bool) -> list[str]:
     if not override.is_sweep_override():
         return [override.input_line]
     if not multirun or override.key_or_group == "run_dir":
-        together = f", or vectorize=[{override.key_or_group}]" if override.key_or_group in grid.SETTINGS else ""
-        raise InputError(f"{override.input_line}: several values {'are not allowed here' if multirun else 'need -m, a sweep' + together}")
+        together = (
+            f", or vectorize=[{override.key_or_group}]"
+            if override.key_or_group in grid.SETTINGS
+            else ""
+        )
+        raise InputError(
+            f"{override.input_line}: several values"
+            f" {'are not allowed here' if multirun else 'need -m, a sweep' + together}"
+        )
     name, value = override.get_key_element(), override.value()
     try:
-        values = value.filter(_groups().get(name, [])) if isinstance(value, Glob) else list(override.sweep_string_iterator())
+        values = (
+            value.filter(_groups().get(name, []))
+            if isinstance(value, Glob)
+            else list(override.sweep_string_iterator())
+        )
     except HydraException:
         values = []
     if not values:
@@ -101,45 +143,86 @@ def _values(override: Override, multirun: bool) -> list[str]:
 def _vectorized_names(asked: list[Override]) -> list[str]:
     """Returns the settings that `vectorize` names."""
     lists = [override.value() for override in asked if override.key_or_group == "vectorize"]
-    return [str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names]
+    return [
+        str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names
+    ]
 
 
 def _vectorized_values(asked: list[Override], choices: list[list[str]], together: list[str]) -> str:
-    """Returns the value of `vectorize` with the values of everything it names, as the command line gives them."""
-    values = {override.key_or_group: [text.partition("=")[2] for text in options] for override, options in zip(asked, choices, strict=True)}
-    return "[" + ",".join(f"'{name}={','.join(values[name])}'" if name in values else f"'{name}'" for name in together) + "]"
+    """Returns the value of `vectorize` with the values of everything it names, as the
+    command line gives them.
+    """
+    values = {
+        override.key_or_group: [text.partition("=")[2] for text in options]
+        for override, options in zip(asked, choices, strict=True)
+    }
+    return (
+        "["
+        + ",".join(
+            f"'{name}={','.join(values[name])}'" if name in values else f"'{name}'"
+            for name in together
+        )
+        + "]"
+    )
 
 
 @functools.cache
 def _groups() -> dict[str, list[str]]:
     """Returns the options of every group of choices."""
-    options = {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+    options = {
+        folder.name: sorted(option.stem for option in folder.glob("*.yaml"))
+        for folder in CONF.iterdir()
+        if folder.is_dir()
+    }
     return {name: names for name, names in options.items() if names}
 
 
 @functools.cache
 def _default(chosen: tuple[str, ...]) -> dict:
-    """Returns every setting by its dotted name, as it is when nothing but these options of groups is chosen."""
-    return dict(flatten_settings(OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)))
+    """Returns every setting by its dotted name, as it is when nothing but these options
+    of groups is chosen.
+    """
+    return dict(
+        flatten_settings(
+            OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)
+        )
+    )
 
 
 def check_overrides(overrides: list[str]) -> dict:
-    """Returns a resolved configuration as a dict. Raises InputError for names that do not exist and values that are not allowed."""
+    """Returns a resolved configuration as a dict. Raises InputError for names that do
+    not exist and values that are not allowed.
+    """
     groups, asked = _groups(), [parse_override(text) for text in overrides]
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
         name, value = override.key_or_group, override.input_line.partition("=")[2].strip("'\"")
         if value not in groups[name]:
-            raise InputError(f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}")
+            raise InputError(
+                f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}"
+            )
     try:
         default = _default(tuple(override.input_line for override in chosen))
         for override in asked:
-            if not (override in chosen or override.is_add() or override.is_force_add() or override.is_hydra_override()):
-                check_name(override.input_line, override.key_or_group, [*default, *groups], override.is_delete())
+            if not (
+                override in chosen
+                or override.is_add()
+                or override.is_force_add()
+                or override.is_hydra_override()
+            ):
+                check_name(
+                    override.input_line,
+                    override.key_or_group,
+                    [*default, *groups],
+                    override.is_delete(),
+                )
         config = OmegaConf.to_container(hydra.compose("config", overrides), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
-        wrong = next((o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)), None)
+        wrong = next(
+            (o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)),
+            None,
+        )
         reason = str(cause).splitlines()[0]
         raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
     config_check.check_settings(config, default, [override.key_or_group for override in asked])

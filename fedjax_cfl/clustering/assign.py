@@ -1,6 +1,8 @@
-"""Which group each client of the cohort trains: functions (key, state, data, cohort) -> (gid [S] int32, Traffic).
+"""Which group each client of the cohort trains: functions (key, state, data, cohort) ->
+(gid [S] int32, Traffic).
 
-The engine stores `gid` as the clients' assignment; clients outside the cohort keep theirs.
+The engine stores `gid` as the clients' assignment; clients outside the cohort keep
+theirs.
 """
 
 import jax
@@ -16,9 +18,11 @@ from fedjax_cfl.types import Cohort, FederatedData, State, Task
 
 
 def training_loss(task: Task, with_l2: bool = False):
-    """Returns visit(client, bucket, data, models [m, ...], ()) -> [m]: each model's mean loss over the client's whole training set.
+    """Returns visit(client, bucket, data, models [m, ...], ()) -> [m]: each model's
+    mean loss over the client's whole training set.
 
-    Plain cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL code does (D10).
+    Plain cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the
+    FlexCFL code does (D10).
     """
 
     def sample_loss(model, x, y):
@@ -30,17 +34,23 @@ def training_loss(task: Task, with_l2: bool = False):
         def block(b, total):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
             rows = data.train.order[jnp.minimum(start + place, data.train.order.size - 1)]
-            each = jax.vmap(sample_loss, in_axes=(0, None, None))(models, data.x[rows], data.y[rows])
+            each = jax.vmap(sample_loss, in_axes=(0, None, None))(
+                models, data.x[rows], data.y[rows]
+            )
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]
-        return ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, jnp.zeros(num_models)) / jnp.maximum(count, 1)
+        return ragged_fori_loop(
+            -(-count // SAMPLE_BLOCK), block, jnp.zeros(num_models)
+        ) / jnp.maximum(count, 1)
 
     return visit
 
 
 def best_model(task: Task, local: Local, with_l2: bool = False):
-    """Returns choose(key, state, data, cohort) -> [S]: the group model of lowest loss on the client's training set, ties to the lowest."""
+    """Returns choose(key, state, data, cohort) -> [S]: the group model of lowest loss
+    on the client's training set, ties to the lowest.
+    """
     losses = over_clients(training_loss(task, with_l2), local.resolve())
 
     def choose(key, state: State, data: FederatedData, cohort: Cohort):
@@ -51,14 +61,18 @@ def best_model(task: Task, local: Local, with_l2: bool = False):
 
 
 def every_round(choose):
-    """Lets `choose(key, state, data, cohort)` -> [S] group the whole cohort anew in every round (IFCA, Algorithm 1 line 6).
+    """Lets `choose(key, state, data, cohort)` -> [S] group the whole cohort anew in
+    every round (IFCA, Algorithm 1 line 6).
 
-    The cohort downloads all m models (one of them is the round's own download) and names its choice in one word.
+    The cohort downloads all m models (one of them is the round's own download) and
+    names its choice in one word.
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         clients = jnp.sum(cohort.ids < data.num_clients)
-        return choose(key, state, data, cohort), make_traffic(units_down=clients * (state.active.size - 1), words_up=clients)
+        return choose(key, state, data, cohort), make_traffic(
+            units_down=clients * (state.active.size - 1), words_up=clients
+        )
 
     return assign
 
@@ -70,29 +84,37 @@ def is_cold(state: State, cohort: Cohort):
 
 
 def cold_start(choose):
-    """Keeps the group of every client already met; `choose(key, state, data, newcomers)` -> [S] groups the others once and for all.
+    """Keeps the group of every client already met; `choose(key, state, data,
+    newcomers)` -> [S] groups the others once and for all.
 
-    A newcomer downloads m vectors, once in its life (FlexCFL, Algorithm 3 line 18 onwards); it joins by itself.
+    A newcomer downloads m vectors, once in its life (FlexCFL, Algorithm 3 line 18
+    onwards); it joins by itself.
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
         cold = is_cold(state, cohort)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
         met = state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)]
-        gid = jnp.where(cold, choose(key, state, data, newcomers), jnp.maximum(met, 0)).astype(jnp.int32)
+        gid = jnp.where(cold, choose(key, state, data, newcomers), jnp.maximum(met, 0)).astype(
+            jnp.int32
+        )
         return gid, make_traffic(units_down=cold.sum() * state.active.size)
 
     return assign
 
 
 def nearest_direction(pretrain):
-    """Newcomers pre-train from the initial model and join the group whose first direction has the smallest cosine dissimilarity.
+    """Newcomers pre-train from the initial model and join the group whose first
+    direction has the smallest cosine dissimilarity.
 
-    (FlexCFL eq. 8.) `state.memory` holds `start` [1, ...] and `directions` [m, ...]; groups without a direction are never chosen.
+    (FlexCFL eq. 8.) `state.memory` holds `start` [1, ...] and `directions` [m, ...];
+    groups without a direction are never chosen.
     """
 
     def choose(key, state: State, data: FederatedData, newcomers: Cohort):
-        upload = pretrain(newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(newcomers.ids)))
+        upload = pretrain(
+            newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(newcomers.ids))
+        )
         similarity = cosine(upload.delta, state.memory.directions)
         return jnp.argmax(jnp.where(state.memory.has_founders, similarity, -jnp.inf), axis=1)
 

@@ -10,29 +10,41 @@ FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fi
 
 
 def _ward(to_a, to_b, size_a, size_b, apart, size):
-    """Returns Ward's distance, as SciPy defines it: of Euclidean distances, sqrt(2 x the growth of the sum of squares by the union)."""
+    """Returns Ward's distance, as SciPy defines it: of Euclidean distances, sqrt(2 x
+    the growth of the sum of squares by the union).
+    """
     unit = jnp.maximum(jnp.maximum(to_a, to_b), apart)  # the square of FARTHEST is beyond float32
     a, b, between = _divide(to_a, unit), _divide(to_b, unit), _divide(apart, unit)
     square = (size + size_a) * a * a + (size + size_b) * b * b - size * between * between
     return unit * jnp.sqrt(jnp.maximum(square, 0) / (size + size_a + size_b))
 
 
-# Lance-Williams: distance [N] of every cluster to the union of a and b, from its distances to a and b, their sizes, the distance of a to b,
-# and its own size.
+# Lance-Williams: distance [N] of every cluster to the union of a and b, from its distances to a
+# and b, their sizes, the distance of a to b, and its own size.
 LINKAGES = {
     "complete": lambda to_a, to_b, *_: jnp.maximum(to_a, to_b),
-    "average": lambda to_a, to_b, size_a, size_b, *_: (size_a * to_a + size_b * to_b) / (size_a + size_b),
+    "average": lambda to_a, to_b, size_a, size_b, *_: (
+        (size_a * to_a + size_b * to_b) / (size_a + size_b)
+    ),
     "single": lambda to_a, to_b, *_: jnp.minimum(to_a, to_b),
     "ward": _ward,
 }
 
 
-def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: jax.Array | None = None, threshold=None) -> jax.Array:
-    """Merges the closest pair of clusters until m are left; returns labels [N] int32, numbered by first occurrence, -1 for masked rows.
+def agglomerate(
+    distance: jax.Array,
+    m: int,
+    linkage: str = "complete",
+    valid: jax.Array | None = None,
+    threshold=None,
+) -> jax.Array:
+    """Merges the closest pair of clusters until m are left; returns labels [N] int32,
+    numbered by first occurrence, -1 for masked rows.
 
-    `distance [N, N]` is symmetric, `valid [N] bool`; ties go to the lowest index; pairs up to `threshold` apart merge beyond m.
-    Every row keeps a lower bound of its nearest distance, which all linkages respect, so that a step costs O(N): it either tightens one
-    bound or merges (Muellner 2011, generic algorithm).
+    `distance [N, N]` is symmetric, `valid [N] bool`; ties go to the lowest index; pairs
+    up to `threshold` apart merge beyond m. Every row keeps a lower bound of its nearest
+    distance, which all linkages respect, so that a step costs O(N): it either tightens
+    one bound or merges (Muellner 2011, generic algorithm).
     Raises InputError for an unknown linkage.
     """
     if linkage not in LINKAGES:
@@ -43,26 +55,45 @@ def agglomerate(distance: jax.Array, m: int, linkage: str = "complete", valid: j
 
     def step(carry):
         distance, (a, union), bound, size, label = carry
-        for axis in (0, 1):  # the last step's write, made before anything is read: else XLA copies the matrix at every step
+        for axis in (
+            0,
+            1,
+            # the last step's write, made before anything is read: else XLA copies the matrix at
+            # every step
+        ):
             distance = jax.lax.dynamic_update_index_in_dim(distance, union, a, axis)
         i = jnp.argmin(bound)
         row = jnp.where((size > 0) & (index != i), distance[i], jnp.inf)
         j, nearest = jnp.argmin(row), jnp.min(row)
         merge = nearest <= bound[i]
         a, b = jnp.minimum(i, j), jnp.maximum(i, j)
-        union = jnp.where(merge, LINKAGES[linkage](distance[a], distance[b], size[a], size[b], distance[a, b], size), distance[a])
+        union = jnp.where(
+            merge,
+            LINKAGES[linkage](distance[a], distance[b], size[a], size[b], distance[a, b], size),
+            distance[a],
+        )
         others = jnp.where((size > 0) & (index != a) & (index != b), union, jnp.inf)
-        bound = jnp.where(merge, bound.at[a].set(jnp.min(others)).at[b].set(jnp.inf), bound.at[i].set(nearest))
+        bound = jnp.where(
+            merge, bound.at[a].set(jnp.min(others)).at[b].set(jnp.inf), bound.at[i].set(nearest)
+        )
         size = jnp.where(merge, size.at[a].add(size[b]).at[b].set(0), size)
         label = jnp.where(merge & (label == b), a, label)
         return distance, (a, union), bound, size, label
 
     def unfinished(carry):
         left = jnp.sum(carry[3] > 0)
-        return (left > max(m, 1)) | (False if threshold is None else (left > 1) & (jnp.min(carry[2]) <= threshold))
+        return (left > max(m, 1)) | (
+            False if threshold is None else (left > 1) & (jnp.min(carry[2]) <= threshold)
+        )
 
     everywhere = jnp.where(valid[:, None] & valid & (index[:, None] != index), distance, jnp.inf)
-    start = distance, (index[0], distance[0]), jnp.min(everywhere, axis=1), valid.astype(jnp.float32), index
+    start = (
+        distance,
+        (index[0], distance[0]),
+        jnp.min(everywhere, axis=1),
+        valid.astype(jnp.float32),
+        index,
+    )
     label = jax.lax.while_loop(unfinished, step, start)[4]  # the lowest index of the cluster
     number = jnp.cumsum(valid & (label == index)) - 1
     return jnp.where(valid, number[label], -1).astype(jnp.int32)

@@ -1,20 +1,26 @@
-"""Which clients' data changed so much that they belong elsewhere: functions (counts, reference, initial_size) -> detected [K] bool.
+"""Which clients' data changed so much that they belong elsewhere: functions (counts,
+reference, initial_size) -> detected [K] bool.
 
-counts and reference [K, C] are each client's training samples per label, now and when it was last assigned; initial_size [K] its training
-samples when the run began. FlexCFL (https://arxiv.org/abs/2108.09749), section 3.4: detected where the Wasserstein distance of now and
-then exceeds tau = 0.2 n / C (eq. 9).
+counts and reference [K, C] are each client's training samples per label, now and when
+it was last assigned; initial_size [K] its training samples when the run began. FlexCFL
+(https://arxiv.org/abs/2108.09749), section 3.4: detected where the Wasserstein distance
+of now and then exceeds tau = 0.2 n / C (eq. 9).
 
-Differs from the paper: its distance and threshold have different units, which only fit if counts are passed as samples, as its code
-does (D11: `counts_as_samples`). `tv` is the default and means what the text says: 20 % of the data changed.
+Differs from the paper: its distance and threshold have different units, which only fit
+if counts are passed as samples, as its code does (D11: `counts_as_samples`). `tv` is
+the default and means what the text says: 20 % of the data changed.
 """
 
 import jax.numpy as jnp
 
-ROUNDING = 1e-6  # a distance that equals its threshold up to this is not above it: 2 of 10 samples are not more than 20 %
+# a distance that equals its threshold up to this is not above it: 2 of 10 samples are not more
+# than 20 %
+ROUNDING = 1e-6
 
 
 def tv(counts, reference, initial_size, threshold=0.2):
-    """Detects a total variation distance of the label shares above `threshold`: the share of the data that changed its label.
+    """Detects a total variation distance of the label shares above `threshold`: the
+    share of the data that changed its label.
 
     Sees which label is which, and does not see the number of samples.
     """
@@ -22,7 +28,8 @@ def tv(counts, reference, initial_size, threshold=0.2):
 
 
 def label_w1(counts, reference, initial_size, threshold=0.6):
-    """Detects a Wasserstein distance of the label shares above `threshold` labels (default: 20 % of the data moved by 3 labels).
+    """Detects a Wasserstein distance of the label shares above `threshold` labels
+    (default: 20 % of the data moved by 3 labels).
 
     What one expects of the paper's words; it takes label 3 to be nearer to 4 than to 7.
     """
@@ -30,11 +37,14 @@ def label_w1(counts, reference, initial_size, threshold=0.6):
 
 
 def counts_as_samples(counts, reference, initial_size, threshold=0.2):
-    """Detects sum_k |c_(k) - r_(k)| > threshold * n, sorted counts c and r: eq. 9 as the FlexCFL code computes it.
+    """Detects sum_k |c_(k) - r_(k)| > threshold * n, sorted counts c and r: eq. 9 as
+    the FlexCFL code computes it.
 
     Blind to any renaming of labels, and sensitive to the number of samples.
     """
-    return jnp.sum(_sorted_gaps(counts, reference), axis=1) > threshold * initial_size  # whole numbers: both sides times C
+    return (
+        jnp.sum(_sorted_gaps(counts, reference), axis=1) > threshold * initial_size
+    )  # whole numbers: both sides times C
 
 
 def total_variation(counts, reference):
@@ -44,13 +54,17 @@ def total_variation(counts, reference):
 
 
 def label_wasserstein(counts, reference):
-    """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], the Wasserstein-1 distance with |a - b| between labels a and b, from 0 to C - 1."""
+    """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], the Wasserstein-1 distance with |a -
+    b| between labels a and b, from 0 to C - 1.
+    """
     gaps = jnp.cumsum(_shares(counts) - _shares(reference), axis=1)[:, :-1]
     return _of_clients_with_data(jnp.sum(jnp.abs(gaps), axis=1), counts, reference)
 
 
 def count_wasserstein(counts, reference):
-    """Returns 1/C sum_k |c_(k) - r_(k)| [K], the Wasserstein-1 distance of the two count vectors taken as samples, in samples."""
+    """Returns 1/C sum_k |c_(k) - r_(k)| [K], the Wasserstein-1 distance of the two
+    count vectors taken as samples, in samples.
+    """
     return jnp.mean(_sorted_gaps(counts, reference), axis=1)
 
 
@@ -59,7 +73,9 @@ def _shares(counts):
 
 
 def _of_clients_with_data(distance, counts, reference):
-    """Sets 0 for a client without samples, which shows nothing, and infinity for one that has its first ones."""
+    """Sets 0 for a client without samples, which shows nothing, and infinity for one
+    that has its first ones.
+    """
     distance = jnp.where(reference.sum(axis=1) > 0, distance, jnp.inf)
     return jnp.where(counts.sum(axis=1) > 0, distance, 0.0)
 

@@ -1,7 +1,9 @@
-"""Ground-truth groups: what differs between clients beside the data they happen to hold.
+"""Ground-truth groups: what differs between clients beside the data they happen to
+hold.
 
-Every function is `(x, y, owner, clients, num_classes, ...) -> (x, y, concept)` on host arrays, after the samples were dealt:
-x [N, ...], y [N], owner [N]; concept [K] int32 is the true group of each client.
+Every function is `(x, y, owner, clients, num_classes, ...) -> (x, y, concept)` on host
+arrays, after the samples were dealt: x [N, ...], y [N], owner [N]; concept [K] int32 is
+the true group of each client.
 """
 
 import math
@@ -14,17 +16,32 @@ ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def rotate(
-    x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 4, shuffle: bool = True, seed: int = 0
+    x: np.ndarray,
+    y: np.ndarray,
+    owner: np.ndarray,
+    clients: int,
+    num_classes: int,
+    *,
+    groups: int = 4,
+    shuffle: bool = True,
+    seed: int = 0,
 ) -> ConceptArrays:
-    """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180 and 270 (rotated MNIST of IFCA).
+    """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180
+    and 270 (rotated MNIST of IFCA).
 
-    x is [N, H, H] or [N, H, H, channels]. With `shuffle` the equal-sized groups are drawn at random, else client k is in group k mod
-    groups, which goes in step with any partition that deals classes in a ring.
+    x is [N, H, H] or [N, H, H, channels]. With `shuffle` the equal-sized groups are
+    drawn at random, else client k is in group k mod groups, which goes in step with any
+    partition that deals classes in a ring.
     """
     if groups not in (1, 2, 4):
-        raise InputError(f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly")
+        raise InputError(
+            f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly"
+        )
     if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
-        raise InputError(f"concept=rotate: samples have shape {x.shape[1:]}, expected square images [H, H] or [H, H, channels]")
+        raise InputError(
+            f"concept=rotate: samples have shape {x.shape[1:]}, expected square images [H, H] or"
+            " [H, H, channels]"
+        )
     concept = _draw_concepts(clients, groups, shuffle, seed)
     x = x.copy()
     for g in range(1, groups):
@@ -34,12 +51,25 @@ def rotate(
 
 
 def permute_labels(
-    x: np.ndarray, y: np.ndarray, owner: np.ndarray, clients: int, num_classes: int, *, groups: int = 2, shuffle: bool = True, seed: int = 0
+    x: np.ndarray,
+    y: np.ndarray,
+    owner: np.ndarray,
+    clients: int,
+    num_classes: int,
+    *,
+    groups: int = 2,
+    shuffle: bool = True,
+    seed: int = 0,
 ) -> ConceptArrays:
-    """Renames the classes of each group by a fixed permutation of its own; group 0 keeps its labels, no two groups agree."""
+    """Renames the classes of each group by a fixed permutation of its own; group 0
+    keeps its labels, no two groups agree.
+    """
     limit = math.factorial(min(num_classes, 12))  # permutations there are
     if not 1 <= groups <= limit:
-        raise InputError(f"concept.groups={groups}: expected 1 .. {limit}, a permutation of {num_classes} classes for each")
+        raise InputError(
+            f"concept.groups={groups}: expected 1 .. {limit}, a permutation of {num_classes}"
+            " classes for each"
+        )
     concept = _draw_concepts(clients, groups, shuffle, seed)
     rng = np.random.RandomState(seed)
     tables = {tuple(range(num_classes)): None}  # a dict keeps the order and refuses repeats

@@ -1,10 +1,14 @@
-"""Distribution shift: who holds which samples changes from round to round (FlexCFL, https://arxiv.org/abs/2108.09749, section 5.3).
+"""Distribution shift: who holds which samples changes from round to round (FlexCFL,
+https://arxiv.org/abs/2108.09749, section 5.3).
 
-A shift is an edit of `owner` (and, for other kinds, of `y`), with static shapes; the views are rebuilt by one sort, and only in a round
-in which something moved. Every draw is a function of the key and the round alone, so with pool "all" every algorithm meets the same shifts.
+A shift is an edit of `owner` (and, for other kinds, of `y`), with static shapes; the
+views are rebuilt by one sort, and only in a round in which something moved. Every draw
+is a function of the key and the round alone, so with pool "all" every algorithm meets
+the same shifts.
 
-Differs from the paper: with pool "warm" only clients that have a group can be drawn (D12); on_impossible "abort" lets one impossible pair
-end the round's swaps (D13); `compounding` lets released data shrink (D2). All three are what the FlexCFL code does.
+Differs from the paper: with pool "warm" only clients that have a group can be drawn
+(D12); on_impossible "abort" lets one impossible pair end the round's swaps (D13);
+`compounding` lets released data shrink (D2). All three are what the FlexCFL code does.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +36,9 @@ class Drift(NamedTuple):
     """A kind of distribution shift."""
 
     init: Callable[..., tuple[FederatedData, Any]]  # (key, data) -> (data, memory)
-    apply: Callable[..., tuple[FederatedData, Any, jax.Array]]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
+    apply: Callable[
+        ..., tuple[FederatedData, Any, jax.Array]
+    ]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
     max_client_samples: Callable[[FederatedData], int] = lambda data: (
         data.max_client_samples
     )  # on the host: the most training samples a client may ever hold
@@ -44,7 +50,9 @@ class SwapDraws(NamedTuple):
 
     order: jax.Array  # [K] int32, a permutation of the clients
     coin: jax.Array  # [K // 2] float32 in [0, 1): the pair swaps if it is below p
-    gives: jax.Array  # [K // 2, C] float32: of the labels it may give, the first client of a pair gives the one of highest score
+    # [K // 2, C] float32: of the labels it may give, the first client of a pair gives the one
+    # of highest score
+    gives: jax.Array
     takes: jax.Array  # [K // 2, C] float32: the same for the second client
 
 
@@ -53,12 +61,16 @@ class IncrementalMemory:
     """The memory of `incremental`."""
 
     owner: jax.Array  # [N] int32, who holds each sample once it is visible
-    rank: jax.Array  # [N] int32, place of a training sample in its client's random order, -1 for the others, which are always visible
+    # [N] int32, place of a training sample in its client's random order, -1 for the others,
+    # which are always visible
+    rank: jax.Array
     quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
 
 
 def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
-    """Returns data whose `capacity` bounds what any client can ever hold under a drift; on the host, before anything is traced."""
+    """Returns data whose `capacity` bounds what any client can ever hold under a drift;
+    on the host, before anything is traced.
+    """
     return data.replace(max_client_samples=drift.max_client_samples(data))
 
 
@@ -72,7 +84,9 @@ def none() -> Drift:
 
 
 def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
-    """Pairs the pool's clients at random; each pair exchanges all its training and test samples with probability p."""
+    """Pairs the pool's clients at random; each pair exchanges all its training and test
+    samples with probability p.
+    """
     _check_swap(p, pool)
 
     def apply(key, round, data, memory, warm):
@@ -82,17 +96,27 @@ def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
         one, two = _swap_ids(real & (drawn.coin < p), first, second, data.num_clients)
         heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
         shifted = heir != clients
-        data = data.replace(concept=data.concept[heir])  # the truth about a client's data moves with them
-        return _edit_owners(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])), memory, shifted
+        data = data.replace(
+            concept=data.concept[heir]
+        )  # the truth about a client's data moves with them
+        return (
+            _edit_owners(
+                data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])
+            ),
+            memory,
+            shifted,
+        )
 
     return Drift(_no_memory, apply)
 
 
 def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -> Drift:
-    """Pairs the pool's clients at random; with probability p each gives the other all its samples of one label the other lacks.
+    """Pairs the pool's clients at random; with probability p each gives the other all
+    its samples of one label the other lacks.
 
-    A client has a label if it holds training and test samples of it; where one of a pair has none that the other lacks, the pair is
-    skipped, or with on_impossible "abort" so are all later pairs of the round (D13).
+    A client has a label if it holds training and test samples of it; where one of a
+    pair has none that the other lacks, the pair is skipped, or with on_impossible
+    "abort" so are all later pairs of the round (D13).
     """
     _check_swap(p, pool)
     require("drift.on_impossible", on_impossible, ("skip", "abort"))
@@ -109,22 +133,41 @@ def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -
         one, two = _swap_ids(go, first, second, data.num_clients)
         given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
         taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)
-        stay = jnp.broadcast_to(jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape)
-        heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")  # [K, C]
+        stay = jnp.broadcast_to(
+            jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape
+        )
+        heir = (
+            stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")
+        )  # [K, C]
         shifted = jnp.any(heir != stay, axis=1)
-        data = data.replace(concept=jnp.where(shifted, -1, data.concept))  # from now on of mixed origin
-        return _edit_owners(data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y])), memory, shifted
+        data = data.replace(
+            concept=jnp.where(shifted, -1, data.concept)
+        )  # from now on of mixed origin
+        return (
+            _edit_owners(
+                data,
+                jnp.any(shifted),
+                lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y]),
+            ),
+            memory,
+            shifted,
+        )
 
     return Drift(_no_memory, apply, _most_by_label)
 
 
 def incremental(
-    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0), schedule: Sequence[int] = (0, 50, 100, 150), compounding: bool = False
+    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+    schedule: Sequence[int] = (0, 50, 100, 150),
+    compounding: bool = False,
 ) -> Drift:
-    """From round schedule[j] on, the first ceil(fractions[j] n) samples of each client's n, in a fixed random order, are visible.
+    """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
+    client's n, in a fixed random order, are visible.
 
-    Only training samples are ever hidden, and none before the first round of the schedule. With `compounding` n is the size released
-    last, so that data shrink (D2). Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary rounding makes of it.
+    Only training samples are ever hidden, and none before the first round of the
+    schedule. With `compounding` n is the size released last, so that data shrink (D2).
+    Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary
+    rounding makes of it.
     """
     ratios = _ratios(fractions, schedule)
 
@@ -134,11 +177,18 @@ def incremental(
         held = data.owner[numbers]
         held = jnp.where(held < 0, data.num_clients, held)
         held, _, numbers = lax.sort((held, bits[numbers], numbers), num_keys=3)
-        place = jnp.arange(numbers.size, dtype=jnp.int32) - data.train.start[jnp.minimum(held, data.num_clients - 1)]
+        place = (
+            jnp.arange(numbers.size, dtype=jnp.int32)
+            - data.train.start[jnp.minimum(held, data.num_clients - 1)]
+        )
         sizes = [data.train.size]
         for ratio in ratios:
-            sizes.append(-(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator))
-        return data, IncrementalMemory(data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:]))
+            sizes.append(
+                -(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator)
+            )
+        return data, IncrementalMemory(
+            data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:])
+        )
 
     def apply(key, round, data, memory, warm):
         begins = jnp.array(tuple(schedule))
@@ -147,7 +197,9 @@ def incremental(
         shifted = due & (quota != data.train.size)
 
         def edit(owner):
-            return jnp.where((memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1)
+            return jnp.where(
+                (memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1
+            )
 
         return _edit_owners(data, jnp.any(shifted), edit), memory, shifted
 
@@ -156,15 +208,24 @@ def incremental(
 
 def draw_swaps(key, round, num_clients: int, num_classes: int) -> SwapDraws:
     """Draws everything that a round of swaps may need."""
-    order, coin, labels = (jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (ORDER, COIN, LABELS))
+    order, coin, labels = (
+        jax.random.fold_in(jax.random.fold_in(key, purpose), round)
+        for purpose in (ORDER, COIN, LABELS)
+    )
     scores = jax.random.uniform(labels, (2, num_clients // 2, num_classes))
-    return SwapDraws(jax.random.permutation(order, num_clients), jax.random.uniform(coin, (num_clients // 2,)), *scores)
+    return SwapDraws(
+        jax.random.permutation(order, num_clients),
+        jax.random.uniform(coin, (num_clients // 2,)),
+        *scores,
+    )
 
 
 def pair_clients(order, inside):
-    """Pairs the pool Q of clients `inside` [K] bool in their random order: place a with place |Q| - 1 - a.
+    """Pairs the pool Q of clients `inside` [K] bool in their random order: place a with
+    place |Q| - 1 - a.
 
-    Returns (first, second, real), each [K // 2]; only floor(|Q| / 2) of the pairs are real.
+    Returns (first, second, real), each [K // 2]; only floor(|Q| / 2) of the pairs are
+    real.
     """
     queue = order[jnp.argsort(~inside[order], stable=True)]
     count, place = jnp.sum(inside), jnp.arange(order.size // 2)
@@ -176,13 +237,17 @@ def _pool_mask(pool: str, warm):
 
 
 def _swap_ids(go, first, second, num_clients: int):
-    """Returns the clients of the pairs that swap, and K in place of the others, where a scatter drops them."""
+    """Returns the clients of the pairs that swap, and K in place of the others, where a
+    scatter drops them.
+    """
     return jnp.where(go, first, num_clients), jnp.where(go, second, num_clients)
 
 
 def _held_labels(data: FederatedData):
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
-    train, test = (label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test))
+    train, test = (
+        label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test)
+    )
     return (train > 0) & (test > 0)
 
 
@@ -193,7 +258,9 @@ def _edit_owners(data: FederatedData, moves, edit) -> FederatedData:
         new = edit(owner)
         return new, update_client_index(train, new), update_client_index(test, new)
 
-    owner, train, test = lax.cond(moves, rebuilt, lambda *same: same, data.owner, data.train, data.test)
+    owner, train, test = lax.cond(
+        moves, rebuilt, lambda *same: same, data.owner, data.train, data.test
+    )
     return data.replace(owner=owner, train=train, test=test)
 
 
@@ -204,8 +271,10 @@ def _no_memory(key, data):
 def _most_by_label(data: FederatedData) -> int:
     """Bounds a client's training samples under `swap_part`.
 
-    A swap replaces one label that a client has by another, so their number never changes. The block of a label travels whole, and takes
-    along the training samples of clients that have no test samples of it: at most the largest block and all such remainders.
+    A swap replaces one label that a client has by another, so their number never
+    changes. The block of a label travels whole, and takes along the training samples of
+    clients that have no test samples of it: at most the largest block and all such
+    remainders.
     """
     counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), np.int64)
     has = np.asarray(_held_labels(data))
@@ -213,7 +282,9 @@ def _most_by_label(data: FederatedData) -> int:
     largest = np.where(has, counts, 0).max(axis=0)
     block = np.where(largest > 0, largest + remainder.sum(axis=0), 0)  # [C]
     gain = -np.sort(-np.maximum(block - remainder, 0), axis=1)  # [K, C], largest first
-    most = remainder.sum(axis=1) + np.where(np.arange(gain.shape[1]) < has.sum(axis=1, keepdims=True), gain, 0).sum(axis=1)
+    most = remainder.sum(axis=1) + np.where(
+        np.arange(gain.shape[1]) < has.sum(axis=1, keepdims=True), gain, 0
+    ).sum(axis=1)
     return max(data.max_client_samples, int(min(most.max(), counts.sum())))
 
 
@@ -227,10 +298,19 @@ def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fractio
     """Returns the fractions as ratios. Raises InputError for a schedule that does not fit."""
     given = f"drift.fractions={list(fractions)}"
     if not fractions or len(fractions) != len(schedule):
-        raise InputError(f"{given}: expected {max(len(schedule), 1)}, one for each round of drift.schedule={list(schedule)}")
-    if not all(isinstance(begin, int) for begin in schedule) or schedule[0] < 0 or any(a >= b for a, b in pairwise(schedule)):
+        raise InputError(
+            f"{given}: expected {max(len(schedule), 1)}, one for each round of"
+            f" drift.schedule={list(schedule)}"
+        )
+    if (
+        not all(isinstance(begin, int) for begin in schedule)
+        or schedule[0] < 0
+        or any(a >= b for a, b in pairwise(schedule))
+    ):
         raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    sound = all(_is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions)
+    sound = all(
+        _is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions
+    )
     if not sound or any(a >= b for a, b in pairwise(fractions)):
         raise InputError(f"{given}: expected increasing numbers from {1 / MAX_DENOMINATOR} to 1")
     return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]

@@ -1,9 +1,11 @@
-"""Populations larger than a device: samples stay on the host, and those of a block of rounds are fetched while the block before trains.
+"""Populations larger than a device: samples stay on the host, and those of a block of
+rounds are fetched while the block before trains.
 
-Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see `federate(..., on_host=True)`. A block is ordinary data
-on the devices. In one that trains everybody keeps their number and all but a few clients are without samples; one that tests has
-consecutive clients, numbered from 0. Its size is static: the most that any block of the run needs, known beforehand because cohorts are
-functions of the key.
+Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see
+`federate(..., on_host=True)`. A block is ordinary data on the devices. In one that
+trains everybody keeps their number and all but a few clients are without samples; one
+that tests has consecutive clients, numbered from 0. Its size is static: the most that
+any block of the run needs, known beforehand because cohorts are functions of the key.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,22 +31,35 @@ def is_on_host(data: FederatedData) -> bool:
 
 
 def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> None:
-    """Raises InputError for data on the host if the algorithm or the drift needs everybody's samples at once."""
+    """Raises InputError for data on the host if the algorithm or the drift needs
+    everybody's samples at once.
+    """
     if is_on_host(data) and algorithm.data_clients is None:
-        raise InputError("resident=host: this algorithm reads the samples of clients outside its cohort; use resident=device")
+        raise InputError(
+            "resident=host: this algorithm reads the samples of clients outside its cohort; use"
+            " resident=device"
+        )
     if is_on_host(data) and drift.moves:
-        raise InputError("resident=host: a drift edits who holds which sample of all; use drift=none, or resident=device")
+        raise InputError(
+            "resident=host: a drift edits who holds which sample of all; use drift=none, or"
+            " resident=device"
+        )
 
 
 def block_shapes(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
-    """Returns the shapes and types of a block of one side, train or test: `most` samples of `clients` clients."""
+    """Returns the shapes and types of a block of one side, train or test: `most`
+    samples of `clients` clients.
+    """
     place = replicated_sharding(mesh)
 
     def shape(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     number = shape(jnp.int32, clients)
-    held, empty = ClientIndex(shape(jnp.int32, most), number, number), ClientIndex(shape(jnp.int32, 1), number, number)
+    held, empty = (
+        ClientIndex(shape(jnp.int32, most), number, number),
+        ClientIndex(shape(jnp.int32, 1), number, number),
+    )
     return data.replace(
         x=shape(data.x.dtype, most, *data.x.shape[1:]),
         y=shape(jnp.int32, most),
@@ -62,7 +77,12 @@ class DeviceFeed:
     streamed = False
 
     def __init__(self, data: FederatedData, rounds: int, eval_every: int):
-        self.data, self.rounds, self.eval_every, self.length = data, rounds, eval_every, min(eval_every, rounds)
+        self.data, self.rounds, self.eval_every, self.length = (
+            data,
+            rounds,
+            eval_every,
+            min(eval_every, rounds),
+        )
 
     def shapes(self, side: str) -> FederatedData:
         """Returns what the programs are compiled for."""
@@ -93,7 +113,9 @@ class HostFeed:
 
     streamed = True
 
-    def __init__(self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh):
+    def __init__(
+        self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh
+    ):
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
         self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.num_clients)))
@@ -102,17 +124,31 @@ class HostFeed:
         ends = np.cumsum(data.test.size, dtype=np.int64)
         samples = max(1, TEST_BLOCK_BYTES * len(data.x) // data.x.nbytes)
         cuts = np.searchsorted(ends, np.arange(samples, ends[-1], samples), side="left") + 1
-        self.tested = [part for part in np.split(np.arange(data.num_clients), cuts) if data.test.size[part].sum()]
+        self.tested = [
+            part
+            for part in np.split(np.arange(data.num_clients), cuts)
+            if data.test.size[part].sum()
+        ]
         self.most = {  # samples and clients of a block
-            "train": (max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts]), data.num_clients),
-            "test": (max(int(data.test.size[part].sum()) for part in self.tested), max(part.size for part in self.tested)),
+            "train": (
+                max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts]),
+                data.num_clients,
+            ),
+            "test": (
+                max(int(data.test.size[part].sum()) for part in self.tested),
+                max(part.size for part in self.tested),
+            ),
         }
 
     def _plan_blocks(self, done: int) -> Iterator[tuple[int, int]]:
-        """Yields (first round, rounds) of the blocks from round `done` on; they end in the same rounds wherever a run is taken up."""
+        """Yields (first round, rounds) of the blocks from round `done` on; they end in
+        the same rounds wherever a run is taken up.
+        """
         while done < self.rounds:
             since = done % self.eval_every  # the last evaluation
-            count = min(self.length - since % self.length, self.eval_every - since, self.rounds - done)
+            count = min(
+                self.length - since % self.length, self.eval_every - since, self.rounds - done
+            )
             yield done, count
             done += count
 
@@ -126,7 +162,9 @@ class HostFeed:
         size = np.zeros(clients, np.int32)
         size[who] = held.size[ids]
         start = np.cumsum(size, dtype=np.int32) - size
-        numbers = held.order[np.repeat(held.start[ids] - start[who], size[who]) + np.arange(size.sum())]
+        numbers = held.order[
+            np.repeat(held.start[ids] - start[who], size[who]) + np.arange(size.sum())
+        ]
         place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
         x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
         x[place] = self.data.x[numbers[place]]
@@ -136,7 +174,9 @@ class HostFeed:
         owner[: numbers.size] = np.repeat(who, size[who])
         view = ClientIndex(np.arange(most, dtype=np.int32), start, size)
         empty = ClientIndex(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
-        views = {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
+        views = (
+            {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
+        )
         rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
         return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
@@ -145,7 +185,9 @@ class HostFeed:
         return block_shapes(self.data, side, *self.most[side], self.mesh)
 
     def peak_shapes(self):
-        """Returns the shapes of what is on the devices at the same time: of each side a block in use and the next."""
+        """Returns the shapes of what is on the devices at the same time: of each side a
+        block in use and the next.
+        """
         return [self.shapes(side) for side in ("train", "train", "test", "test")]
 
     def initial_data(self) -> FederatedData:
@@ -153,7 +195,9 @@ class HostFeed:
         return self._fetch(self.founders, "train")
 
     def train_blocks(self, done: int) -> Iterator[tuple[int, FederatedData]]:
-        """Yields (rounds, data) of the blocks from round `done` on; none goes past an evaluation."""
+        """Yields (rounds, data) of the blocks from round `done` on; none goes past an
+        evaluation.
+        """
 
         def fetch(begin: int, count: int):
             return count, self._fetch(self._block_clients(begin, count), "train")
@@ -161,8 +205,12 @@ class HostFeed:
         yield from prefetch(fetch, self._plan_blocks(done))
 
     def test_blocks(self) -> Iterator[tuple[FederatedData, int]]:
-        """Yields everybody's test samples, block by block, each with the number of its first client."""
-        yield from prefetch(lambda ids: (self._fetch(ids, "test"), int(ids[0])), zip(self.tested, strict=True))
+        """Yields everybody's test samples, block by block, each with the number of its
+        first client.
+        """
+        yield from prefetch(
+            lambda ids: (self._fetch(ids, "test"), int(ids[0])), zip(self.tested, strict=True)
+        )
 
 
 def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
@@ -181,6 +229,11 @@ def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
 def draw_cohorts(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
     """Returns whom every round reads, [rounds, n]."""
     draw = jax.jit(
-        lambda first: jax.lax.map(lambda i: algorithm.data_clients(key, first + i, num_clients), jnp.arange(min(rounds, DRAW_BATCH)))
+        lambda first: jax.lax.map(
+            lambda i: algorithm.data_clients(key, first + i, num_clients),
+            jnp.arange(min(rounds, DRAW_BATCH)),
+        )
     )
-    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[:rounds]
+    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[
+        :rounds
+    ]

@@ -1,7 +1,19 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
-from fedjax_cfl.models.zoo import MCLR, MLP, BiGRU, BiLSTM, CelebaCNN, FemnistCNN, LeafCNN, LeNet, MnistCNN, StackedGRU, StackedLSTM
+from fedjax_cfl.models.zoo import (
+    MCLR,
+    MLP,
+    BiGRU,
+    BiLSTM,
+    CelebaCNN,
+    FemnistCNN,
+    LeafCNN,
+    LeNet,
+    MnistCNN,
+    StackedGRU,
+    StackedLSTM,
+)
 
 __all__ = [
     "MCLR",

@@ -1,7 +1,9 @@
-"""Layers of the models that Flax lacks or that must not be slow when one model per client is trained.
+"""Layers of the models that Flax lacks or that must not be slow when one model per
+client is trained.
 
-Initialisation is that of Keras, which the reproduced experiments use: Glorot-uniform kernels, zero biases, orthogonal recurrent
-kernels, LSTM forget bias 1. B batch, T time steps, H and W height and width, h hidden units.
+Initialisation is that of Keras, which the reproduced experiments use: Glorot-uniform
+kernels, zero biases, orthogonal recurrent kernels, LSTM forget bias 1. B batch, T time
+steps, H and W height and width, h hidden units.
 """
 
 import math
@@ -14,7 +16,9 @@ from jax import lax
 
 
 def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Returns a Glorot-uniform kernel [..., in, out]; drawn flat: over a short last axis XLA unrolls the generator."""
+    """Returns a Glorot-uniform kernel [..., in, out]; drawn flat: over a short last
+    axis XLA unrolls the generator.
+    """
     reach = math.sqrt(6 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
 
@@ -40,10 +44,12 @@ def add_channel_axis(x: jax.Array) -> jax.Array:
 
 
 def extract_patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> jax.Array:
-    """Cuts out of [B, H, W, in] what a kernel of `size` sees at each place, [B, H', W', kh * kw * in].
+    """Cuts out of [B, H, W, in] what a kernel of `size` sees at each place, [B, H', W',
+    kh * kw * in].
 
-    Columns first, then rows, which copies less. But XLA on a CPU puts a concatenation of a few parts into its consumer and computes it
-    there entry by entry, which takes longer than all copies: a small kernel's patches are concatenated at once.
+    Columns first, then rows, which copies less. But XLA on a CPU puts a concatenation
+    of a few parts into its consumer and computes it there entry by entry, which takes
+    longer than all copies: a small kernel's patches are concatenated at once.
     """
     (kh, kw), (down, right) = size, strides
     height, width = (x.shape[1] - kh) // down + 1, (x.shape[2] - kw) // right + 1
@@ -61,32 +67,43 @@ def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Arr
 
 
 def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """The same, one image after another: the patches of one stay in a core's cache, and are cut out again for the gradient.
+    """The same, one image after another: the patches of one stay in a core's cache, and
+    are cut out again for the gradient.
 
-    The barrier keeps the kernel's gradient a product of whole rows; without it XLA turns that around, which a CPU is slower at.
+    The barrier keeps the kernel's gradient a product of whole rows; without it XLA
+    turns that around, which a CPU is slower at.
     """
     columns = lax.optimization_barrier(kernel.reshape(-1, kernel.shape[-1]).T)
 
     @jax.checkpoint
     def one(image):
-        return jnp.einsum("bhwp,op->bhwo", extract_patches(image[None], kernel.shape[:2], strides), columns)[0]
+        return jnp.einsum(
+            "bhwp,op->bhwo", extract_patches(image[None], kernel.shape[:2], strides), columns
+        )[0]
 
     return lax.map(one, x)
 
 
 def lax_convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """The same, by JAX's own convolution."""
-    return lax.conv_general_dilated(x, kernel, strides, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, kernel, strides, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 METHODS = {"im2col": im2col, "one_by_one": im2col_per_image, "lax": lax_convolve}
 
 
-def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str) -> jax.Array:
-    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: one of METHODS, equal up to rounding, or auto.
+def convolve(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str
+) -> jax.Array:
+    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: one of METHODS, equal
+    up to rounding, or auto.
 
-    A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU alike, and XLA's CPU convolution is an order of
-    magnitude slower inside a loop than outside; a batched matrix product has neither problem. A TPU's convolution is one already.
+    A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU
+    alike, and XLA's CPU convolution is an order of magnitude slower inside a loop than
+    outside; a batched matrix product has neither problem. A TPU's convolution is one
+    already.
     """
     if method == "auto":
         method = {"cpu": "one_by_one", "tpu": "lax"}.get(jax.default_backend(), "im2col")
@@ -94,14 +111,21 @@ def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding:
         raise ValueError(f"method {method!r}: one of auto, {', '.join(METHODS)} is allowed")
     if padding not in ("same", "valid"):
         raise ValueError(f"padding {padding!r}: same or valid is allowed")
-    if padding == "valid" and any(size < k for size, k in zip(x.shape[1:3], kernel.shape, strict=False)):
-        raise ValueError(f"the image shrinks to {x.shape[1:3]} before a valid convolution {kernel.shape[:2]}: larger images are allowed")
+    if padding == "valid" and any(
+        size < k for size, k in zip(x.shape[1:3], kernel.shape, strict=False)
+    ):
+        raise ValueError(
+            f"the image shrinks to {x.shape[1:3]} before a valid convolution {kernel.shape[:2]}:"
+            " larger images are allowed"
+        )
     pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding.upper())
     return METHODS[method](jnp.pad(x, ((0, 0), *pads, (0, 0))), kernel, strides)
 
 
 class Conv(nn.Module):
-    """Two-dimensional convolution: [B, H, W, in] -> [B, H', W', features]; the same parameters whatever the method."""
+    """Two-dimensional convolution: [B, H, W, in] -> [B, H', W', features]; the same
+    parameters whatever the method.
+    """
 
     features: int
     kernel: int | tuple[int, int]
@@ -123,9 +147,11 @@ def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
-    """2x2 max-pooling of [B, H, W, C] with stride 2; an odd row or column is dropped (valid) or pooled alone (same).
+    """2x2 max-pooling of [B, H, W, C] with stride 2; an odd row or column is dropped
+    (valid) or pooled alone (same).
 
-    Two choices between neighbours, because `reduce_window` and its gradient are slow on CPU. Of tied maxima the last has the gradient.
+    Two choices between neighbours, because `reduce_window` and its gradient are slow on
+    CPU. Of tied maxima the last has the gradient.
     """
     odd = x.shape[1] % 2, x.shape[2] % 2
     if padding == "same":
@@ -141,17 +167,19 @@ def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the larger of two, entry by entry, NaN if one is.
 
-    The gradient of a maximum goes where an input equals it. A compiler that computes the input anew for that, and rounds another way, finds
-    none: the gradient is lost or 0 / 0. A choice always has one that was taken.
+    The gradient of a maximum goes where an input equals it. A compiler that computes
+    the input anew for that, and rounds another way, finds none: the gradient is lost or
+    0 / 0. A choice always has one that was taken.
     """
     return jnp.where((a > b) | jnp.isnan(a), a, b)
 
 
 class BatchStatNorm(nn.Module):
-    """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in training and in test; it keeps no running ones.
+    """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in
+    training and in test; it keeps no running ones.
 
-    The samples of a batch influence each other, hence padding must not reach it as samples of its own, and a prediction depends on
-    the batch it is made in.
+    The samples of a batch influence each other, hence padding must not reach it as
+    samples of its own, and a prediction depends on the batch it is made in.
     """
 
     epsilon: float = 1e-3  # TensorFlow's default
@@ -166,17 +194,21 @@ class BatchStatNorm(nn.Module):
         return (x - mean) * lax.rsqrt(variance + self.epsilon) * scale + bias
 
 
-def _over_time(step: Callable, carry: jax.Array | tuple, inputs: jax.Array, reverse: bool, sequences: bool) -> jax.Array:
-    # inputs [B, T, gates]: projected for all steps by one large matrix product; only the recurrent product is left to the loop.
+def _over_time(
+    step: Callable, carry: jax.Array | tuple, inputs: jax.Array, reverse: bool, sequences: bool
+) -> jax.Array:
+    # inputs [B, T, gates]: projected for all steps by one large matrix product; only the
+    # recurrent product is left to the loop.
     _, outputs = lax.scan(step, carry, inputs.swapaxes(0, 1), reverse=reverse)  # [T, B, h]
     return outputs.swapaxes(0, 1) if sequences else outputs[0 if reverse else -1]
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`, else the last [B, h].
+    """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in]
+    -> [B, T, h] if `embed_texts`, else the last [B, h].
 
-    3 (in h + h^2 + 2 h) parameters, gates in the order update, reset, candidate. `reverse` reads from the end; a sequence of outputs
-    stays in the order of time.
+    3 (in h + h^2 + 2 h) parameters, gates in the order update, reset, candidate.
+    `reverse` reads from the end; a sequence of outputs stays in the order of time.
     """
 
     features: int
@@ -190,7 +222,9 @@ class GRU(nn.Module):
             raise ValueError("sequences [T, features] are allowed")
         kernel = self.param("kernel", glorot, (x.shape[-1], 3 * self.features))
         recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 3 * self.features))
-        bias = self.param("bias", nn.initializers.zeros, (2, 3 * self.features))  # of the input and of the recurrent product
+        bias = self.param(
+            "bias", nn.initializers.zeros, (2, 3 * self.features)
+        )  # of the input and of the recurrent product
 
         def step(h: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             update_x, reset_x, candidate_x = jnp.split(inputs, 3, axis=-1)
@@ -205,9 +239,11 @@ class GRU(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`, else the last [B, h].
+    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`,
+    else the last [B, h].
 
-    4 (in h + h^2 + h) parameters, gates in the order input, forget, candidate, output. `reverse` as in GRU.
+    4 (in h + h^2 + h) parameters, gates in the order input, forget, candidate, output.
+    `reverse` as in GRU.
     """
 
     features: int
@@ -223,7 +259,9 @@ class LSTM(nn.Module):
         recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 4 * self.features))
         bias = self.param("bias", _forget_one, (4 * self.features,))
 
-        def step(carry: tuple[jax.Array, jax.Array], inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        def step(
+            carry: tuple[jax.Array, jax.Array], inputs: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             h, cell = carry
             into, forget, candidate, out = jnp.split(inputs + h @ recurrent, 4, axis=-1)
             cell = nn.sigmoid(forget) * cell + nn.sigmoid(into) * jnp.tanh(candidate)
@@ -235,5 +273,6 @@ class LSTM(nn.Module):
 
 
 def _forget_one(key: jax.Array, shape: tuple[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    # A forget gate that starts open lets the gradient reach early steps; the key is unused, Flax passes one.
+    # A forget gate that starts open lets the gradient reach early steps; the key is unused,
+    # Flax passes one.
     return jnp.zeros(shape, dtype).at[shape[0] // 4 : shape[0] // 2].set(1)

@@ -17,11 +17,16 @@ def as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x
 
 
-def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, l2: float = 0.001) -> Task:
-    """Makes a Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the layers the module calls `decayed`.
+def as_task(
+    module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, l2: float = 0.001
+) -> Task:
+    """Makes a Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the
+    layers the module calls `decayed`.
 
-    Every sample of `loss` carries the whole penalty, so that the mean over any batch carries it once. Dropout is active only with a key.
-    Raises InputError if the module cannot take samples of this shape or does not return one logit per class.
+    Every sample of `loss` carries the whole penalty, so that the mean over any batch
+    carries it once. Dropout is active only with a key.
+    Raises InputError if the module cannot take samples of this shape or does not return
+    one logit per class.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"model {module!r}: a flax.linen.Module is allowed")
@@ -31,22 +36,38 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
     decayed = getattr(module, "decayed", ()) if l2 else ()
 
     def init(key: Key) -> Params:
-        variables = module.init(key, jnp.zeros((1, *sample_shape)), **({"train": False} if takes_train else {}))
+        variables = module.init(
+            key, jnp.zeros((1, *sample_shape)), **({"train": False} if takes_train else {})
+        )
         if extra := sorted(set(variables) - {"params"}):
-            raise ValueError(f"it keeps {extra} besides params, which are not trained: batch or group statistics are allowed")
+            raise ValueError(
+                f"it keeps {extra} besides params, which are not trained: batch or group statistics"
+                " are allowed"
+            )
         return variables.get("params", {})
 
     def cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
         # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
-        return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1)
+        return jax.nn.logsumexp(z, axis=-1) - jnp.sum(
+            z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1
+        )
 
     def logits(params: Params, x: jax.Array, key: Key | None) -> jax.Array:
         rngs = None if key is None else {"dropout": key}
-        return module.apply({"params": params}, as_float(x), rngs=rngs, **({"train": key is not None} if takes_train else {}))
+        return module.apply(
+            {"params": params},
+            as_float(x),
+            rngs=rngs,
+            **({"train": key is not None} if takes_train else {}),
+        )
 
     def loss(params: Params, x: jax.Array, y: jax.Array, key: Key | None = None) -> jax.Array:
         each = cross_entropy(logits(params, x, key), y)
-        return each + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed) if decayed else each
+        return (
+            each + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed)
+            if decayed
+            else each
+        )
 
     def predict(params: Params, x: jax.Array) -> jax.Array:
         return logits(params, x, None)
@@ -54,12 +75,18 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
     def from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
         def instead(call, arguments, options, context):
             bias = params[first].get("bias", 0.0) if first in params else 0.0
-            return z + bias if context.module.path == (first,) and context.method_name == "__call__" else call(*arguments, **options)
+            return (
+                z + bias
+                if context.module.path == (first,) and context.method_name == "__call__"
+                else call(*arguments, **options)
+            )
 
         with nn.intercept_methods(instead):
             out = logits(params, jnp.zeros((z.shape[0], *sample_shape)), key)
         others = [name for name in decayed if name != first]
-        return cross_entropy(out, y) + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in others)
+        return cross_entropy(out, y) + l2 * sum(
+            jnp.sum(jnp.square(params[name]["kernel"])) for name in others
+        )
 
     first = getattr(module, "first_layer", None)
     task = Task(init, loss, predict)
@@ -67,26 +94,54 @@ def as_task(module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, 
     if not first:
         return task
     shape = params[first]["kernel"].shape
-    return task._replace(first=FirstLayer(first, shape, l2 if first in decayed else 0.0, lambda x: flatten(as_float(x)), from_first))
+    return task._replace(
+        first=FirstLayer(
+            first,
+            shape,
+            l2 if first in decayed else 0.0,
+            lambda x: flatten(as_float(x)),
+            from_first,
+        )
+    )
 
 
-def _check(task: Task, name: str, sample_shape: tuple[int, ...], num_classes: int, decayed: tuple[str, ...], first: str | None) -> Params:
-    # Returns the parameters' shapes; nothing is computed. What a foreign module may raise is unknown, hence the broad except.
+def _check(
+    task: Task,
+    name: str,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    decayed: tuple[str, ...],
+    first: str | None,
+) -> Params:
+    # Returns the parameters' shapes; nothing is computed. What a foreign module may raise is
+    # unknown, hence the broad except.
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
-        out = jax.eval_shape(task.predict, params, jax.ShapeDtypeStruct((2, *sample_shape), jnp.float32))
+        out = jax.eval_shape(
+            task.predict, params, jax.ShapeDtypeStruct((2, *sample_shape), jnp.float32)
+        )
     except Exception as error:
         cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"model {name} cannot take samples of shape {tuple(sample_shape)}: {cause}") from error
+        raise InputError(
+            f"model {name} cannot take samples of shape {tuple(sample_shape)}: {cause}"
+        ) from error
     shape = getattr(out, "shape", type(out).__name__)
     if shape != (2, num_classes):
-        raise InputError(f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2, {num_classes}) is allowed")
+        raise InputError(
+            f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2,"
+            f" {num_classes}) is allowed"
+        )
     if first and params.get(first, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
-        allowed = f"a Dense layer called on the flat sample is allowed{suggest_nearest(first, params)}"
+        allowed = (
+            f"a Dense layer called on the flat sample is allowed{suggest_nearest(first, params)}"
+        )
         raise InputError(f"model {name}: first_layer names {first!r}, {allowed}")
     for layer in decayed:
         if "kernel" not in params.get(layer, {}):
-            raise InputError(f"model {name}: decayed names {layer!r}, a layer with a kernel is allowed{suggest_nearest(layer, params)}")
+            raise InputError(
+                f"model {name}: decayed names {layer!r}, a layer with a kernel is"
+                f" allowed{suggest_nearest(layer, params)}"
+            )
     return params
 
 

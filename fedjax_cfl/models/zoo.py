@@ -1,13 +1,18 @@
-"""The models of the reproduced papers, and `as_task`, which makes a Task of any Flax module.
+"""The models of the reproduced papers, and `as_task`, which makes a Task of any Flax
+module.
 
-A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C], and `__call__` takes `train` if it has dropout.
-Two attributes are optional: `decayed` names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that is
-called once, on the flat sample, which nothing else sees: then local training has a faster form (`dual`).
-Parameter counts are those of 28x28x1 images and 10 classes, or of 25 x 300 word vectors and 2 classes, unless another shape is named.
-FlexCFL: Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift", IEEE TPDS 2022,
-https://doi.org/10.1109/TPDS.2021.3134263. FedGroup: Duan et al., "FedGroup: Efficient Federated Learning via Decomposed Similarity-Based
-Clustering", 2020, https://arxiv.org/abs/2010.06870. FeSEM: Xie et al., "Multi-Center Federated Learning", 2020,
-https://arxiv.org/abs/2005.01026. LEAF: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, https://arxiv.org/abs/1812.01097.
+A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C],
+and `__call__` takes `train` if it has dropout. Two attributes are optional: `decayed`
+names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that
+is called once, on the flat sample, which nothing else sees: then local training has a
+faster form (`dual`). Parameter counts are those of 28x28x1 images and 10 classes, or of
+25 x 300 word vectors and 2 classes, unless another shape is named. FlexCFL: Duan et
+al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
+IEEE TPDS 2022, https://doi.org/10.1109/TPDS.2021.3134263. FedGroup: Duan et al.,
+"FedGroup: Efficient Federated Learning via Decomposed Similarity-Based Clustering",
+2020, https://arxiv.org/abs/2010.06870. FeSEM: Xie et al., "Multi-Center Federated
+Learning", 2020, https://arxiv.org/abs/2005.01026. LEAF: Caldas et al., "LEAF: A
+Benchmark for Federated Settings", 2018, https://arxiv.org/abs/1812.01097.
 """
 
 from typing import ClassVar
@@ -16,7 +21,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.layers import GRU, LSTM, BatchStatNorm, Conv, add_channel_axis, dense, flatten, max_pool
+from fedjax_cfl.models.layers import (
+    GRU,
+    LSTM,
+    BatchStatNorm,
+    Conv,
+    add_channel_axis,
+    dense,
+    flatten,
+    max_pool,
+)
 
 
 class MCLR(nn.Module):
@@ -33,7 +47,9 @@ class MCLR(nn.Module):
 
 
 class MLP(nn.Module):
-    """Fully connected relu network on the flattened sample (101,770 parameters with 128 hidden units, 407,050 with 512)."""
+    """Fully connected relu network on the flattened sample (101,770 parameters with 128
+    hidden units, 407,050 with 512).
+    """
 
     num_classes: int
     hidden: tuple[int, ...] = (128,)
@@ -58,7 +74,9 @@ class MLP(nn.Module):
 
 
 class MnistCNN(nn.Module):
-    """FlexCFL's MNIST CNN: two 3x3 convolutions, dropout before the output layer (50,186 parameters)."""
+    """FlexCFL's MNIST CNN: two 3x3 convolutions, dropout before the output layer
+    (50,186 parameters).
+    """
 
     num_classes: int
 
@@ -73,7 +91,9 @@ class MnistCNN(nn.Module):
 
 
 class FemnistCNN(nn.Module):
-    """FlexCFL's FEMNIST CNN: six convolutions, strided instead of pooled, without batch normalisation (325,578 parameters)."""
+    """FlexCFL's FEMNIST CNN: six convolutions, strided instead of pooled, without batch
+    normalisation (325,578 parameters).
+    """
 
     num_classes: int
     decayed: ClassVar[tuple[str, ...]] = ("hidden", "head")
@@ -93,10 +113,11 @@ class FemnistCNN(nn.Module):
 
 
 class LeafCNN(nn.Module):
-    """LEAF's FEMNIST CNN: two 5x5 convolutions and one hidden layer, whose width the papers change.
+    """LEAF's FEMNIST CNN: two 5x5 convolutions and one hidden layer, whose width the
+    papers change.
 
-    FlexCFL's FashionMNIST CNN has 1,024 hidden units (3,274,634 parameters); with 62 classes FeSEM's code has 248 (845,510) and
-    LEAF itself 2,048 (6,603,710).
+    FlexCFL's FashionMNIST CNN has 1,024 hidden units (3,274,634 parameters); with 62
+    classes FeSEM's code has 248 (845,510) and LEAF itself 2,048 (6,603,710).
     """
 
     num_classes: int
@@ -113,9 +134,11 @@ class LeafCNN(nn.Module):
 
 
 class CelebaCNN(nn.Module):
-    """FeSEM's CelebA CNN: four normalised 3x3 convolutions (31,202 parameters on 84x84x3 with 2 classes).
+    """FeSEM's CelebA CNN: four normalised 3x3 convolutions (31,202 parameters on
+    84x84x3 with 2 classes).
 
-    The batch statistics normalise even in test, as in LEAF's code, so that a prediction depends on the batch it is made in.
+    The batch statistics normalise even in test, as in LEAF's code, so that a prediction
+    depends on the batch it is made in.
     """
 
     num_classes: int
@@ -130,7 +153,9 @@ class CelebaCNN(nn.Module):
 
 
 class LeNet(nn.Module):
-    """LeNet-5 with relu and max-pooling (44,426 parameters; 61,706 on 32x32x1, 62,006 on 32x32x3)."""
+    """LeNet-5 with relu and max-pooling (44,426 parameters; 61,706 on 32x32x1, 62,006
+    on 32x32x3).
+    """
 
     num_classes: int
 
@@ -146,7 +171,9 @@ class LeNet(nn.Module):
 
 
 class BiGRU(nn.Module):
-    """FlexCFL's Sent140 GRU: two bi-directional layers, 64 then 32 units each way (175,938 parameters)."""
+    """FlexCFL's Sent140 GRU: two bi-directional layers, 64 then 32 units each way
+    (175,938 parameters).
+    """
 
     num_classes: int
 
@@ -157,7 +184,9 @@ class BiGRU(nn.Module):
 
 
 class BiLSTM(nn.Module):
-    """FlexCFL's Sent140 LSTM: two bi-directional layers, 64 then 32 units each way (232,386 parameters)."""
+    """FlexCFL's Sent140 LSTM: two bi-directional layers, 64 then 32 units each way
+    (232,386 parameters).
+    """
 
     num_classes: int
 
@@ -167,17 +196,23 @@ class BiLSTM(nn.Module):
         return _bidirectional(LSTM, x, self.num_classes, train)
 
 
-def _bidirectional(layer: type[nn.Module], x: jax.Array, num_classes: int, train: bool) -> jax.Array:
+def _bidirectional(
+    layer: type[nn.Module], x: jax.Array, num_classes: int, train: bool
+) -> jax.Array:
     for features, sequences in ((64, True), (32, False)):
-        x = jnp.concatenate([layer(features, reverse, sequences)(x) for reverse in (False, True)], axis=-1)
+        x = jnp.concatenate(
+            [layer(features, reverse, sequences)(x) for reverse in (False, True)], axis=-1
+        )
     x = nn.Dropout(0.5, deterministic=not train)(nn.relu(dense(64, "hidden")(x)))
     return dense(num_classes, "head")(x)
 
 
 class StackedLSTM(nn.Module):
-    """FedGroup's Sent140 LSTM: two layers of 100 units and a linear layer of 30 (243,861 parameters, 2 classes only).
+    """FedGroup's Sent140 LSTM: two layers of 100 units and a linear layer of 30
+    (243,861 parameters, 2 classes only).
 
-    The papers' sigmoid cross-entropy of one output z is the softmax cross-entropy of the logits [0, z] returned here.
+    The papers' sigmoid cross-entropy of one output z is the softmax cross-entropy of
+    the logits [0, z] returned here.
     """
 
     num_classes: int = 2
@@ -190,9 +225,11 @@ class StackedLSTM(nn.Module):
 
 
 class StackedGRU(nn.Module):
-    """GrouProx' Sent140 GRU: layers of 64 and 32 units and a linear layer of 64 (81,857 parameters, 2 classes only).
+    """GrouProx' Sent140 GRU: layers of 64 and 32 units and a linear layer of 64 (81,857
+    parameters, 2 classes only).
 
-    Differs from that code: its TensorFlow 1 cell resets before the recurrent product, with one bias per gate.
+    Differs from that code: its TensorFlow 1 cell resets before the recurrent product,
+    with one bias per gate.
     """
 
     num_classes: int = 2

@@ -1,4 +1,6 @@
-"""The cells of a published table: which runs it has, what they may be asked for besides, and which of them are finished."""
+"""The cells of a published table: which runs it has, what they may be asked for
+besides, and which of them are finished.
+"""
 
 import fnmatch
 from collections.abc import Callable, Iterable
@@ -10,8 +12,19 @@ from omegaconf import OmegaConf
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.runs.results import read_summary
 
-FREE_OVERRIDES = ("run_dir=", "devices=", "rounds=", "offline=", "resume=", "checkpoint.")  # overrides in which a finished cell may differ
-RESERVED_SETTINGS = {"run_dir", "seeds", "vectorize"}  # with these a run would not be one cell in its folder
+FREE_OVERRIDES = (
+    "run_dir=",
+    "devices=",
+    "rounds=",
+    "offline=",
+    "resume=",
+    "checkpoint.",
+)  # overrides in which a finished cell may differ
+RESERVED_SETTINGS = {
+    "run_dir",
+    "seeds",
+    "vectorize",
+}  # with these a run would not be one cell in its folder
 
 
 class Cell(NamedTuple):
@@ -39,27 +52,48 @@ def load_table(conf: Path, name: str) -> dict:
 
 
 def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
-    """Returns the names that `asked` lists, all of them if it is None; `*` stands for anything. Raises InputError for unknown names."""
+    """Returns the names that `asked` lists, all of them if it is None; `*` stands for
+    anything. Raises InputError for unknown names.
+    """
     known = list(known)
     for pattern in asked or []:
         if not fnmatch.filter(known, pattern):
             require(field, pattern, known)
-    return [name for name in known if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)]
+    return [
+        name
+        for name in known
+        if asked is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in asked)
+    ]
 
 
 def source_row(table: dict, row: str) -> str:
-    """Returns the row whose runs a row shows: its own, or those of the row it names, of which it shows another measure."""
+    """Returns the row whose runs a row shows: its own, or those of the row it names, of
+    which it shows another measure.
+    """
     return table["rows"][row].get("runs", row)
 
 
 def row_columns(table: dict, row: str) -> list[str]:
-    """Returns the columns a row has: those it lists, or has published numbers for, or all; measures are columns, too."""
+    """Returns the columns a row has: those it lists, or has published numbers for, or
+    all; measures are columns, too.
+    """
     entry = table["rows"][source_row(table, row)]
-    return entry.get("columns") or list(table.get("measures") or entry.get("published") or table["columns"])
+    return entry.get("columns") or list(
+        table.get("measures") or entry.get("published") or table["columns"]
+    )
 
 
-def make_cells(name: str, table: dict, out: Path, rows: list[str], columns: list[str] | None, seeds: Iterable[int], extra: list[str]):
-    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are outermost, so that a whole table comes first.
+def make_cells(
+    name: str,
+    table: dict,
+    out: Path,
+    rows: list[str],
+    columns: list[str] | None,
+    seeds: Iterable[int],
+    extra: list[str],
+):
+    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are
+    outermost, so that a whole table comes first.
 
     Rows that share their runs have one cell together, that of the row which owns them.
     """
@@ -68,18 +102,30 @@ def make_cells(name: str, table: dict, out: Path, rows: list[str], columns: list
         for row in owners:
             own = table["rows"][row]["overrides"]
             if "columns" in table:
-                options = {c: table["columns"][c] for c in row_columns(table, row) if columns is None or c in columns}
+                options = {
+                    c: table["columns"][c]
+                    for c in row_columns(table, row)
+                    if columns is None or c in columns
+                }
             else:
                 options = {"": []}
             for column, overrides in options.items():
                 folder = out / row / column / f"seed{seed}"
-                yield Cell(row, column, seed, folder, [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra])
+                yield Cell(
+                    row,
+                    column,
+                    seed,
+                    folder,
+                    [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra],
+                )
 
 
 def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], object]) -> None:
-    """Raises InputError, before anything runs, if a cell says itself what one of the overrides `extra` asks for, or cannot have it.
+    """Raises InputError, before anything runs, if a cell says itself what one of the
+    overrides `extra` asks for, or cannot have it.
 
-    One cell of every row and of every column is put to `resolve_settings(overrides)`, which raises what the run itself would.
+    One cell of every row and of every column is put to `resolve_settings(overrides)`,
+    which raises what the run itself would.
     """
     if not extra:
         return
@@ -92,7 +138,10 @@ def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]
         for override in extra:
             name = override.partition("=")[0].lstrip("+~")
             if name in own | RESERVED_SETTINGS:
-                raise InputError(f"{override}: a cell has its own {name}; see --rows, --columns, --seeds and --out")
+                raise InputError(
+                    f"{override}: a cell has its own {name}; see --rows, --columns, --seeds and"
+                    " --out"
+                )
         try:
             checked(cell.overrides)
         except InputError as error:
@@ -100,34 +149,55 @@ def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]
 
 
 def filter_overrides(overrides: list[str]) -> set[str]:
-    """Returns the overrides that bear on what a cell is, in no order; of several of one name the last counts."""
+    """Returns the overrides that bear on what a cell is, in no order; of several of one
+    name the last counts.
+    """
     last = {override.partition("=")[0]: override for override in overrides}
     return {override for override in last.values() if not override.startswith(FREE_OVERRIDES)}
 
 
 def requested_rounds(overrides: list[str]) -> str | None:
     """Returns the last `rounds=`."""
-    return next((override for override in reversed(overrides) if override.startswith("rounds=")), None)
+    return next(
+        (override for override in reversed(overrides) if override.startswith("rounds=")), None
+    )
 
 
 def is_finished(cell: Cell) -> bool:
-    """Returns whether the cell has run as asked. Raises InputError if another cell did, of the same name but with other settings."""
+    """Returns whether the cell has run as asked. Raises InputError if another cell did,
+    of the same name but with other settings.
+    """
     summary = read_summary(cell.folder)
     if summary is None:
         return False
     ran = summary.get("overrides") or []
     if filter_overrides(ran) != filter_overrides(cell.overrides):
         differ = sorted(filter_overrides(ran) ^ filter_overrides(cell.overrides))
-        raise InputError(f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another folder with --out")
+        raise InputError(
+            f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another"
+            " folder with --out"
+        )
     return requested_rounds(ran) == requested_rounds(cell.overrides)
 
 
-def find_finished(name: str, table: dict, out: Path, extra: list[str]) -> dict[tuple[str, str], list[Path]]:
-    """Returns the folders of all finished cells of these settings in `out`, by (row, column), seeds in order; rounds may differ."""
+def find_finished(
+    name: str, table: dict, out: Path, extra: list[str]
+) -> dict[tuple[str, str], list[Path]]:
+    """Returns the folders of all finished cells of these settings in `out`, by (row,
+    column), seeds in order; rounds may differ.
+    """
     found: dict[tuple[str, str], list[Path]] = {}
-    seeds = sorted({int(path.name[4:]) for path in out.glob("**/seed*") if path.is_dir() and path.name[4:].isdecimal()})
+    seeds = sorted(
+        {
+            int(path.name[4:])
+            for path in out.glob("**/seed*")
+            if path.is_dir() and path.name[4:].isdecimal()
+        }
+    )
     for cell in make_cells(name, table, out, list(table["rows"]), None, seeds, extra):
         summary = read_summary(cell.folder)
-        if summary is not None and filter_overrides(summary.get("overrides") or []) == filter_overrides(cell.overrides):
+        if summary is not None and filter_overrides(
+            summary.get("overrides") or []
+        ) == filter_overrides(cell.overrides):
             found.setdefault((cell.row, cell.column), []).append(cell.folder)
     return found

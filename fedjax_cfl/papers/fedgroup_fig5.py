@@ -1,6 +1,8 @@
-"""FedGroup, Fig. 5: how well decomposed features (EDC) stand in for mean absolute differences of cosines (MADC).
+"""FedGroup, Fig. 5: how well decomposed features (EDC) stand in for mean absolute
+differences of cosines (MADC).
 
-No run: all clients pre-train once from the initial model, as FlexCFL's newcomers do, and the two distances of every pair are compared.
+No run: all clients pre-train once from the initial model, as FlexCFL's newcomers do,
+and the two distances of every pair are compared.
 """
 
 import csv
@@ -30,8 +32,12 @@ DOTS = 20_000  # pairs drawn per panel, evenly through all; the correlations are
 FIELDS = ("row", "seed", "clients", "founders", "pairs", "pearson", "pearson_all")
 
 
-def first_update_gram(key, task, data: FederatedData, local, pretrain: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the inner products [N, N] of the first updates of the N clients that have training samples, and who they are [N]."""
+def first_update_gram(
+    key, task, data: FederatedData, local, pretrain: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the inner products [N, N] of the first updates of the N clients that have
+    training samples, and who they are [N].
+    """
     local = local.resolve()
     trial = over_clients(make_pretrain_solver(task, local, pretrain), local)
     start, batches = jax.random.split(key)
@@ -44,19 +50,27 @@ def first_update_gram(key, task, data: FederatedData, local, pretrain: str) -> t
 
     gram, ids = jax.device_get(jax.jit(products)(data))  # not a round: `run` has no part in it
     size = np.asarray(data.train.size)
-    slots = [slot for slot in np.argsort(ids) if ids[slot] < data.num_clients and size[ids[slot]] > 0]
+    slots = [
+        slot for slot in np.argsort(ids) if ids[slot] < data.num_clients and size[ids[slot]] > 0
+    ]
     return gram[np.ix_(slots, slots)], ids[slots]
 
 
 def edc_features(gram: np.ndarray, founders: np.ndarray, m: int) -> np.ndarray:
-    """Returns the cosines [N, m] of all N updates to the top m singular directions of the founders' updates (FedGroup, eq. 8).
+    """Returns the cosines [N, m] of all N updates to the top m singular directions of
+    the founders' updates (FedGroup, eq. 8).
 
-    With eigenpairs (l_k, q_k) of the founders' Gram matrix, a direction is sum_j q_jk delta_j / sqrt(l_k).
+    With eigenpairs (l_k, q_k) of the founders' Gram matrix, a direction is sum_j q_jk
+    delta_j / sqrt(l_k).
     """
     values, vectors = np.linalg.eigh(gram[np.ix_(founders, founders)].astype(np.float64))
     values, vectors = values[::-1][:m], vectors[:, ::-1][:, :m]
     norm = np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float32).tiny))
-    return gram[:, founders] @ (vectors / np.sqrt(np.maximum(values, np.finfo(np.float32).tiny))) / norm[:, None]
+    return (
+        gram[:, founders]
+        @ (vectors / np.sqrt(np.maximum(values, np.finfo(np.float32).tiny)))
+        / norm[:, None]
+    )
 
 
 def pairwise_distances(points: np.ndarray) -> np.ndarray:
@@ -65,7 +79,9 @@ def pairwise_distances(points: np.ndarray) -> np.ndarray:
 
 
 def compare_measures(config: dict, task, data, local) -> dict:
-    """Returns MADC and EDC of all pairs of clients, each [pairs], and what correlation.csv says of them."""
+    """Returns MADC and EDC of all pairs of clients, each [pairs], and what
+    correlation.csv says of them.
+    """
     settings, seed = config["algorithm"], config["seed"]
     gram, ids = first_update_gram(jax.random.key(seed), task, data, local, settings["pretrain"])
     count = min(settings["alpha"] * settings["m"], ids.size)
@@ -94,11 +110,16 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
     for (row, found), axes in zip(drawn.items(), grid, strict=False):
         x, y = found["madc"], found["edc"]
         shown = slice(None, None, max(1, len(x) // DOTS))
-        axes.scatter(x[shown], y[shown], s=4, color="#0072B2", alpha=0.15, linewidths=0, rasterized=True)
+        axes.scatter(
+            x[shown], y[shown], s=4, color="#0072B2", alpha=0.15, linewidths=0, rasterized=True
+        )
         slope, offset = np.polyfit(x, y, 1)
         ends = np.array([x.min(), x.max()])
         axes.plot(ends, slope * ends + offset, color="#D55E00", linewidth=1.8)
-        text = f"Pearson {found['pearson']:.3f}\n{found['clients']:,} clients, {found['founders']} founders"
+        text = (
+            f"Pearson {found['pearson']:.3f}\n{found['clients']:,} clients, {found['founders']}"
+            " founders"
+        )
         axes.text(
             0.97,
             0.05,
@@ -117,11 +138,18 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
 
 
 def reproduce(
-    table: dict, cells: list[Cell], out: Path, build: Callable[[list[str]], tuple], console: Console, missing: tuple[str, ...]
+    table: dict,
+    cells: list[Cell],
+    out: Path,
+    build: Callable[[list[str]], tuple],
+    console: Console,
+    missing: tuple[str, ...],
 ) -> int:
-    """Writes figure.png (the first seed) and correlation.csv; rows whose data are missing are skipped and named. Returns 0.
+    """Writes figure.png (the first seed) and correlation.csv; rows whose data are
+    missing are skipped and named. Returns 0.
 
-    `build(overrides)` returns (config, task, data, local); `missing_data_error` are the words of an InputError about data that are not here.
+    `build(overrides)` returns (config, task, data, local); `missing_data_error` are the
+    words of an InputError about data that are not here.
     """
     records, drawn, skipped = [], {}, set()
     for cell in cells:
@@ -132,16 +160,28 @@ def reproduce(
         except InputError as error:
             if not any(text in str(error) for text in missing):
                 raise
-            console.print(f"{cell.row}: skipped, data missing: {error}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{cell.row}: skipped, data missing: {error}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
             skipped.add(cell.row)
             continue
         found = compare_measures(*parts)
         drawn.setdefault(cell.row, found)
         records.append({"row": cell.row, "seed": cell.seed} | found)
-        console.print(f"{cell}: Pearson {found['pearson']:.3f} over {found['pairs']:,} pairs", markup=False, highlight=False)
+        console.print(
+            f"{cell}: Pearson {found['pearson']:.3f} over {found['pairs']:,} pairs",
+            markup=False,
+            highlight=False,
+        )
     if records:
         out.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out / "correlation.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+        with (
+            atomic_write(out / "correlation.csv") as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as handle,
+        ):
             writer = csv.DictWriter(handle, fieldnames=FIELDS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(records)

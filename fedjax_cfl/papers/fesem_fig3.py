@@ -1,6 +1,8 @@
-"""FeSEM, Fig. 3: the clients' local models in the plane of their two principal components, coloured by the center they belong to.
+"""FeSEM, Fig. 3: the clients' local models in the plane of their two principal
+components, coloured by the center they belong to.
 
-Made from files: the last checkpoint of a finished run holds the stored models and the assignment. K clients, P parameters, m groups.
+Made from files: the last checkpoint of a finished run holds the stored models and the
+assignment. K clients, P parameters, m groups.
 """
 
 import math
@@ -18,7 +20,12 @@ from fedjax_cfl.runs.plot import make_palette, style_axes
 from fedjax_cfl.runs.results import atomic_write
 
 MAX_MODELS = 400  # clients drawn, as in the paper
-MODELS, CENTERS, ASSIGNED, KNOWN = "[0].memory.models", "[0].groups", "[0].assignment", "[0].memory.known"  # of a run's (state, data)
+MODELS, CENTERS, ASSIGNED, KNOWN = (
+    "[0].memory.models",
+    "[0].groups",
+    "[0].assignment",
+    "[0].memory.known",
+)  # of a run's (state, data)
 
 
 class ModelMap(NamedTuple):
@@ -32,27 +39,44 @@ class ModelMap(NamedTuple):
 
 
 def read_map(run_dir: Path, seed: int = 0) -> ModelMap:
-    """Reads the last checkpoint of a run and projects at most MOST of its clients' models. Raises InputError if it holds none."""
+    """Reads the last checkpoint of a run and projects at most MOST of its clients'
+    models. Raises InputError if it holds none.
+    """
     saved = checkpoint.list_checkpoints(run_dir / "checkpoints")
     arrays = checkpoint.load_arrays(saved[-1]) if saved else {}
     layers = [name.removeprefix(MODELS) for name in arrays if name.startswith(MODELS)]
     if not layers or KNOWN not in arrays:
-        raise InputError(f"{run_dir}: no checkpoint with stored local models, expected a run of fesem or fesem_ma")
+        raise InputError(
+            f"{run_dir}: no checkpoint with stored local models, expected a run of fesem or"
+            " fesem_ma"
+        )
     group, clients = arrays[ASSIGNED], np.flatnonzero(arrays[KNOWN] & (arrays[ASSIGNED] >= 0))
     if len(clients) < 3:
-        raise InputError(f"{run_dir}: {len(clients)} clients have a stored model, expected three or more for a plane")
+        raise InputError(
+            f"{run_dir}: {len(clients)} clients have a stored model, expected three or more for a"
+            " plane"
+        )
     drawn = np.sort(np.random.default_rng(seed).permutation(clients)[:MAX_MODELS])
-    matrices = [(arrays[MODELS + layer][drawn].reshape(len(drawn), -1), arrays[CENTERS + layer]) for layer in layers]
-    points, centers, explained = project([(models, centers.reshape(len(centers), -1)) for models, centers in matrices])
+    matrices = [
+        (arrays[MODELS + layer][drawn].reshape(len(drawn), -1), arrays[CENTERS + layer])
+        for layer in layers
+    ]
+    points, centers, explained = project(
+        [(models, centers.reshape(len(centers), -1)) for models, centers in matrices]
+    )
     sizes = np.bincount(group[clients], minlength=len(centers))
     return ModelMap(points, centers, group[drawn], sizes, explained)
 
 
-def project(layers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the two leading principal components of models [n, 2], of centers in the same plane [m, 2], and their parts of the variance.
+def project(
+    layers: list[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the two leading principal components of models [n, 2], of centers in the
+    same plane [m, 2], and their parts of the variance.
 
-    A layer is (models [n, p], centers [m, p]). With eigenpairs (l, q) of the centered models' Gram matrix, components are q sqrt(l), and
-    a point with inner products b to the centered models has b.q / sqrt(l): nothing of size P x P is made.
+    A layer is (models [n, p], centers [m, p]). With eigenpairs (l, q) of the centered
+    models' Gram matrix, components are q sqrt(l), and a point with inner products b to
+    the centered models has b.q / sqrt(l): nothing of size P x P is made.
     """
     gram = cross = 0.0
     for models, centers in layers:
@@ -63,7 +87,11 @@ def project(layers: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np
     values, vectors = np.linalg.eigh(gram)
     values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1][:, :2]
     scale = np.sqrt(np.maximum(values[:2], np.finfo(np.float32).tiny))
-    return vectors * scale, cross @ vectors / scale, values[:2] / max(values.sum(), np.finfo(np.float32).tiny)
+    return (
+        vectors * scale,
+        cross @ vectors / scale,
+        values[:2] / max(values.sum(), np.finfo(np.float32).tiny),
+    )
 
 
 def draw_panel(axes: Axes, shown: ModelMap, title: str) -> None:
@@ -73,12 +101,34 @@ def draw_panel(axes: Axes, shown: ModelMap, title: str) -> None:
         if not shown.sizes[g]:
             continue  # nobody is there, and an idle center may lie far off
         label = f"center {g + 1}: {shown.sizes[g]:,} clients"
-        axes.scatter(*shown.points[rows].T, s=26, color=shade, alpha=0.75, linewidths=0.4, edgecolors="white", label=label)
-        axes.scatter(*shown.centers[g], s=150, color=shade, marker="X", linewidths=1.4, edgecolors="black", zorder=3)
+        axes.scatter(
+            *shown.points[rows].T,
+            s=26,
+            color=shade,
+            alpha=0.75,
+            linewidths=0.4,
+            edgecolors="white",
+            label=label,
+        )
+        axes.scatter(
+            *shown.centers[g],
+            s=150,
+            color=shade,
+            marker="X",
+            linewidths=1.4,
+            edgecolors="black",
+            zorder=3,
+        )
     drawn = f", {len(shown.points)} drawn" if len(shown.points) < shown.sizes.sum() else ""
-    style_axes(axes, f"{title}{drawn}", *(f"component {i + 1} ({part:.1%} of variance)" for i, part in enumerate(shown.explained)))
+    style_axes(
+        axes,
+        f"{title}{drawn}",
+        *(f"component {i + 1} ({part:.1%} of variance)" for i, part in enumerate(shown.explained)),
+    )
     axes.grid(axis="x", color="0.9", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+    axes.legend(
+        frameon=False, fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2
+    )
 
 
 def draw_maps(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:

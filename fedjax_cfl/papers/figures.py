@@ -1,7 +1,9 @@
-"""The figures of papers, drawn from the files of cells: curves over rounds, and accuracy against communication.
+"""The figures of papers, drawn from the files of cells: curves over rounds, and
+accuracy against communication.
 
-Lines are means over seeds, bands one sample standard deviation. A figure has a column of panels for every row of its table. Of many
-evaluations the running mean is drawn, and they themselves faintly: the accuracy of a round jumps with its cohort.
+Lines are means over seeds, bands one sample standard deviation. A figure has a column
+of panels for every row of its table. Of many evaluations the running mean is drawn, and
+they themselves faintly: the accuracy of a round jumps with its cohort.
 """
 
 from pathlib import Path
@@ -22,21 +24,34 @@ AXIS_LABELS = {
     "train_loss": "training loss of the cohort",
     "discrepancy": "discrepancy",
 }
-MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11  # evaluations: from how many on a line is steadied, and over how many
+MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = (
+    100,
+    11,
+)  # evaluations: from how many on a line is steadied, and over how many
 
 
 def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
-    """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN where they are."""
+    """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN
+    where they are.
+    """
     finite = np.isfinite(values)
-    total, count = (np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite))
+    total, count = (
+        np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite)
+    )
     return np.where(finite, total / np.maximum(count, 1), np.nan)
 
 
-def average_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rounds, mean and sd over runs (n - 1; 0 for one), each [R], of the sum of `names` at the rounds that every run evaluated."""
+def average_seeds(
+    runs: list[list[dict]], names: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns rounds, mean and sd over runs (n - 1; 0 for one), each [R], of the sum of
+    `names` at the rounds that every run evaluated.
+    """
     by_round = [{row["round"]: row for row in rows} for rows in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
-    values = np.array([sum(series([rows[r] for r in rounds], name) for name in names) for rows in by_round])  # [seeds, R]
+    values = np.array(
+        [sum(series([rows[r] for r in rounds], name) for name in names) for rows in by_round]
+    )  # [seeds, R]
     spread = values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
     return np.array(rounds, float), values.mean(axis=0), spread
 
@@ -44,22 +59,43 @@ def average_seeds(runs: list[list[dict]], names: tuple[str, ...]) -> tuple[np.nd
 def column_styles(table: dict) -> dict[str, tuple]:
     """Returns the colour and line style of every column, the same in all panels."""
     palette = make_palette(7)  # yellow, the eighth, is too pale for a line
-    return {name: (palette[i % 7], ("-", "--", ":")[i // 7 % 3]) for i, name in enumerate(table["columns"])}
+    return {
+        name: (palette[i % 7], ("-", "--", ":")[i // 7 % 3])
+        for i, name in enumerate(table["columns"])
+    }
 
 
-def draw_band(axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str) -> None:
+def draw_band(
+    axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str
+) -> None:
     """Draws a line with its band."""
     if len(x) > MIN_SMOOTHED_LENGTH:
         axes.plot(x, mean, color=style[0], linewidth=0.5, alpha=0.3)
         mean, spread = smooth(mean), smooth(spread)
-    axes.plot(x, mean, color=style[0], linestyle=style[1], linewidth=1.5, marker="o" if len(x) <= 20 else "", markersize=3, label=label)
+    axes.plot(
+        x,
+        mean,
+        color=style[0],
+        linestyle=style[1],
+        linewidth=1.5,
+        marker="o" if len(x) <= 20 else "",
+        markersize=3,
+        label=label,
+    )
     axes.fill_between(x, mean - spread, mean + spread, color=style[0], alpha=0.18, linewidth=0)
 
 
-def read_cells(table: dict, found: dict[tuple[str, str], list[Path]]) -> dict[str, dict[str, list[list[dict]]]]:
-    """Returns the metrics of every finished cell, by row, column and seed; rows of which nothing ran are left out."""
+def read_cells(
+    table: dict, found: dict[tuple[str, str], list[Path]]
+) -> dict[str, dict[str, list[list[dict]]]]:
+    """Returns the metrics of every finished cell, by row, column and seed; rows of
+    which nothing ran are left out.
+    """
     runs = {key: [read_metrics(folder) for folder in folders] for key, folders in found.items()}
-    return {row: {c: runs[row, c] for c in row_columns(table, row) if (row, c) in runs} for row in finished_rows(table, found)}
+    return {
+        row: {c: runs[row, c] for c in row_columns(table, row) if (row, c) in runs}
+        for row in finished_rows(table, found)
+    }
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
@@ -73,19 +109,30 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 def save_figure(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> None:
     """Writes the figure with one legend below it, for the lines of all panels."""
-    handles = {label: handle for axes in drawn for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axes in drawn
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     names = [name for name in columns if name in handles]
     if names:
         most = max(1, int(figure.get_figwidth() // 1.9))
         figure.legend(
-            [handles[n] for n in names], names, loc="outside lower center", ncols=min(most, len(names)), frameon=False, fontsize=10
+            [handles[n] for n in names],
+            names,
+            loc="outside lower center",
+            ncols=min(most, len(names)),
+            frameon=False,
+            fontsize=10,
         )
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
 def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
-    """Draws `table["panels"]`, numbers of metrics.jsonl, against rounds: a line of panels for each, a column of panels for every row."""
+    """Draws `table["panels"]`, numbers of metrics.jsonl, against rounds: a line of
+    panels for each, a column of panels for every row.
+    """
     runs, styles, panels = read_cells(table, found), column_styles(table), table["panels"]
     figure = new_figure(max(7.0, 1.0 + 4.2 * len(runs)), 1.6 + 2.8 * len(panels), table["title"])
     grid = figure.subplots(len(panels), len(runs), squeeze=False)
@@ -94,7 +141,12 @@ def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Pat
             axes = grid[i, j]
             for column, seeds in methods.items():
                 draw_band(axes, *average_seeds(seeds, (name,)), styles[column], column)
-            style_axes(axes, row_title(table, row) if i == 0 else "", "round", AXIS_LABELS.get(name, name) if j == 0 else "")
+            style_axes(
+                axes,
+                row_title(table, row) if i == 0 else "",
+                "round",
+                AXIS_LABELS.get(name, name) if j == 0 else "",
+            )
             axes.set_xlim(left=0)
             if "accuracy" in name:
                 format_percent_axis(axes)
@@ -107,7 +159,8 @@ def models_sent(runs: list[list[dict]]) -> float:
 
 
 def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
-    """Draws accuracy against the models sent so far, and what was sent in all, both relative to all that the baseline sent.
+    """Draws accuracy against the models sent so far, and what was sent in all, both
+    relative to all that the baseline sent.
 
     A row without the baseline is drawn in models. Hollow dots are published costs.
     """
@@ -135,7 +188,9 @@ def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], pa
     save_figure(figure, path, list(grid[:, 0]), list(table["columns"]))
 
 
-def draw_bars(axes: Axes, costs: dict[str, float], published: dict[str, float], styles: dict[str, tuple]) -> None:
+def draw_bars(
+    axes: Axes, costs: dict[str, float], published: dict[str, float], styles: dict[str, tuple]
+) -> None:
     """Draws a bar per method with its number, and a hollow dot where one is published."""
     largest = max([*costs.values(), *published.values()])
     for place, (column, value) in enumerate(costs.items()):
@@ -143,9 +198,18 @@ def draw_bars(axes: Axes, costs: dict[str, float], published: dict[str, float], 
         text = f"{value:.2f}x" if largest < 1000 else f"{value:,.0f}"
         printed = published.get(column)
         if printed is not None:
-            axes.plot(printed, place, "o", color="black", markerfacecolor="white", markersize=8, zorder=3)
+            axes.plot(
+                printed, place, "o", color="black", markerfacecolor="white", markersize=8, zorder=3
+            )
             text += f"  (published {printed:.2f}x)"
-        axes.annotate(text, (max(value, printed or 0), place), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9.5)
+        axes.annotate(
+            text,
+            (max(value, printed or 0), place),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+        )
     axes.set_yticks(range(len(costs)), list(costs), fontsize=9.5)
     axes.set_ylim(len(costs) - 0.4, -0.6)
     axes.set_xlim(0, 1.8 * largest)

@@ -1,9 +1,12 @@
-"""`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what came out beside what was printed.
+"""`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what
+came out beside what was printed.
 
-A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of overrides, and the published numbers. Every cell is an
-ordinary run in its own process and directory, so an interrupted reproduction continues with the cells that are not finished. A row
-may be another measure of the runs of a row above it: `runs: ROW, measure: NAME` in place of overrides. A figure of another table's runs
-names it, `experiment: TABLE`, and takes up what that has run.
+A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of
+overrides, and the published numbers. Every cell is an ordinary run in its own process
+and directory, so an interrupted reproduction continues with the cells that are not
+finished. A row may be another measure of the runs of a row above it: `runs: ROW,
+measure: NAME` in place of overrides. A figure of another table's runs names it,
+`experiment: TABLE`, and takes up what that has run.
 """
 
 import argparse
@@ -19,7 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError
@@ -30,7 +40,11 @@ from fedjax_cfl.papers.cells import Cell
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
 COMMAND = [sys.executable, "-m", "fedjax_cfl"]
 # the kinds of figures made from cells
-DRAW_FUNCTIONS = {"curves": figures.draw_curves, "communication": figures.draw_communication, "model_map": fesem_fig3.draw_maps}
+DRAW_FUNCTIONS = {
+    "curves": figures.draw_curves,
+    "communication": figures.draw_communication,
+    "model_map": fesem_fig3.draw_maps,
+}
 
 
 # running
@@ -39,18 +53,33 @@ DRAW_FUNCTIONS = {"curves": figures.draw_curves, "communication": figures.draw_c
 def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
     """Starts a cell's process, its output going to seedN.log; beside others it gets one device."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    devices = [] if alone or any(override.startswith("devices=") for override in cell.overrides) else ["devices=1"]
+    devices = (
+        []
+        if alone or any(override.startswith("devices=") for override in cell.overrides)
+        else ["devices=1"]
+    )
     command = [*COMMAND, *cell.overrides, *devices, f"run_dir={cell.folder}"]
     with cell.folder.with_name(f"{cell.folder.name}.log").open("w") as log:
-        # a session of its own: Ctrl-C must reach it once, from here, because a second one would end it at once
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        # a session of its own: Ctrl-C must reach it once, from here, because a second one would
+        # end it at once
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
-def run_in_parallel(todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]) -> Iterator[tuple[Cell, int]]:
-    """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller puts into `skipped` are not begun any more.
+def run_in_parallel(
+    todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]
+) -> Iterator[tuple[Cell, int]]:
+    """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller
+    puts into `skipped` are not begun any more.
 
-    `show` is told again and again how many have ended, and which run. Whatever ends the loop, an interrupt too, ends the cells: they save
-    where they stand, and go on from there another time.
+    `show` is told again and again how many have ended, and which run. Whatever ends the
+    loop, an interrupt too, ends the cells: they save where they stand, and go on from
+    there another time.
     """
     queue, active = deque(todo), {}
     try:
@@ -69,17 +98,37 @@ def run_in_parallel(todo: list[Cell], jobs: int, skipped: set[str], show: Callab
 
 @contextlib.contextmanager
 def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]], None]]:
-    """Yields show(ended, active cells), which moves a progress bar; silent where the console is not a terminal."""
+    """Yields show(ended, active cells), which moves a progress bar; silent where the
+    console is not a terminal.
+    """
     times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("cells,"), *times, TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells,"),
+        *times,
+        TextColumn("{task.description}"),
+    )
     # the pace is a mean over a day: a cell may take hours
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=86400, transient=True) as bar:
+    with Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=86400,
+        transient=True,
+    ) as bar:
         task = bar.add_task("", total=total)
         bar.advance(task, 0)  # the first cell's time counts, too
 
         def show(ended: int, active: list[Cell]) -> None:
             if console.is_terminal:
-                bar.update(task, completed=ended, description="\n".join(f"{cell}: round {read_last_round(cell)}" for cell in active))
+                bar.update(
+                    task,
+                    completed=ended,
+                    description="\n".join(
+                        f"{cell}: round {read_last_round(cell)}" for cell in active
+                    ),
+                )
 
         yield show
 
@@ -87,7 +136,16 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]
 def read_last_round(cell: Cell) -> int:
     """Returns the last round that a cell has evaluated so far, 0 if none."""
     metrics = cell.folder / "metrics.jsonl"
-    return int([b"0", *re.findall(rb'^{"round": (\d+)', metrics.read_bytes() if metrics.exists() else b"", re.MULTILINE)][-1])
+    return int(
+        [
+            b"0",
+            *re.findall(
+                rb'^{"round": (\d+)',
+                metrics.read_bytes() if metrics.exists() else b"",
+                re.MULTILINE,
+            ),
+        ][-1]
+    )
 
 
 def stop_processes(processes: list[subprocess.Popen]) -> None:
@@ -120,12 +178,18 @@ def interrupt_on_sigterm() -> Iterator[None]:
 def read_error(cell: Cell) -> str:
     """Returns the one-line error a cell ended with, or where to look."""
     log = cell.folder.with_name(f"{cell.folder.name}.log")
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("fedjax-cfl: ")]
+    lines = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if line.startswith("fedjax-cfl: ")
+    ]
     return lines[-1].removeprefix("fedjax-cfl: ") if lines else f"see {log}"
 
 
 def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Cell], str]) -> bool:
-    """Runs the cells that are not finished and says a line about each; `ended` returns what to say. Returns whether one failed."""
+    """Runs the cells that are not finished and says a line about each; `ended` returns
+    what to say. Returns whether one failed.
+    """
     skipped: set[str] = set()
     failed, number = False, 0
     unfinished = [cell for cell in todo if not cells.is_finished(cell)]
@@ -139,11 +203,21 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
                 console.print(said + ended(cell), markup=False, highlight=False)
             elif status == 2 and any(text in read_error(cell) for text in MISSING):
                 if cell.row not in skipped:
-                    console.print(f"{cell.row}: skipped, data missing: {read_error(cell)}", markup=False, highlight=False, soft_wrap=True)
+                    console.print(
+                        f"{cell.row}: skipped, data missing: {read_error(cell)}",
+                        markup=False,
+                        highlight=False,
+                        soft_wrap=True,
+                    )
                 skipped.add(cell.row)
             else:
                 failed = True
-                console.print(f"{said}failed: {read_error(cell)}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"{said}failed: {read_error(cell)}",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
     return failed
 
 
@@ -152,26 +226,49 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns what the verb takes, besides KEY=VALUE."""
-    made = argparse.ArgumentParser(prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell.")
+    made = argparse.ArgumentParser(
+        prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell."
+    )
     made.add_argument("table", help="an experiment with published numbers, e.g. flexcfl_table3")
-    made.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; * stands for anything, as in 'MNIST-*'")
-    made.add_argument("--columns", nargs="+", metavar="COLUMN", help="only these columns; * stands for anything")
-    made.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)")
-    made.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at a time (default 1); several get one device each")
+    made.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="ROW",
+        help="only these rows; * stands for anything, as in 'MNIST-*'",
+    )
+    made.add_argument(
+        "--columns", nargs="+", metavar="COLUMN", help="only these columns; * stands for anything"
+    )
+    made.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="seeds 0 .. N-1 (default 1)"
+    )
+    made.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cells at a time (default 1); several get one device each",
+    )
     where = "runs and tables are in DIR/TABLE and go on from there (default paper)"
     made.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help=where)
     made.epilog = (
-        "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this computer are skipped and named. "
-        "Exit status: 0 done, also where rows were skipped for their data; 1 a cell failed; 2 bad input; 130 interrupted."
+        "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this"
+        " computer are skipped and named. Exit status: 0 done, also where rows were skipped for"
+        " their data; 1 a cell failed; 2 bad input; 130 interrupted."
     )
     return made
 
 
-def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], build: Callable[[list[str]], tuple]) -> int:
+def main(
+    argv: list[str],
+    conf: Path,
+    checked: Callable[[list[str]], object],
+    build: Callable[[list[str]], tuple],
+) -> int:
     """Runs the verb; returns 0, or 1 if a cell failed.
 
-    `resolve_settings(overrides)` raises InputError for what a run would refuse, `build(overrides)` returns (config, task, data, local) as a run
-    would have them.
+    `resolve_settings(overrides)` raises InputError for what a run would refuse,
+    `build(overrides)` returns (config, task, data, local) as a run would have them.
     """
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     given = make_parser().parse_args([argument for argument in argv if argument not in extra])
@@ -183,12 +280,16 @@ def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], bu
     out, runs = given.out / given.table, given.out / experiment
     rows = cells.match_names("--rows", given.rows, table["rows"])
     if given.columns and "columns" not in table:
-        raise InputError(f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only --rows can be chosen")
+        raise InputError(
+            f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only"
+            " --rows can be chosen"
+        )
     columns = given.columns and cells.match_names("--columns", given.columns, table["columns"])
     todo = list(cells.make_cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
     if not todo:
         raise InputError(
-            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has {', '.join(cells.row_columns(table, rows[0]))}"
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has"
+            f" {', '.join(cells.row_columns(table, rows[0]))}"
         )
     cells.check_cells(todo, extra, checked)
     if table.get("figure") == "edc_madc":
@@ -215,7 +316,9 @@ def main(argv: list[str], conf: Path, checked: Callable[[list[str]], object], bu
     if any(record["runs"] for record in records):
         report.plot(table, records, out / "plot.png")
         if "figure" in table:
-            DRAW_FUNCTIONS[table["figure"]](table, cells.find_finished(experiment, table, runs, extra), out / "figure.png")
+            DRAW_FUNCTIONS[table["figure"]](
+                table, cells.find_finished(experiment, table, runs, extra), out / "figure.png"
+            )
         console.print(*report.build_table(table, records, console))
         console.print(f"written to {out}", soft_wrap=True)
     return 1 if failed else 0

@@ -1,7 +1,9 @@
-"""Server aggregation: functions (upload, gid [S], cohort, client_extra, state) -> (step [m, ...], mass [m]).
+"""Server aggregation: functions (upload, gid [S], cohort, client_extra, state) -> (step
+[m, ...], mass [m]).
 
-`step` is what the server adds to each group's model; a group of mass 0 keeps its model. `state` is that of the round's beginning, but for
-the assignment, which already is `gid` for the cohort.
+`step` is what the server adds to each group's model; a group of mass 0 keeps its model.
+`state` is that of the round's beginning, but for the assignment, which already is `gid`
+for the cohort.
 """
 
 import jax
@@ -24,7 +26,9 @@ def uniform_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State
 
 
 def first_client(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Only the update of the group's first selected client, times L / (L + 1e-5), L clients: the FlexCFL code's "simple average" (D4)."""
+    """Only the update of the group's first selected client, times L / (L + 1e-5), L
+    clients: the FlexCFL code's "simple average" (D4).
+    """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
     rank = jnp.where(present > 0, cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
@@ -33,21 +37,30 @@ def first_client(upload: Upload, gid, cohort: Cohort, client_extra, state: State
 
 
 def cohort_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Sums divided by ALL participants, not the group's: gradient averaging of IFCA (Algorithm 1, option I)."""
+    """Sums divided by ALL participants, not the group's: gradient averaging of IFCA
+    (Algorithm 1, option I).
+    """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
 
 
 def count_trimmed(count, share):
-    """Returns how many of `count` values are trimmed at one end, floor(share * count); 1/2 leaves the middle one or two: the median."""
-    return jnp.minimum(jnp.floor(share * count + 1e-3), (jnp.maximum(count, 1) - 1) // 2).astype(jnp.int32)  # 1e-3: shares are rounded
+    """Returns how many of `count` values are trimmed at one end, floor(share * count);
+    1/2 leaves the middle one or two: the median.
+    """
+    return jnp.minimum(jnp.floor(share * count + 1e-3), (jnp.maximum(count, 1) - 1) // 2).astype(
+        jnp.int32
+    )  # 1e-3: shares are rounded
 
 
 def trimmed_group_mean(present, gid, tree, num_groups, share):
-    """Returns the coordinate-wise trimmed mean of `tree` [S, ...] within each group [m, ...], and its clients [m]; 0 for an empty group.
+    """Returns the coordinate-wise trimmed mean of `tree` [S, ...] within each group [m,
+    ...], and its clients [m]; 0 for an empty group.
 
-    At either end of each coordinate `count_trimmed` values of the clients `present` [S] bool play no part. Rows are sorted by group and then by
-    value, so that a row has the same group and rank in every coordinate: one sort and one matrix product a leaf, for all groups.
+    At either end of each coordinate `count_trimmed` values of the clients `present` [S]
+    bool play no part. Rows are sorted by group and then by value, so that a row has the
+    same group and rank in every coordinate: one sort and one matrix product a leaf, for
+    all groups.
     """
     group = jnp.where(present, gid, num_groups)
     count = jnp.bincount(group, length=num_groups + 1)[:num_groups]
@@ -65,7 +78,9 @@ def trimmed_group_mean(present, gid, tree, num_groups, share):
 
 
 def trimmed_mean(beta):
-    """Plain means of each coordinate without the fraction `beta` of a group's clients at either end (Yin et al. 2018); 0.5: the median."""
+    """Plain means of each coordinate without the fraction `beta` of a group's clients
+    at either end (Yin et al. 2018); 0.5: the median.
+    """
 
     def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         return trimmed_group_mean(upload.weight > 0, gid, upload.delta, state.active.size, beta)
@@ -74,15 +89,19 @@ def trimmed_mean(beta):
 
 
 def q_fair(q: float, lr):
-    """Weighs clients by their loss to the power q (q-FedAvg, "Fair Resource Allocation in Federated Learning", Algorithm 2).
+    """Weighs clients by their loss to the power q (q-FedAvg, "Fair Resource Allocation
+    in Federated Learning", Algorithm 2).
 
-    `client_extra` [S] is each client's loss F_i of the received model. q = 0 is the plain mean.
+    `client_extra` [S] is each client's loss F_i of the received model. q = 0 is the
+    plain mean.
     """
     lipschitz = 1.0 / lr
 
     def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         present = (upload.weight > 0).astype(jnp.float32)
-        loss = jnp.where(present > 0, client_extra, 0.0) + 1e-10  # an absent client's loss may be anything
+        loss = (
+            jnp.where(present > 0, client_extra, 0.0) + 1e-10
+        )  # an absent client's loss may be anything
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * upload.squared_norm + lipschitz * gain
         total = membership_weights(present * bend, gid, state.active.size).sum(0)
@@ -93,19 +112,27 @@ def q_fair(q: float, lr):
 
 
 def inter_group(eta_g, form: str = "normalized"):
-    """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2 and eq. 20), from simultaneous old values.
+    """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2
+    and eq. 20), from simultaneous old values.
 
-    `normalized` divides by the total weight, a convex combination (the reference code); `paper` adds without dividing (D14).
-    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client take no part. The exchange costs m models
-    (none where a traced eta_g is 0).
+    `normalized` divides by the total weight, a convex combination (the reference code);
+    `paper` adds without dividing (D14).
+    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client
+    take no part. The exchange costs m models (none where a traced eta_g is 0).
     """
 
     def mix(groups, owning):
         square = squared_norms(groups).sum(0)
-        pull = jnp.where(owning & (square > 0), eta_g / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+        pull = jnp.where(
+            owning & (square > 0), eta_g / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0
+        )
         others = pull[None, :] * (1.0 - jnp.eye(pull.size))  # [g, l], l != g
         total = 1.0 + others.sum(1) if form == "normalized" else jnp.ones(pull.size)
-        weights = jnp.where(owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size))
-        return group_sum(weights.T, groups), make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size))
+        weights = jnp.where(
+            owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size)
+        )
+        return group_sum(weights.T, groups), make_traffic(
+            units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size)
+        )
 
     return mix

@@ -1,4 +1,6 @@
-"""One federated round, in order. Every algorithm that fits is a call of `federated` with other parts."""
+"""One federated round, in order. Every algorithm that fits is a call of `federated`
+with other parts.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +15,22 @@ from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import client_cost
 from fedjax_cfl.round.tree import group_mean, squared_norms
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, ServedModels, State, Task, Traffic
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Info,
+    ServedModels,
+    State,
+    Task,
+    Traffic,
+)
 
-# Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the client's id; never a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(PURPOSES := 10)
+# Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the
+# client's id; never a position in the cohort.
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(
+    PURPOSES := 10
+)
 
 
 class Start(NamedTuple):
@@ -55,7 +69,9 @@ def serve_global(state: State) -> ServedModels:
 
 
 def serve_assigned(state: State) -> ServedModels:
-    """Serves each client the model of the group it was last assigned to; clients never met have none."""
+    """Serves each client the model of the group it was last assigned to; clients never
+    met have none.
+    """
     return ServedModels(state.groups, state.assignment)
 
 
@@ -79,14 +95,18 @@ def federated(
 ) -> Algorithm:
     """Composes an algorithm from parts; each part's contract stands in its own module.
 
-    Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)` -> (state, clients moved, Traffic) before anything
-    else in a round; `prepare(key, state, data, cohort, gid)` -> client_extra [S, ...]; `effort(key, data, cohort)` -> share [S]
-    of the local steps completed; `regroup(key, state, data, cohort, gid, upload)` -> (state, gid) once the updates are known: it may change
-    anything but the cohort's assignment, which becomes its gid; `server` an optax transformation of each group's pseudo-gradient -step
-    (default: add the step); `mix(groups, owning)` after the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory,
-    given the state that `aggregate` gets and the new group models; `founders(key, K)` -> the clients whose samples `start` reads (`no_clients`:
-    it reads none), given by methods whose rounds read no samples but the cohort's. A method with `assign` is clustered: it serves and
-    evaluates only clients it has met.
+    Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)`
+    -> (state, clients moved, Traffic) before anything else in a round; `prepare(key,
+    state, data, cohort, gid)` -> client_extra [S, ...]; `effort(key, data, cohort)` ->
+    share [S] of the local steps completed; `regroup(key, state, data, cohort, gid,
+    upload)` -> (state, gid) once the updates are known: it may change anything but the
+    cohort's assignment, which becomes its gid; `server` an optax transformation of each
+    group's pseudo-gradient -step (default: add the step); `mix(groups, owning)` after
+    the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory,
+    given the state that `aggregate` gets and the new group models; `founders(key, K)`
+    -> the clients whose samples `start` reads (`no_clients`: it reads none), given by
+    methods whose rounds read no samples but the cohort's. A method with `assign` is
+    clustered: it serves and evaluates only clients it has met.
     """
     local = local.resolve()
     start = start or random_groups(task, 1)
@@ -103,14 +123,20 @@ def federated(
             groups=begun.groups,
             server=jax.vmap(server.init)(begun.groups),
             active=jnp.ones(num_groups, bool) if begun.active is None else begun.active,
-            assignment=jnp.full(data.num_clients, -1, jnp.int32) if begun.assignment is None else begun.assignment,
+            assignment=(
+                jnp.full(data.num_clients, -1, jnp.int32)
+                if begun.assignment is None
+                else begun.assignment
+            ),
             traffic=traffic.make_traffic() if begun.traffic is None else begun.traffic,
             memory=begun.memory,
         )
 
     def round(key, state, data):
         moved, walked = jnp.zeros((), jnp.int32), traffic.make_traffic()
-        streams = jax.vmap(derive_key, (None, 0, None))(key, jnp.arange(PURPOSES), state.round)  # at once: each would be compiled by itself
+        streams = jax.vmap(derive_key, (None, 0, None))(
+            key, jnp.arange(PURPOSES), state.round
+        )  # at once: each would be compiled by itself
         if migrate:
             state, moved, walked = migrate(streams[MIGRATE], state, data)
         ids = select(streams[SELECT], state.round, data.num_clients)
@@ -122,7 +148,9 @@ def federated(
         attackers = faults.draw_byzantine(fault_model, derive_key(key, BYZANTINE), data.num_clients)
         seen = faults.flip_labels(fault_model, attackers, data)
         received = streams[TRAIN], state.groups
-        upload, lost = solve(cohort, seen, (received, (streams[FAULTS], attackers)), Work(gid, share, client_extra))
+        upload, lost = solve(
+            cohort, seen, (received, (streams[FAULTS], attackers)), Work(gid, share, client_extra)
+        )
         lost = faults.sum_fault_counts(lost, cohort)
         if regroup:
             state, gid = regroup(streams[REGROUP], state, data, cohort, gid, upload)
@@ -131,12 +159,25 @@ def federated(
         groups, server_state = apply_server_optimizer(server, state, step, mass)
         sent = traffic.make_traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
         if mix:
-            groups, exchanged = mix(groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0))
+            groups, exchanged = mix(
+                groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0)
+            )
             sent = traffic.add_traffic(sent, exchanged)
-        info = make_info(state, groups, cohort, gid, upload, mass).replace(shifted=jnp.sum(data.shifted), migrated=moved, fault_counts=lost)
+        info = make_info(state, groups, cohort, gid, upload, mass).replace(
+            shifted=jnp.sum(data.shifted), migrated=moved, fault_counts=lost
+        )
         memory = remember(met, groups, cohort, gid, upload) if remember else state.memory
         total = traffic.add_traffic(state.traffic, walked, asked, sent)
-        return met.replace(round=state.round + 1, groups=groups, server=server_state, traffic=total, memory=memory), info
+        return (
+            met.replace(
+                round=state.round + 1,
+                groups=groups,
+                server=server_state,
+                traffic=total,
+                memory=memory,
+            ),
+            info,
+        )
 
     def reads(key, round, num_clients):
         if round is None:
@@ -144,7 +185,9 @@ def federated(
         return select(derive_key(key, SELECT, round), round, num_clients)
 
     serve = serve_assigned if clustered else serve_global
-    return Algorithm(init, round, serve, clustered, reads if founders else None, nonfinite=fault_model.nonfinite)
+    return Algorithm(
+        init, round, serve, clustered, reads if founders else None, nonfinite=fault_model.nonfinite
+    )
 
 
 def no_clients(key, num_clients: int):
@@ -153,9 +196,13 @@ def no_clients(key, num_clients: int):
 
 
 def apply_server_optimizer(server: optax.GradientTransformation, state: State, step, mass):
-    """Applies the server optimizer to every group that received something; the others keep model and optimizer state."""
+    """Applies the server optimizer to every group that received something; the others
+    keep model and optimizer state.
+    """
     moved = (mass > 0) & state.active
-    updates, new_server = jax.vmap(server.update)(jax.tree.map(jnp.negative, step), state.server, state.groups)
+    updates, new_server = jax.vmap(server.update)(
+        jax.tree.map(jnp.negative, step), state.server, state.groups
+    )
     updated = jax.vmap(optax.apply_updates)(state.groups, updates)
 
     keep = partial(jax.vmap(jnp.where), moved)
@@ -163,10 +210,11 @@ def apply_server_optimizer(server: optax.GradientTransformation, state: State, s
 
 
 def deviation(state: State, groups, gid, upload):
-    """Returns each trained model's distance [S] from its own group's new model, and the cosine [S] of its delta to the group's step.
+    """Returns each trained model's distance [S] from its own group's new model, and the
+    cosine [S] of its delta to the group's step.
 
-    By one matrix product of all updates with all steps; squares are right to about 1e-7 of the update's own square, and a distance within
-    1/300 of its length is 0.
+    By one matrix product of all updates with all steps; squares are right to about 1e-7
+    of the update's own square, and a distance within 1/300 of its length is 0.
     """
     shift = jax.tree.map(jnp.subtract, groups, state.groups)
     pairs = zip(jax.tree.leaves(upload.delta), jax.tree.leaves(shift), strict=True)
@@ -181,7 +229,9 @@ def deviation(state: State, groups, gid, upload):
 
 
 def make_info(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
-    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new model||, whole and per group."""
+    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new
+    model||, whole and per group.
+    """
     distance, cosine = deviation(state, groups, gid, upload)
     trained = (upload.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)

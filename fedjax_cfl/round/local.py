@@ -18,23 +18,42 @@ class Local(NamedTuple):
     lr: float | jax.Array  # step size
     epochs: int  # E, passes over the client's samples
     batch_size: int  # B; the short last batch is kept
-    width: int | None = None  # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of its share
+    width: int | None = (
+        # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator
+        # all of its share
+        None
+    )
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
-    first_layer: str = "auto"  # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the cheaper
+    # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the
+    # cheaper
+    first_layer: str = "auto"
     momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
-    vmap_runs: bool = False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
+    vmap_runs: bool = (
+        False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
+    )
 
     def resolve(self) -> "Local":
-        """Returns the same with mesh, width and first layer settled for the machine. Raises InputError for what is not allowed.
+        """Returns the same with mesh, width and first layer settled for the machine.
+        Raises InputError for what is not allowed.
 
-        Side by side, sample space would be padded to the largest client, so that there auto is direct.
+        Side by side, sample space would be padded to the largest client, so that there
+        auto is direct.
         """
-        for name in ("epochs", "batch_size", "first_layer", *(("lr",) if isinstance(self.lr, int | float) else ())):
+        for name in (
+            "epochs",
+            "batch_size",
+            "first_layer",
+            *(("lr",) if isinstance(self.lr, int | float) else ()),
+        ):
             check_value(f"local.{name}", getattr(self, name))
         mesh = self.mesh or make_mesh()
         width = self.width or (1 if is_cpu(mesh) else MAX_WIDTH)
-        return self._replace(mesh=mesh, width=width, first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer)
+        return self._replace(
+            mesh=mesh,
+            width=width,
+            first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer,
+        )
 
 
 class Work(NamedTuple):

@@ -1,8 +1,10 @@
-"""Many runs as one: the members of a `vmap` of runs, whose cohorts are trained together.
+"""Many runs as one: the members of a `vmap` of runs, whose cohorts are trained
+together.
 
-Mapping local training itself would be the wrong thing: under `vmap` a `lax.switch` runs every branch and a loop runs as long as its longest
-member. Here the member axis joins the cohort axis instead, so that the members' clients queue up one after another, each with its own
-branch and its own trip count; everything else of a round is mapped.
+Mapping local training itself would be the wrong thing: under `vmap` a `lax.switch` runs
+every branch and a loop runs as long as its longest member. Here the member axis joins
+the cohort axis instead, so that the members' clients queue up one after another, each
+with its own branch and its own trip count; everything else of a round is mapped.
 """
 
 import jax
@@ -14,7 +16,9 @@ from fedjax_cfl.types import Cohort, FederatedData
 
 
 class RunView:
-    """The member's own array [n, ...] within the stack [D, n, ...] of all members' arrays; it can be indexed, and nothing is copied."""
+    """The member's own array [n, ...] within the stack [D, n, ...] of all members'
+    arrays; it can be indexed, and nothing is copied.
+    """
 
     def __init__(self, stack, member):
         self.flat, self.member = stack.reshape(-1, *stack.shape[2:]), member
@@ -22,11 +26,15 @@ class RunView:
 
     def __getitem__(self, at):
         rows = self.shape[0]
-        return self.flat[self.member * rows + jnp.clip(jnp.where(at < 0, at + rows, at), 0, rows - 1)]
+        return self.flat[
+            self.member * rows + jnp.clip(jnp.where(at < 0, at + rows, at), 0, rows - 1)
+        ]
 
 
 def over_clients_of_members(visit, local, in_chunks):
-    """Returns what `local.over_clients_of_members` does, in a form that may be mapped over members at the price of their clients alone."""
+    """Returns what `local.over_clients_of_members` does, in a form that may be mapped
+    over members at the price of their clients alone.
+    """
     fixed, structure = jax.tree.flatten(visit if isinstance(visit, Partial) else Partial(visit))
     devices = local.mesh.size
 
@@ -39,10 +47,19 @@ def over_clients_of_members(visit, local, in_chunks):
         def one(client, bucket, xs):
             (data_at, rest_at), own = xs
             fixed, shared = jax.tree.map(lambda stack, member: stack[member], rest, rest_at)
-            return structure.unflatten(fixed)(client, bucket, jax.tree.map(RunView, data, data_at), shared, own)
+            return structure.unflatten(fixed)(
+                client, bucket, jax.tree.map(RunView, data, data_at), shared, own
+            )
 
         held = jnp.where(clients < num_clients, size, -1)
-        return in_chunks(one, held, clients, ((data_index, rest_index), own), data.max_client_samples, local.width)
+        return in_chunks(
+            one,
+            held,
+            clients,
+            ((data_index, rest_index), own),
+            data.max_client_samples,
+            local.width,
+        )
 
     mapped = over_devices(block, local.mesh)
 
@@ -57,18 +74,32 @@ def over_clients_of_members(visit, local, in_chunks):
         def each(is_batched, leaf):
             return leaf if is_batched else jnp.broadcast_to(leaf, (count, *leaf.shape))
 
-        def fold(leaf):  # [members, S, ...] -> [members * S, ...], every device keeping its own slots
-            return leaf.reshape(count, devices, -1, *leaf.shape[2:]).swapaxes(0, 1).reshape(-1, *leaf.shape[2:])
+        def fold(
+            leaf,
+        ):  # [members, S, ...] -> [members * S, ...], every device keeping its own slots
+            return (
+                leaf.reshape(count, devices, -1, *leaf.shape[2:])
+                .swapaxes(0, 1)
+                .reshape(-1, *leaf.shape[2:])
+            )
 
         def unfold(leaf):
-            return leaf.reshape(devices, count, -1, *leaf.shape[1:]).swapaxes(0, 1).reshape(count, -1, *leaf.shape[1:])
+            return (
+                leaf.reshape(devices, count, -1, *leaf.shape[1:])
+                .swapaxes(0, 1)
+                .reshape(count, -1, *leaf.shape[1:])
+            )
 
         def shifted(is_batched, stack, index):
             return index + jnp.arange(count)[:, None] * stack.shape[1] if is_batched else index
 
         clients, index, own = jax.tree.map(each, tuple(mine_batched), (clients, index, own))
         index = jax.tree.map(shifted, stacks_batched, stacks, index)
-        stacks = jax.tree.map(lambda is_batched, leaf: leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf, stacks_batched, stacks)
+        stacks = jax.tree.map(
+            lambda is_batched, leaf: leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf,
+            stacks_batched,
+            stacks,
+        )
         out = jax.tree.map(unfold, joined(stacks, *jax.tree.map(fold, (clients, index, own))))
         return out, jax.tree.map(lambda _: True, out)
 

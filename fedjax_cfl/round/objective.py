@@ -1,7 +1,10 @@
-"""What a client minimises: an Objective, called as (params, start, client_extra, x [B, ...], y [B], key) -> [B].
+"""What a client minimises: an Objective, called as (params, start, client_extra, x [B,
+...], y [B], key) -> [B].
 
-`start` is the model the client received, `client_extra` what `prepare` computed for it. The same function serves gradient and metric. Any
-function of these arguments will do; an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs to know.
+`start` is the model the client received, `client_extra` what `prepare` computed for it.
+The same function serves gradient and metric. Any function of these arguments will do;
+an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs
+to know.
 """
 
 import functools
@@ -17,16 +20,27 @@ from fedjax_cfl.types import Task
 
 def penalty(mu, params, start):
     """Returns mu / 2 * ||params - start||^2."""
-    return 0.5 * mu * sum(jnp.sum((p - s) ** 2) for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True))
+    return (
+        0.5
+        * mu
+        * sum(
+            jnp.sum((p - s) ** 2)
+            for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
+        )
+    )
 
 
 @struct.dataclass
 class Objective:
     """A loss, and a pull back to the received model."""
 
-    loss: Callable[..., jax.Array] = struct.field(pytree_node=False)  # (params, x [B, ...], y [B], key) -> [B]
+    loss: Callable[..., jax.Array] = struct.field(
+        pytree_node=False
+    )  # (params, x [B, ...], y [B], key) -> [B]
     mu: Any = None  # [] weight of the proximal term; None: there is none
-    mu_of: Callable | None = struct.field(pytree_node=False, default=None)  # (client_extra) -> mu, where clients differ
+    mu_of: Callable | None = struct.field(
+        pytree_node=False, default=None
+    )  # (client_extra) -> mu, where clients differ
 
     def weight(self, client_extra):
         """Returns the weight of the proximal term for a client, None if there is no such term."""
@@ -44,9 +58,11 @@ def erm(task: Task) -> Objective:
 
 
 def proximal(mu, objective: Objective) -> Objective:
-    """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to every gradient (FedProx, eq. 2).
+    """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to
+    every gradient (FedProx, eq. 2).
 
-    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds nothing, not even work.
+    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds
+    nothing, not even work.
     """
     if callable(mu):
         return objective.replace(mu_of=mu)
@@ -54,18 +70,24 @@ def proximal(mu, objective: Objective) -> Objective:
 
 
 def add_linear_term(direction, objective):
-    """Adds <direction(client_extra), params - start> to every sample, i.e. the direction, a pytree like params, to every gradient (FedDANE).
+    """Adds <direction(client_extra), params - start> to every sample, i.e. the
+    direction, a pytree like params, to every gradient (FedDANE).
 
-    No Objective: such a gradient is no combination of the client's samples, so there is no sample-space form.
+    No Objective: such a gradient is no combination of the client's samples, so there is
+    no sample-space form.
     """
     return jax.tree_util.Partial(functools.partial(_linear_term_loss, direction), objective)
 
 
 def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key):
-    terms = jax.tree.map(lambda d, p, s: jnp.sum(d * (p - s)), direction(client_extra), params, start)
+    terms = jax.tree.map(
+        lambda d, p, s: jnp.sum(d * (p - s)), direction(client_extra), params, start
+    )
     return objective(params, start, client_extra, x, y, key) + sum(jax.tree.leaves(terms))
 
 
 def cross_entropy(logits, y):
     """Returns the cross-entropy [B] of logits [B, C]."""
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
+    return (
+        jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
+    )

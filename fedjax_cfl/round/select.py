@@ -1,4 +1,6 @@
-"""Which clients take part in a round: functions (key, round, num_clients) -> ids [k] int32, in order of selection, without repeats."""
+"""Which clients take part in a round: functions (key, round, num_clients) -> ids [k]
+int32, in order of selection, without repeats.
+"""
 
 import random
 from collections.abc import Callable
@@ -24,12 +26,17 @@ def full_participation() -> Select:
 
 
 def uniform(clients_per_round: int) -> Select:
-    """Draws uniformly without replacement every round (FedAvg). Raises InputError for no client, later for more than there are."""
+    """Draws uniformly without replacement every round (FedAvg). Raises InputError for
+    no client, later for more than there are.
+    """
     check_value("clients_per_round", clients_per_round)
 
     def select(key, round, num_clients):
         if clients_per_round > num_clients:
-            raise InputError(f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number of clients")
+            raise InputError(
+                f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number"
+                " of clients"
+            )
         if num_clients > MAX_SORTED:
             return sample_distinct(key, clients_per_round, num_clients)
         return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
@@ -38,10 +45,12 @@ def uniform(clients_per_round: int) -> Select:
 
 
 def sample_distinct(key, count: int, num_clients: int):
-    """Returns the first `count` places [count] int32 of a random permutation of 0 .. K - 1, without making the rest of it.
+    """Returns the first `count` places [count] int32 of a random permutation of 0 .. K
+    - 1, without making the rest of it.
 
-    A Feistel network of six rounds on the smallest even number of bits that holds K; what falls outside goes through it again, which keeps
-    it a permutation (cycle walking; Black and Rogaway 2002).
+    A Feistel network of six rounds on the smallest even number of bits that holds K;
+    what falls outside goes through it again, which keeps it a permutation (cycle
+    walking; Black and Rogaway 2002).
     """
     half = (max(num_clients - 1, 1).bit_length() + 1) // 2
     mask = jnp.uint32(2**half - 1)
@@ -63,12 +72,18 @@ def sample_distinct(key, count: int, num_clients: int):
 
 
 def rr_then_random(clients_per_round: int) -> Select:
-    """Visits every client once in order, wrapping round, then draws uniformly (the clustered trainers of FlexCFL)."""
+    """Visits every client once in order, wrapping round, then draws uniformly (the
+    clustered trainers of FlexCFL).
+    """
     draw = uniform(clients_per_round)
 
     def select(key, round, num_clients):
         turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
-        return jnp.where(round * clients_per_round < num_clients, turn.astype(jnp.int32), draw(key, round, num_clients))
+        return jnp.where(
+            round * clients_per_round < num_clients,
+            turn.astype(jnp.int32),
+            draw(key, round, num_clients),
+        )
 
     return select
 
@@ -83,8 +98,16 @@ def from_table(table: np.ndarray) -> Select:
     return select
 
 
-def py_sample(clients_per_round: int, rounds: int, num_clients: int, seed: int = 2077, round_robin: bool = True) -> Select:
-    """Repeats the FlexCFL code's draw: Python's `random.sample` re-seeded with round + seed, after round robin if asked for."""
+def py_sample(
+    clients_per_round: int,
+    rounds: int,
+    num_clients: int,
+    seed: int = 2077,
+    round_robin: bool = True,
+) -> Select:
+    """Repeats the FlexCFL code's draw: Python's `random.sample` re-seeded with round +
+    seed, after round robin if asked for.
+    """
     everyone = list(range(num_clients))
 
     def row(round):
@@ -96,6 +119,11 @@ def py_sample(clients_per_round: int, rounds: int, num_clients: int, seed: int =
 
 
 def np_choice(clients_per_round: int, rounds: int, num_clients: int) -> Select:
-    """Repeats the FedProx and GrouProx codes' draw: NumPy's legacy generator seeded with the round, `choice` without replacement."""
-    draws = [np.random.RandomState(round).choice(num_clients, clients_per_round, replace=False) for round in range(rounds)]
+    """Repeats the FedProx and GrouProx codes' draw: NumPy's legacy generator seeded
+    with the round, `choice` without replacement.
+    """
+    draws = [
+        np.random.RandomState(round).choice(num_clients, clients_per_round, replace=False)
+        for round in range(rounds)
+    ]
     return from_table(np.array(draws))

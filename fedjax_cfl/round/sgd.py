@@ -1,4 +1,6 @@
-"""What one client does in a round: mini-batch SGD, or one gradient; `local.over_clients_of_members` makes a cohort of it."""
+"""What one client does in a round: mini-batch SGD, or one gradient;
+`local.over_clients_of_members` makes a cohort of it.
+"""
 
 from bisect import bisect_left
 from functools import partial
@@ -12,7 +14,14 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
-from fedjax_cfl.round.cohort import MIN_BUCKET, SAMPLE_BLOCK, bucket_sizes, client_range, cost_by_samples, make_int_array
+from fedjax_cfl.round.cohort import (
+    MIN_BUCKET,
+    SAMPLE_BLOCK,
+    bucket_sizes,
+    client_range,
+    cost_by_samples,
+    make_int_array,
+)
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import Objective, erm
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
@@ -34,22 +43,31 @@ class StepPlan(NamedTuple):
 
 
 def sgd(task: Task, local: Local, objective=None, iterations: int | None = None):
-    """Mini-batch SGD of one client from a received model (FedAvg's ClientUpdate; FlexCFL, Algorithm 1).
+    """Mini-batch SGD of one client from a received model (FedAvg's ClientUpdate;
+    FlexCFL, Algorithm 1).
 
-    Runs `local.epochs` reshuffled epochs, or with `iterations` that many mini-batch steps cycling through reshuffled epochs.
-    Returns visit(client, bucket, data, (key, models [m, ...]), work) -> Upload of one client.
-    Raises InputError if `local.first_layer` asks for a sample-space form that there is not.
+    Runs `local.epochs` reshuffled epochs, or with `iterations` that many mini-batch
+    steps cycling through reshuffled epochs.
+    Returns visit(client, bucket, data, (key, models [m, ...]), work) -> Upload of one
+    client.
+    Raises InputError if `local.first_layer` asks for a sample-space form that there is
+    not.
     """
     objective = objective or erm(task)
     batch = local.batch_size
     if local.first_layer == "dual" and not dual_sgd.has_dual_form(task, objective):
-        raise InputError("local.first_layer=dual: the model's first layer is not dense, or the objective is not plain; use auto or direct")
+        raise InputError(
+            "local.first_layer=dual: the model's first layer is not dense, or the objective is not"
+            " plain; use auto or direct"
+        )
 
     def most_steps(size):
         return count_steps(local, size) if iterations is None else iterations
 
     def passes(size, fewest):
-        """Returns the passes that a client of `fewest` to `size` samples can need; chunk mates may have fewer."""
+        """Returns the passes that a client of `fewest` to `size` samples can need;
+        chunk mates may have fewer.
+        """
         fewest = fewest if local.width == 1 else 1
         return local.epochs if iterations is None else -(-iterations // -(-fewest // batch))
 
@@ -62,18 +80,45 @@ def sgd(task: Task, local: Local, objective=None, iterations: int | None = None)
         planned = local.epochs * per_epoch if iterations is None else iterations
         steps = jnp.where(count > 0, jnp.ceil(effort * planned - 1e-3).astype(jnp.int32), 0)
         plan = StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), jax.random.bits(key, (2,)))
-        sizes = dual_sgd.dual_sizes(task, objective, local.first_layer, bucket_sizes(data.max_client_samples), batch, most_steps)
-        branches = [make_dual_train(task, objective, tuned, size, passes(size, below + 1)) for below, size in pairwise([0, *sizes])]
+        sizes = dual_sgd.dual_sizes(
+            task,
+            objective,
+            local.first_layer,
+            bucket_sizes(data.max_client_samples),
+            batch,
+            most_steps,
+        )
+        branches = [
+            make_dual_train(task, objective, tuned, size, passes(size, below + 1))
+            for below, size in pairwise([0, *sizes])
+        ]
         if bucket_sizes(data.max_client_samples)[-1] not in sizes:
             branches.append(make_direct_train(objective, tuned, bucket, passes))
-        way = make_int_array([bisect_left(sizes, size) for size in bucket_sizes(data.max_client_samples)])[bucket] if sizes else 0
+        way = (
+            make_int_array(
+                [bisect_left(sizes, size) for size in bucket_sizes(data.max_client_samples)]
+            )[bucket]
+            if sizes
+            else 0
+        )
         delta, losses = lax.switch(
-            way, [lambda _, train=train: train(client, data, start, client_extra, key, plan) for train in branches], None
+            way,
+            [
+                lambda _, train=train: train(client, data, start, client_extra, key, plan)
+                for train in branches
+            ],
+            None,
         )
         seen = jnp.minimum(steps * batch, count)  # samples of the first epoch that were reached
         seen_last = jnp.minimum((steps - plan.last_epoch * per_epoch) * batch, count)
         first_loss, last_loss = losses / jnp.maximum(jnp.stack([seen, seen_last]), 1)
-        return Upload(delta=delta, weight=count.astype(jnp.float32), loss=first_loss, last_loss=last_loss, steps=steps)
+        return Upload(
+            delta=delta,
+            weight=count.astype(jnp.float32),
+            loss=first_loss,
+            last_loss=last_loss,
+            steps=steps,
+        )
 
     return Partial(visit, as_pytree(objective), local.lr)
 
@@ -84,20 +129,35 @@ def count_steps(local: Local, size):
 
 
 def client_cost(task: Task, local: Local, capacity: int):
-    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for `local.make_cohort`."""
+    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for
+    `local.make_cohort`.
+    """
     steps = partial(count_steps, local)
-    sizes = dual_sgd.dual_sizes(task, erm(task), local.first_layer, bucket_sizes(capacity), local.batch_size, steps)
-    return (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))) if sizes else cost_by_samples
+    sizes = dual_sgd.dual_sizes(
+        task, erm(task), local.first_layer, bucket_sizes(capacity), local.batch_size, steps
+    )
+    return (
+        (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held)))
+        if sizes
+        else cost_by_samples
+    )
 
 
 def make_direct_train(objective, local: Local, bucket, passes):
-    """Returns train(client, data, start, client_extra, key, plan) -> (delta, loss sums [2] of the first and the last epoch), any model."""
+    """Returns train(client, data, start, client_extra, key, plan) -> (delta, loss sums
+    [2] of the first and the last epoch), any model.
+    """
     batch = local.batch_size
 
     def train(client, data, start, client_extra, key, plan: StepPlan):
         count, _ = client_range(client, data)
         table = shuffle_table(
-            plan.random_words, client, bucket, data, lambda size: passes(size, size // 2 + 1 if size > MIN_BUCKET else 1), batch
+            plan.random_words,
+            client,
+            bucket,
+            data,
+            lambda size: passes(size, size // 2 + 1 if size > MIN_BUCKET else 1),
+            batch,
         )
         stride = make_int_array(bucket_sizes(data.max_client_samples))[bucket]
 
@@ -108,7 +168,14 @@ def make_direct_train(objective, local: Local, bucket, passes):
             real = (place + jnp.arange(batch) < count).astype(jnp.float32)
 
             def batch_loss(params):
-                each = objective(params, start, client_extra, data.x[rows], data.y[rows], jax.random.fold_in(key, s))
+                each = objective(
+                    params,
+                    start,
+                    client_extra,
+                    data.x[rows],
+                    data.y[rows],
+                    jax.random.fold_in(key, s),
+                )
                 total = jnp.sum(jnp.where(real > 0, each, 0.0))
                 return total / jnp.sum(real), total
 
@@ -116,7 +183,11 @@ def make_direct_train(objective, local: Local, bucket, passes):
             if local.momentum:
                 grad = velocity = jax.tree.map(lambda v, g: local.momentum * v + g, velocity, grad)
             params = jax.tree.map(lambda p, g: p - local.lr * g, params, grad)
-            return params, velocity, losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
+            return (
+                params,
+                velocity,
+                losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch]),
+            )
 
         still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
         params, _, losses = ragged_fori_loop(plan.steps, step, (start, still, jnp.zeros(2)))
@@ -126,20 +197,40 @@ def make_direct_train(objective, local: Local, bucket, passes):
 
 
 def make_dual_train(task: Task, objective, local: Local, size: int, passes: int):
-    """Returns the same train(...) for a client of up to `size` samples and a dense first layer, see `dual`; its batches are the same."""
+    """Returns the same train(...) for a client of up to `size` samples and a dense
+    first layer, see `dual`; its batches are the same.
+    """
 
     def train(client, data, start, client_extra, key, plan: StepPlan):
         count, first = client_range(client, data)
         rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
-        order = random_permutations(plan.random_words, count, size, passes).astype(jnp.int32).reshape(-1)
+        order = (
+            random_permutations(plan.random_words, count, size, passes)
+            .astype(jnp.int32)
+            .reshape(-1)
+        )
         order = jnp.pad(order, (0, local.batch_size))
-        return dual_sgd.train_dual(task, objective, local, data.x[rows], data.y[rows], count, order, plan, start, client_extra, key)
+        return dual_sgd.train_dual(
+            task,
+            objective,
+            local,
+            data.x[rows],
+            data.y[rows],
+            count,
+            order,
+            plan,
+            start,
+            client_extra,
+            key,
+        )
 
     return train
 
 
 def gradient_step(task: Task, local: Local, objective=None):
-    """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA): delta = -lr * gradient of its mean loss."""
+    """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA):
+    delta = -lr * gradient of its mean loss.
+    """
     objective = objective or erm(task)
 
     def visit(objective, lr, client, bucket, data, shared, client_inputs):
@@ -153,7 +244,14 @@ def gradient_step(task: Task, local: Local, objective=None):
             rows = data.train.order[first + jnp.minimum(place, count - 1)]
 
             def block_loss(params):
-                each = objective(params, start, client_extra, data.x[rows], data.y[rows], jax.random.fold_in(key, b))
+                each = objective(
+                    params,
+                    start,
+                    client_extra,
+                    data.x[rows],
+                    data.y[rows],
+                    jax.random.fold_in(key, b),
+                )
                 return jnp.sum(jnp.where(place < count, each, 0.0)) / count
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
@@ -161,7 +259,13 @@ def gradient_step(task: Task, local: Local, objective=None):
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
         loss, grad = ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, nothing)
         delta = jax.tree.map(lambda g: -lr * g, grad)
-        return Upload(delta=delta, weight=count.astype(jnp.float32), loss=loss, last_loss=loss, steps=(count > 0).astype(jnp.int32))
+        return Upload(
+            delta=delta,
+            weight=count.astype(jnp.float32),
+            loss=loss,
+            last_loss=loss,
+            steps=(count > 0).astype(jnp.int32),
+        )
 
     return Partial(visit, as_pytree(objective), local.lr)
 

@@ -1,4 +1,6 @@
-"""The communication ledger: whole models (the papers' unit u) and 4-byte words of everything else (FlexCFL Fig. 6)."""
+"""The communication ledger: whole models (the papers' unit u) and 4-byte words of
+everything else (FlexCFL Fig. 6).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ from fedjax_cfl.types import Traffic
 
 def make_traffic(units_down=0, units_up=0, words_down=0, words_up=0) -> Traffic:
     """Returns one entry of the ledger; every count is a scalar."""
-    return Traffic(*(jnp.asarray(count, jnp.int32) for count in (units_down, units_up, words_down, words_up)))
+    return Traffic(
+        *(jnp.asarray(count, jnp.int32) for count in (units_down, units_up, words_down, words_up))
+    )
 
 
 def add_traffic(*entries: Traffic) -> Traffic:

@@ -20,7 +20,12 @@ def _write_text(path: Path, text: str) -> None:
 def _write_manifest(path: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
     inside = sorted(path.rglob("*"))
-    _write_text(path / MANIFEST, _json({file.relative_to(path).as_posix(): _digest(file) for file in inside if file.is_file()}))
+    _write_text(
+        path / MANIFEST,
+        _json(
+            {file.relative_to(path).as_posix(): _digest(file) for file in inside if file.is_file()}
+        ),
+    )
     for item in (*inside, path / MANIFEST, path):
         _flush(item)
 
@@ -28,7 +33,9 @@ def _write_manifest(path: Path) -> None:
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # not every file system can flush a folder
+        with (
+            contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext()
+        ):  # not every file system can flush a folder
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -44,7 +51,8 @@ def _manifest(path: Path) -> dict[str, str]:
 
 
 def _json(value: Any) -> str:
-    # No newline at the end: then every truncated file is invalid. NaN and infinities come back as they were.
+    # No newline at the end: then every truncated file is invalid. NaN and infinities come back
+    # as they were.
     return json.dumps(value, indent=1, default=lambda array: array.tolist())
 
 
@@ -56,5 +64,9 @@ def _digest(path: Path) -> str:
 def _reason(error: Exception) -> str:
     if system := re.search(r"os_error_code='(\d+)'", str(error)):  # at the end of Orbax's long text
         return os.strerror(int(system[1]))
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    text = (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else str(error) or type(error).__name__
+    )
     return " ".join(text.split())[:300]

@@ -1,10 +1,13 @@
-"""Checkpoints of a run, written whole or not at all and verified when read. Nothing here is a pickle.
+"""Checkpoints of a run, written whole or not at all and verified when read. Nothing
+here is a pickle.
 
-A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the one saved last, whatever its step:
+A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the
+one saved last, whatever its step:
   arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
-  checkpoint.json  format, step, score, identity, facts, and the name, type and shape of every leaf
-  manifest.json    the SHA-256 of every other file: Orbax alone reads a flipped byte as another number
-It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at most that one folder, for the next save to remove.
+  checkpoint.json  format, step, score, identity, facts; name, type and shape of every leaf
+  manifest.json    the SHA-256 of every other file: Orbax alone does not see a flipped byte
+It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at
+most that one folder, for the next save to remove.
 """
 
 import contextlib
@@ -25,7 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, _digest, _flush, _json, _manifest, _reason, _remove, _write_manifest, _write_text
+from fedjax_cfl.runs.atomic_folder import (
+    ARRAYS,
+    HEADER,
+    _digest,
+    _flush,
+    _json,
+    _manifest,
+    _reason,
+    _remove,
+    _write_manifest,
+    _write_text,
+)
 from fedjax_cfl.validation import flatten_settings
 
 FORMAT = 1
@@ -44,17 +58,31 @@ class Checkpoint(NamedTuple):
 # writing
 
 
-def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, keep: int = 3, score: float | None = None) -> Path:
-    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest checkpoint of `folder`; returns its path.
+def save(
+    folder: str | Path,
+    step: int,
+    tree,
+    facts: dict,
+    identity: dict,
+    *,
+    keep: int = 3,
+    score: float | None = None,
+) -> Path:
+    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest
+    checkpoint of `folder`; returns its path.
 
-    `facts` is what the run wants back: counters, best so far. `run_identity` is what a restore must repeat: algorithm, model, sizes.
-    Afterwards the last `keep` checkpoints remain, and the one with the highest `is_score` (the newest of equals).
-    Raises InputError when it cannot be written; what was there before is untouched. One process of a multi-host run saves.
+    `facts` is what the run wants back: counters, best so far. `run_identity` is what a
+    restore must repeat: algorithm, model, sizes. Afterwards the last `keep` checkpoints
+    remain, and the one with the highest `is_score` (the newest of equals).
+    Raises InputError when it cannot be written; what was there before is untouched. One
+    process of a multi-host run saves.
     """
     assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
     named = _name_leaves(tree)
-    stored = {str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size}  # Orbax refuses empty arrays
+    stored = {
+        str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size
+    }  # Orbax refuses empty arrays
     header = {
         "format": FORMAT,
         "step": int(step),
@@ -62,13 +90,17 @@ def save(folder: str | Path, step: int, tree, facts: dict, identity: dict, *, ke
         "identity": identity,
         "facts": facts,
         "leaves": {name: _spec(leaf) for name, leaf in named.items()},
-        "keys": {name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)},
+        "keys": {
+            name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)
+        },
     }
     text = _json(header)
     try:
         path = _write(folder, header["step"], text, stored)
     except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
-        raise InputError(f"checkpoint of step {step} in {folder} could not be written: {_reason(error)}") from None
+        raise InputError(
+            f"checkpoint of step {step} in {folder} could not be written: {_reason(error)}"
+        ) from None
     finally:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     _retain(folder, keep)
@@ -101,7 +133,8 @@ def _check_room(folder: Path, size: int) -> None:
 
 def _retain(folder: Path, keep: int) -> None:
     # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
-    # What cannot be deleted now is tried again at the next save: the new checkpoint is safe either way.
+    # What cannot be deleted now is tried again at the next save: the new checkpoint is safe
+    # either way.
     with contextlib.suppress(OSError):
         for path in sorted(set(list_checkpoints(folder)[:-keep]) - {best_checkpoint(folder)}):
             os.replace(path, folder / UNFINISHED)
@@ -112,9 +145,13 @@ def _retain(folder: Path, keep: int) -> None:
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Returns the checkpoints of a folder, the newest last. Raises InputError for a folder that cannot be listed."""
+    """Returns the checkpoints of a folder, the newest last. Raises InputError for a
+    folder that cannot be listed.
+    """
     try:
-        return sorted((path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number)
+        return sorted(
+            (path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number
+        )
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -126,8 +163,14 @@ def _number(path: Path) -> int:
 
 
 def best_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the checkpoint with the highest score, the newest of equals; None if there is no score."""
-    scores = {path: score for path in reversed(list_checkpoints(folder)) if (score := _score(path)) is not None}
+    """Returns the checkpoint with the highest score, the newest of equals; None if
+    there is no score.
+    """
+    scores = {
+        path: score
+        for path in reversed(list_checkpoints(folder))
+        if (score := _score(path)) is not None
+    }
     return max(scores, key=scores.get, default=None)
 
 
@@ -139,18 +182,27 @@ def _score(path: Path) -> float | None:
 
 
 def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left out. For reading a finished run's models."""
+    """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left
+    out. For reading a finished run's models.
+    """
     path = Path(path).absolute()
     specs = _header(path)["leaves"]
     return _arrays(
-        path, {str(n): name for n, (name, spec) in enumerate(specs.items()) if "0" not in re.findall(r"\d+", spec.partition("[")[2])}
+        path,
+        {
+            str(n): name
+            for n, (name, spec) in enumerate(specs.items())
+            if "0" not in re.findall(r"\d+", spec.partition("[")[2])
+        },
     )
 
 
 def restore(path: str | Path, like, identity: dict) -> Checkpoint:
-    """Returns one checkpoint, verified. Raises InputError if it is damaged or of a different run.
+    """Returns one checkpoint, verified. Raises InputError if it is damaged or of a
+    different run.
 
-    `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy, the others on the sharding they name.
+    `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy,
+    the others on the sharding they name.
     """
     found, reason = _attempt(Path(path), like, identity)
     if found is None:
@@ -164,35 +216,56 @@ def list_steps(folder: str | Path) -> list[int]:
 
 
 def restore_latest(
-    folder: str | Path, like, identity: dict, warn: Callable[[str], None] = warnings.warn, until: int | None = None
+    folder: str | Path,
+    like,
+    identity: dict,
+    warn: Callable[[str], None] = warnings.warn,
+    until: int | None = None,
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint (of step `until` at most) that can be read, None if there are none; `warn` gets a line per skipped one.
+    """Returns the newest checkpoint (of step `until` at most) that can be read, None if
+    there are none; `warn` gets a line per skipped one.
 
-    Raises InputError if there are checkpoints and none can be read, or if the newest readable one is of a different run.
+    Raises InputError if there are checkpoints and none can be read, or if the newest
+    readable one is of a different run.
     """
-    found = [path for path, step in zip(list_checkpoints(folder), list_steps(folder), strict=True) if until is None or step <= until]
+    found = [
+        path
+        for path, step in zip(list_checkpoints(folder), list_steps(folder), strict=True)
+        if until is None or step <= until
+    ]
     for path in reversed(found):
         checkpoint, reason = _attempt(path, like, identity)
         if checkpoint is not None:
             return checkpoint
         warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
     if found:
-        raise InputError(f"checkpoints in {folder}: none of {len(found)} can be read; remove the folder to start again")
+        raise InputError(
+            f"checkpoints in {folder}: none of {len(found)} can be read; remove the folder to start"
+            " again"
+        )
     return None
 
 
 def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
-    """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for a different run."""
+    """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for
+    a different run.
+    """
     named, identity = _name_leaves(like), json.loads(_json(identity))
     try:
         header = _header(path)
         _check_same(path, header, named, identity)
-        stored = _arrays(path.absolute(), {str(n): name for n, name in enumerate(header["leaves"]) if named[name].size})
+        stored = _arrays(
+            path.absolute(),
+            {str(n): name for n, name in enumerate(header["leaves"]) if named[name].size},
+        )
     except InputError:
         raise
     except Exception as error:  # whatever damage does to a reader
         return None, _reason(error)
-    tree = jax.tree.unflatten(jax.tree.structure(like), [_place_array(header, stored, name, leaf) for name, leaf in named.items()])
+    tree = jax.tree.unflatten(
+        jax.tree.structure(like),
+        [_place_array(header, stored, name, leaf) for name, leaf in named.items()],
+    )
     return Checkpoint(header["step"], tree, header["facts"]), ""
 
 
@@ -205,7 +278,9 @@ def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
         return {}
     with _orbax() as (ocp, checkpointer):
         as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
-        stored = checkpointer.restore(path / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        stored = checkpointer.restore(
+            path / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+        )
     return {name: stored[n] for n, name in names.items()}
 
 
@@ -218,13 +293,22 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
     if header["format"] != FORMAT:
-        raise InputError(f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}")
+        raise InputError(
+            f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}"
+        )
     fields = dict(flatten_settings(header["identity"])), dict(flatten_settings(identity))
     shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}
     for there, here in (fields, shapes):  # a different field explains different shapes
-        names = [name for name in {**there, **here} if there.get(name, "absent") != here.get(name, "absent")]
+        names = [
+            name
+            for name in {**there, **here}
+            if there.get(name, "absent") != here.get(name, "absent")
+        ]
         if names:
-            said = [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in names[:6]]
+            said = [
+                f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+                for name in names[:6]
+            ]
             rest = f"; and {len(names) - 6} more" if len(names) > 6 else ""
             raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
 
@@ -248,7 +332,9 @@ def _name_leaves(tree: Any) -> dict[str, Any]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves_with_path}
     assert len(named) == len(leaves_with_path), "two leaves of one name"
     for name, leaf in named.items():
-        assert hasattr(leaf, "dtype"), f"{name} is a {type(leaf).__name__}: a checkpoint holds arrays, facts hold plain values"
+        assert hasattr(leaf, "dtype"), (
+            f"{name} is a {type(leaf).__name__}: a checkpoint holds arrays, facts hold plain values"
+        )
     return named
 
 
@@ -262,7 +348,9 @@ def _spec(leaf: Any) -> str:
 
 def _plain(name: str, leaf: Any) -> np.ndarray:
     array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-    assert array.dtype.isnative and not array.dtype.hasobject, f"{name}: {array.dtype} cannot be saved"
+    assert array.dtype.isnative and not array.dtype.hasobject, (
+        f"{name}: {array.dtype} cannot be saved"
+    )
     return array
 
 
@@ -275,9 +363,15 @@ def _orbax() -> Iterator[tuple[Any, Any]]:
     mine = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
     logger = logging.get_absl_logger()
-    before, logger.disabled = logger.disabled, True  # it logs a traceback for each thread of a save that fails; we report one line
+    before, logger.disabled = (
+        logger.disabled,
+        True,
+    )  # it logs a traceback for each thread of a save that fails; we report one line
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone) as checkpointer:
+        with ocp.Checkpointer(
+            ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+            multiprocessing_options=alone,
+        ) as checkpointer:
             yield ocp, checkpointer
     finally:
         logger.disabled = before

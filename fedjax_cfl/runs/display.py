@@ -37,7 +37,17 @@ def final_table(summary: dict[str, Any]) -> Table:
     table = Table(title=title(summary), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    headline = {"algorithm", "dataset", "partition", "model", "preset", "seed", "best_round", "versions", "overrides"}
+    headline = {
+        "algorithm",
+        "dataset",
+        "partition",
+        "model",
+        "preset",
+        "seed",
+        "best_round",
+        "versions",
+        "overrides",
+    }
     for name, value in summary.items():
         if name not in headline and value is not None:
             table.add_row(name.replace("_", " "), _cell(name, summary))
@@ -45,16 +55,35 @@ def final_table(summary: dict[str, Any]) -> Table:
 
 
 def title(summary: dict[str, Any]) -> str:
-    parts = [str(summary[name]) for name in ("algorithm", "dataset", "partition", "model") if summary.get(name) is not None]
-    return ", ".join(parts) + (f" (seed {summary['seed']})" if summary.get("seed") is not None else "")
+    parts = [
+        str(summary[name])
+        for name in ("algorithm", "dataset", "partition", "model")
+        if summary.get(name) is not None
+    ]
+    return ", ".join(parts) + (
+        f" (seed {summary['seed']})" if summary.get("seed") is not None else ""
+    )
 
 
 @contextlib.contextmanager
 def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; silent where stderr is not a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    # the pace is a mean over an hour, because the default of 30 s is empty where evaluations are further apart
-    bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), speed_estimate_period=3600)
+    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; silent
+    where stderr is not a terminal.
+    """
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
+    # are further apart
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        speed_estimate_period=3600,
+    )
     with bar:
         task = bar.add_task("compiling", total=total_rounds, completed=start)
 
@@ -63,8 +92,13 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
             bar.update(task, completed=row["round"])
             accuracy, speed = row.get("accuracy"), bar.tasks[0].speed
             groups = sum(size > 0 for size in row.get("group_sizes") or [])
-            parts = ["accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}", "1 group" if groups == 1 else f"{groups} groups"]
-            bar.update(task, description=", ".join([*parts, f"{speed:.1f} rounds/s"] if speed else parts))
+            parts = [
+                "accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}",
+                "1 group" if groups == 1 else f"{groups} groups",
+            ]
+            bar.update(
+                task, description=", ".join([*parts, f"{speed:.1f} rounds/s"] if speed else parts)
+            )
 
         yield show
 
@@ -86,21 +120,41 @@ def print_summary(config: dict, run_dir: Path, algorithm, summary: dict, console
     """Prints the final table of a run."""
     console.print(final_table(format_summary(summary)))
     if algorithm.clustered and summary["best_accuracy"] is None:
-        console.print(f"no accuracy yet: discard={config['discard']} waits until every client has been met; more rounds, or discard=none")
+        console.print(
+            f"no accuracy yet: discard={config['discard']} waits until every client has been met;"
+            " more rounds, or discard=none"
+        )
     console.print(f"written to {run_dir}", markup=False)
 
 
 def format_summary(summary: dict) -> dict:
-    """Returns a summary as its reader wants it: scores, then counts beside their rates and sizes with their units."""
-    sizes = {name: format_si(summary[name], "B") for name in ("bytes_up", "bytes_down", "peak_memory_bytes")}
-    words = {name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)} | sizes
-    return {name: summary[name] for name in summary if name in SUMMARY_FIELDS or "accuracy" in name or "_f1" in name} | {
+    """Returns a summary as its reader wants it: scores, then counts beside their rates
+    and sizes with their units.
+    """
+    sizes = {
+        name: format_si(summary[name], "B")
+        for name in ("bytes_up", "bytes_down", "peak_memory_bytes")
+    }
+    words = {
+        name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
+    } | sizes
+    return {
+        name: summary[name]
+        for name in summary
+        if name in SUMMARY_FIELDS or "accuracy" in name or "_f1" in name
+    } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
         "models sent": "{units_up} up, {units_down} down".format(**words),
         "data sent": "{bytes_up} up, {bytes_down} down".format(**words),
-        "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(**summary | words),
+        "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(
+            **summary | words
+        ),
         "local steps": "{local_steps} ({local_steps_per_s:,.0f} /s)".format(**summary | words),
-        "seconds": "compiling {compile_s:.2f}, training {train_s:.2f}, evaluating {eval_s:.2f}".format(**summary),
+        "seconds": (
+            "compiling {compile_s:.2f}, training {train_s:.2f}, evaluating {eval_s:.2f}".format(
+                **summary
+            )
+        ),
         "peak memory": words["peak_memory_bytes"],
         "devices": summary["devices"],
     }

@@ -1,4 +1,6 @@
-"""A grid of runs trained as one program and written as if each had run alone: `vectorize=[...]` and `seeds=N`."""
+"""A grid of runs trained as one program and written as if each had run alone:
+`vectorize=[...]` and `seeds=N`.
+"""
 
 import contextlib
 import itertools
@@ -20,7 +22,13 @@ from fedjax_cfl.runs.session import Recorder, describe_machine, finish
 from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation.vectorize import run_members
 
-SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")  # what members may differ in
+SETTINGS = (
+    "seed",
+    "local.lr",
+    "algorithm.mu",
+    "algorithm.eta_g",
+    "algorithm.server_lr",
+)  # what members may differ in
 
 
 class Member(NamedTuple):
@@ -32,7 +40,8 @@ class Member(NamedTuple):
 
 
 def grid_axes(config: dict) -> dict[str, list]:
-    """Returns the values of every setting that a configuration vectorises, the seed first; {} if it is a single run.
+    """Returns the values of every setting that a configuration vectorises, the seed
+    first; {} if it is a single run.
 
     `vectorize` lists NAME=V1,V2,... Raises InputError for what cannot be vectorised.
     """
@@ -42,15 +51,25 @@ def grid_axes(config: dict) -> dict[str, list]:
         require("vectorize", name, SETTINGS)
         if not values or name in found:
             raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
-        found[name] = [int(value) if name == "seed" else float(value) for value in values.split(",")]
+        found[name] = [
+            int(value) if name == "seed" else float(value) for value in values.split(",")
+        ]
     if config["seeds"] > 1:
         if "seed" in found:
-            raise InputError(f"seeds={config['seeds']}: seed has several values already; use one of the two")
+            raise InputError(
+                f"seeds={config['seeds']}: seed has several values already; use one of the two"
+            )
         found["seed"] = [config["seed"] + number for number in range(config["seeds"])]
     if found and config["coordinator"] is not None:
-        raise InputError(f"coordinator={config['coordinator']}: a grid of runs trains in one process; leave out vectorize and seeds")
+        raise InputError(
+            f"coordinator={config['coordinator']}: a grid of runs trains in one process; leave out"
+            " vectorize and seeds"
+        )
     if found and config["resident"] == "host":
-        raise InputError("resident=host: a grid of runs trains on data that are on the devices; leave out vectorize and seeds")
+        raise InputError(
+            "resident=host: a grid of runs trains on data that are on the devices; leave out"
+            " vectorize and seeds"
+        )
     for name, values in found.items():
         if len(set(values)) < len(values):
             raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")
@@ -68,28 +87,44 @@ def run_folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:
 
 
 def common_step(run_dirs: Sequence[Path]) -> int | None:
-    """Returns the last round of which every member has a checkpoint, None if nobody has any. Raises InputError if there is none."""
+    """Returns the last round of which every member has a checkpoint, None if nobody has
+    any. Raises InputError if there is none.
+    """
     steps = [set(checkpoint.list_steps(run_dir / CHECKPOINTS)) for run_dir in run_dirs]
     if not any(steps):
         return None
     shared = set.intersection(*steps)
     if not shared:
-        raise InputError(f"run_dir={run_dirs[0].parent}: its runs stand at different rounds; continue each by itself, or choose another")
+        raise InputError(
+            f"run_dir={run_dirs[0].parent}: its runs stand at different rounds; continue each by"
+            " itself, or choose another"
+        )
     return max(shared)
 
 
 def train_grid(
-    members: list[Member], choices: dict, grid: dict[str, list], parts: list[tuple], make: Callable, starts: list, run_dir: Path
+    members: list[Member],
+    choices: dict,
+    grid: dict[str, list],
+    parts: list[tuple],
+    make: Callable,
+    starts: list,
+    run_dir: Path,
 ) -> int:
-    """Trains the members together and writes the files of each; returns the exit status as `session.train` does.
+    """Trains the members together and writes the files of each; returns the exit status
+    as `session.train` does.
 
-    Args: `parts` (algorithm, task, data, drift, mesh) of each seed; `make(values)` -> Algorithm; `starts` of the members, or Nones.
+    Args: `parts` (algorithm, task, data, drift, mesh) of each seed; `make(values)` ->
+    Algorithm; `starts` of the members, or Nones.
     """
     console = Console(highlight=False, soft_wrap=True)
     _, task, _, drift, mesh = parts[0]
     config = members[0].config
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
-    console.print(f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {len(members)} runs as one, {said}")
+    console.print(
+        f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {len(members)}"
+        f" runs as one, {said}"
+    )
     console.print(f"the first: {format_description(parts[0][2])}, {describe_machine(mesh)}")
     sets = [part[2] for part in parts]
     same = all(_equal(sets[0], other) for other in sets[1:])
@@ -106,7 +141,10 @@ def train_grid(
 
     with catch_signals() as asked:
         with contextlib.ExitStack() as files:
-            recorders = [Recorder(m.config, m.run_dir, data_of(n), begun, files) for n, m in enumerate(members)]
+            recorders = [
+                Recorder(m.config, m.run_dir, data_of(n), begun, files)
+                for n, m in enumerate(members)
+            ]
             show = files.enter_context(progress(config["rounds"], begun))
 
             def on_start(number, snapshot):
@@ -125,18 +163,42 @@ def train_grid(
 
             start = None if starts[0] is None else starts
             results = run_members(
-                make, task, sets[:1] if same else sets, keys, values, **options, start=start, on_start=on_start, on_rows=on_rows
+                make,
+                task,
+                sets[:1] if same else sets,
+                keys,
+                values,
+                **options,
+                start=start,
+                on_start=on_start,
+                on_rows=on_rows,
             )
         if asked and int(results[0].state.round) < config["rounds"]:
-            console.print(f"stopped after round {int(results[0].state.round)}; the same command goes on from there", markup=False)
+            console.print(
+                f"stopped after round {int(results[0].state.round)}; the same command goes on from"
+                " there",
+                markup=False,
+            )
             return 128 + asked[0]
         algorithm = parts[0][0]
         for member, result in zip(members, results, strict=True):
-            finish(member.config, choices, member.overrides, member.run_dir, algorithm, task, result, mesh)
+            finish(
+                member.config,
+                choices,
+                member.overrides,
+                member.run_dir,
+                algorithm,
+                task,
+                result,
+                mesh,
+            )
 
     compare.compare([run_dir], run_dir)
     return 0
 
 
 def _equal(one, other) -> bool:
-    return all(a.shape == b.shape and np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    return all(
+        a.shape == b.shape and np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )

@@ -13,9 +13,11 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def lock(run_dir: str | Path) -> Iterator[None]:
-    """Holds a run directory, made if missing, for this process. Raises InputError that names the process that holds it.
+    """Holds a run directory, made if missing, for this process. Raises InputError that
+    names the process that holds it.
 
-    The operating system lets go of the lock when its process ends, however it ends, so none is ever stale.
+    The operating system lets go of the lock when its process ends, however it ends, so
+    none is ever stale.
     """
     path = Path(run_dir) / LOCK
     try:
@@ -29,12 +31,15 @@ def lock(run_dir: str | Path) -> Iterator[None]:
         yield
     finally:
         if _is_at(descriptor, path):
-            path.unlink()  # while the lock is held: who opened it meanwhile finds it gone and tries again
+            # while the lock is held: who opened it meanwhile finds it gone and tries again
+            path.unlink()
         os.close(descriptor)
 
 
 def _acquire(path: Path) -> int:
-    """Returns the descriptor of the locked file, with this process's name in it. Raises BlockingIOError with the holder's name."""
+    """Returns the descriptor of the locked file, with this process's name in it. Raises
+    BlockingIOError with the holder's name.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -47,7 +52,11 @@ def _acquire(path: Path) -> int:
         except OSError as error:
             holder = os.read(descriptor, 300).decode(errors="replace") or "another process"
             os.close(descriptor)
-            raise BlockingIOError(error.errno, holder) if isinstance(error, BlockingIOError) else error from None
+            raise (
+                BlockingIOError(error.errno, holder)
+                if isinstance(error, BlockingIOError)
+                else error
+            ) from None
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

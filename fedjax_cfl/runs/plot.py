@@ -15,13 +15,21 @@ from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, se
 
 
 def make_palette(count: int) -> list[Any]:
-    """Returns `count` colours that colour-blind readers can tell apart (Okabe and Ito, 2008), or an even ramp beyond eight."""
+    """Returns `count` colours that colour-blind readers can tell apart (Okabe and Ito,
+    2008), or an even ramp beyond eight.
+    """
     named = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#F0E442"]
-    return named[:count] if count <= len(named) else list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
+    return (
+        named[:count]
+        if count <= len(named)
+        else list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
+    )
 
 
 def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
-    """Gives every panel the same look: a title at the left, labelled axes, a light grid and an open frame."""
+    """Gives every panel the same look: a title at the left, labelled axes, a light grid
+    and an open frame.
+    """
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel(x, fontsize=11)
     axes.set_ylabel(y, fontsize=11)
@@ -33,7 +41,9 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def format_percent_axis(axes: Axes) -> None:
-    """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power of ten: 2.5 would need a digit that others do not."""
+    """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power
+    of ten: 2.5 would need a digit that others do not.
+    """
     axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
 
@@ -43,19 +53,53 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
     for (name, label), colour in zip(named.items(), make_palette(len(named)), strict=True):
         values = series(rows, name)
         if np.isfinite(values).any():
-            axes.plot(rounds, values, color=colour, linewidth=1.8, marker="o" if len(rows) <= 20 else "", markersize=4, label=label)
+            axes.plot(
+                rounds,
+                values,
+                color=colour,
+                linewidth=1.8,
+                marker="o" if len(rows) <= 20 else "",
+                markersize=4,
+                label=label,
+            )
             empty = False
     if empty:
-        axes.text(0.5, 0.5, "nothing recorded", transform=axes.transAxes, ha="center", va="center", color="0.5", fontsize=11)
+        axes.text(
+            0.5,
+            0.5,
+            "nothing recorded",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color="0.5",
+            fontsize=11,
+        )
         axes.set_yticks([])
 
 
 def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    _lines(axes, rows, {"accuracy": "all clients", "macro_accuracy": "mean over clients", "worst10_accuracy": "worst 10 % of clients"})
+    _lines(
+        axes,
+        rows,
+        {
+            "accuracy": "all clients",
+            "macro_accuracy": "mean over clients",
+            "worst10_accuracy": "worst 10 % of clients",
+        },
+    )
     best = summarize_rows(rows)
     if best["best_round"] is not None:
         label = f"best: {best['best_accuracy']:.1%} at round {best['best_round']}"
-        axes.plot(best["best_round"], best["best_accuracy"], "*", color="black", markersize=12, linestyle="none", label=label, zorder=4)
+        axes.plot(
+            best["best_round"],
+            best["best_accuracy"],
+            "*",
+            color="black",
+            markersize=12,
+            linestyle="none",
+            label=label,
+            zorder=4,
+        )
         axes.set_ylim(0, 1.02)
         format_percent_axis(axes)
     style_axes(axes, "Test accuracy", "round", "correct test samples")
@@ -78,7 +122,9 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
         line.set(color="black", zorder=3)
     if groups.ndim == 2 and groups.shape[1] > 1:
         for values, colour in zip(groups.T, make_palette(groups.shape[1]), strict=True):
-            axes.plot(rounds, values, color=colour, linewidth=0.9, marker="." if len(rows) <= 20 else "")
+            axes.plot(
+                rounds, values, color=colour, linewidth=0.9, marker="." if len(rows) <= 20 else ""
+            )
         axes.plot([], [], color="0.5", linewidth=0.9, label="single groups (colours as at right)")
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
@@ -89,12 +135,28 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
     if count:
-        areas = axes.stackplot(rounds, sizes.T, colors=make_palette(count), alpha=0.85, edgecolor="white", linewidth=0.4)
+        areas = axes.stackplot(
+            rounds,
+            sizes.T,
+            colors=make_palette(count),
+            alpha=0.85,
+            edgecolor="white",
+            linewidth=0.4,
+        )
         axes.set_ylim(0, max(np.nansum(sizes, axis=1).max(), 1))
     if 1 <= count <= 8:
         labels = [f"group {group}" for group in range(count)]
-        axes.legend(areas[::-1], labels[::-1], frameon=False, fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
-    style_axes(axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients")
+        axes.legend(
+            areas[::-1],
+            labels[::-1],
+            frameon=False,
+            fontsize=10,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
+    style_axes(
+        axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients"
+    )
 
 
 def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
@@ -105,7 +167,9 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     figure.suptitle(title(summary) or Path(run_dir).resolve().name, fontsize=14)
     panels = figure.subplots(2, 2).flat
-    for axes, draw in zip(panels, (_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes), strict=True):
+    for axes, draw in zip(
+        panels, (_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes), strict=True
+    ):
         draw(axes, rows)
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:

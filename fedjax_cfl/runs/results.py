@@ -1,7 +1,8 @@
 """The files of a run directory, and the table made from them.
 
-`metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as the run goes.
-Every other file is written whole, under a temporary name first, so that no reader ever sees half a file.
+`metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as
+the run goes. Every other file is written whole, under a temporary name first, so that
+no reader ever sees half a file.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ LAST_ROW_FIELDS = (
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, which becomes `path` when the block ends well and is removed when it does not."""
+    """Yields a temporary path beside `path`, which becomes `path` when the block ends
+    well and is removed when it does not.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -42,7 +45,9 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def to_plain(value: Any) -> Any:
-    """Turns arrays and NumPy or JAX scalars into JSON's own types, and NaN and infinities into None."""
+    """Turns arrays and NumPy or JAX scalars into JSON's own types, and NaN and
+    infinities into None.
+    """
     if isinstance(value, dict):
         return {str(name): to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -57,19 +62,30 @@ def to_plain(value: Any) -> Any:
 def write_json(path: str | Path, obj: Any) -> None:
     """Writes `obj` as indented JSON."""
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
 
 
 def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
-    """Writes one row per client to clients.parquet; a column with more than one axis becomes a column of lists."""
+    """Writes one row per client to clients.parquet; a column with more than one axis
+    becomes a column of lists.
+    """
     arrays = {name: np.asarray(values) for name, values in columns.items()}
-    table = pa.table({name: pa.array(values if values.ndim == 1 else values.tolist()) for name, values in arrays.items()})
+    table = pa.table(
+        {
+            name: pa.array(values if values.ndim == 1 else values.tolist())
+            for name, values in arrays.items()
+        }
+    )
     with atomic_write(Path(run_dir) / "clients.parquet") as temporary:
         pyarrow.parquet.write_table(table, temporary)
 
 
 def open_metrics(run_dir: str | Path) -> IO[str]:
-    """Opens metrics.jsonl for appending, after cutting off a last line that a killed run left half written."""
+    """Opens metrics.jsonl for appending, after cutting off a last line that a killed
+    run left half written.
+    """
     path = Path(run_dir) / METRICS_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = path.open("a+b")
@@ -107,7 +123,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Reads metrics.jsonl in order of rounds; a torn last line is ignored.
 
-    A run that resumes from a checkpoint repeats the rounds after it: the later row of a round counts.
+    A run that resumes from a checkpoint repeats the rounds after it: the later row of a
+    round counts.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -119,7 +136,10 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         if row is None and number == len(lines) and not line.endswith(b"\n"):
             break  # a killed run was writing it
         if not row:
-            raise InputError(f"{path}, line {number}: not a JSON object with an integer 'round': {line[:40].decode(errors='replace')!r}")
+            raise InputError(
+                f"{path}, line {number}: not a JSON object with an integer 'round':"
+                f" {line[:40].decode(errors='replace')!r}"
+            )
         while rows and rows[-1]["round"] >= row["round"]:
             rows.pop()
         rows.append(row)
@@ -128,9 +148,15 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def cut_metrics(run_dir: str | Path, last: int) -> None:
     """Drops the rows after round `last`, which a resumed run will write again."""
-    kept = [row for row in read_metrics(run_dir) if row["round"] <= last] if (Path(run_dir) / METRICS_FILE).exists() else []
+    kept = (
+        [row for row in read_metrics(run_dir) if row["round"] <= last]
+        if (Path(run_dir) / METRICS_FILE).exists()
+        else []
+    )
     with atomic_write(Path(run_dir) / METRICS_FILE) as temporary:
-        temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8"
+        )
 
 
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
@@ -150,7 +176,9 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Returns one value per row, [R] or [R, m] for per-group lists; NaN where it is null or absent."""
+    """Returns one value per row, [R] or [R, m] for per-group lists; NaN where it is
+    null or absent.
+    """
     values = [row.get(name) for row in rows]
     width = max((len(value) for value in values if isinstance(value, list)), default=0)
     if not width:
@@ -167,7 +195,9 @@ def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
 
 
 def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Reduces a run to its headline numbers: means skip nulls, the variance divides by n, and of equal bests the first counts."""
+    """Reduces a run to its headline numbers: means skip nulls, the variance divides by
+    n, and of equal bests the first counts.
+    """
     rows = to_plain(rows)
     scored = [row for row in rows if row.get("accuracy") is not None]
     best = max(scored, key=lambda row: row["accuracy"], default={})
@@ -187,10 +217,12 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `summarise` does and what published tables show besides: null where a target is not reached or nothing counts.
+    """Returns what `summarise` does and what published tables show besides: null where
+    a target is not reached or nothing counts.
 
-    `units` are models sent down and up in all, `migrations` clients that changed their group after a shift, `median_accuracy` is over
-    the evaluations that count, `rounds_to_85` the first of them with an accuracy of at least 0.85.
+    `units` are models sent down and up in all, `migrations` clients that changed their
+    group after a shift, `median_accuracy` is over the evaluations that count,
+    `rounds_to_85` the first of them with an accuracy of at least 0.85.
     """
     scored = [row["accuracy"] for row in to_plain(rows) if row.get("accuracy") is not None]
     numbers = summarize_rows(rows)

@@ -19,23 +19,53 @@ from fedjax_cfl.simulation.driver import COUNTERS, Snapshot
 from fedjax_cfl.validation import flatten_settings
 
 CHECKPOINTS = "checkpoints"
-# Settings that may differ between a run and its continuation: they change neither the numbers nor what has been computed already.
-RESUME_MAY_CHANGE = ("run_dir", "rounds", "eval_every", "eval_auxiliary", "devices", "offline", "resume", "checkpoint.", "paper.")
-RESUME_MAY_CHANGE += ("local.width", "local.first_layer", "vectorize", "seeds", "coordinator", "process")
+# Settings that may differ between a run and its continuation: they change neither the numbers
+# nor what has been computed already.
+RESUME_MAY_CHANGE = (
+    "run_dir",
+    "rounds",
+    "eval_every",
+    "eval_auxiliary",
+    "devices",
+    "offline",
+    "resume",
+    "checkpoint.",
+    "paper.",
+)
+RESUME_MAY_CHANGE += (
+    "local.width",
+    "local.first_layer",
+    "vectorize",
+    "seeds",
+    "coordinator",
+    "process",
+)
 
 
 def run_identity(config: dict, data) -> dict[str, Any]:
-    """Returns what a continuation must repeat: every setting that bears on the numbers, and the shape of the data."""
-    named = sorted(flatten_settings(config), key=lambda leaf: not leaf[0].endswith((".name", "seed")))  # a refusal lists the first
+    """Returns what a continuation must repeat: every setting that bears on the numbers,
+    and the shape of the data.
+    """
+    named = sorted(
+        flatten_settings(config), key=lambda leaf: not leaf[0].endswith((".name", "seed"))
+    )  # a refusal lists the first
     kept = {name: value for name, value in named if not name.startswith(RESUME_MAY_CHANGE)}
-    return kept | {"clients": data.num_clients, "samples": int(data.y.size), "capacity": data.max_client_samples}
+    return kept | {
+        "clients": data.num_clients,
+        "samples": int(data.y.size),
+        "capacity": data.max_client_samples,
+    }
 
 
-def resume_run(config: dict, run_dir: Path, algorithm, task, data, drift, mesh, until: int | None = None) -> Snapshot | None:
-    """Returns where an unfinished run of this directory stands, with its metrics cut back to that round, or None to begin.
+def resume_run(
+    config: dict, run_dir: Path, algorithm, task, data, drift, mesh, until: int | None = None
+) -> Snapshot | None:
+    """Returns where an unfinished run of this directory stands, with its metrics cut
+    back to that round, or None to begin.
 
     `until`: from no checkpoint of a later round.
-    Raises InputError if the directory belongs to another run, holds a finished one, or `resume` does not allow either.
+    Raises InputError if the directory belongs to another run, holds a finished one, or
+    `resume` does not allow either.
     """
     check_run_dir(str(run_dir), config["resume"])
     folder, key = run_dir / CHECKPOINTS, jax.random.key(config["seed"])
@@ -46,23 +76,37 @@ def resume_run(config: dict, run_dir: Path, algorithm, task, data, drift, mesh, 
     found = None
     if list_checkpoints(folder):
         like = state_shapes(algorithm, drift, mesh, data, key)
-        found = restore_latest(folder, make_host_arrays(like) if jax.process_count() > 1 else like, run_identity(config, data), warn, until)
+        found = restore_latest(
+            folder,
+            make_host_arrays(like) if jax.process_count() > 1 else like,
+            run_identity(config, data),
+            warn,
+            until,
+        )
     if found is None:
         if config["resume"] == "must":
             raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
         if not {inside.name for inside in run_dir.iterdir()} <= RUN_FILES:
             raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
-        (run_dir / METRICS_FILE).unlink(missing_ok=True)  # rows of a run that was killed before its first checkpoint
+        (run_dir / METRICS_FILE).unlink(
+            missing_ok=True
+        )  # rows of a run that was killed before its first checkpoint
         return None
     if found.step >= config["rounds"] and read_summary(run_dir) is not None:
-        raise InputError(f"run_dir={run_dir}: already holds this run, finished after {found.step} rounds; choose another or more rounds")
+        raise InputError(
+            f"run_dir={run_dir}: already holds this run, finished after {found.step} rounds; choose"
+            " another or more rounds"
+        )
     cut_metrics(run_dir, found.step)
     print(f"resuming after round {found.step}")
     return Snapshot(*found.tree, found.counters)
 
 
-def sync_resume(begin: Callable[[], Snapshot | None], algorithm, data, drift, mesh, key) -> Snapshot | None:
-    """Returns in every process what `begin`, a use of `resume_run`, returns in process 0; what it raises ends all of them.
+def sync_resume(
+    begin: Callable[[], Snapshot | None], algorithm, data, drift, mesh, key
+) -> Snapshot | None:
+    """Returns in every process what `begin`, a use of `resume_run`, returns in process
+    0; what it raises ends all of them.
 
     Raises InputError in the other processes, too, and then without a text.
     """
@@ -72,13 +116,22 @@ def sync_resume(begin: Callable[[], Snapshot | None], algorithm, data, drift, me
             start = begin()
         except InputError as error:
             refused = error
-    verdict = int(distributed.broadcast_from_primary(np.int32(2 if refused else start is not None)))  # 0 begin, 1 go on, 2 refused
+    verdict = int(
+        distributed.broadcast_from_primary(np.int32(2 if refused else start is not None))
+    )  # 0 begin, 1 go on, 2 refused
     if verdict == 2:
         raise refused or InputError("")
     if verdict == 0 or jax.process_count() == 1:
         return start
-    mine = (start.state, start.data_state) if start else make_host_arrays(state_shapes(algorithm, drift, mesh, data, key))
-    return Snapshot(*replicate(distributed.broadcast_from_primary(mine), mesh), start.counters if start else dict(COUNTERS))
+    mine = (
+        (start.state, start.data_state)
+        if start
+        else make_host_arrays(state_shapes(algorithm, drift, mesh, data, key))
+    )
+    return Snapshot(
+        *replicate(distributed.broadcast_from_primary(mine), mesh),
+        start.counters if start else dict(COUNTERS),
+    )
 
 
 def make_host_arrays(shapes):

@@ -4,15 +4,24 @@ from pathlib import Path
 
 from fedjax_cfl.errors import InputError
 
-RUN_FILES = {".hydra", ".lock", "metrics.jsonl", "checkpoints"}  # what an unfinished run has in its directory
+RUN_FILES = {
+    ".hydra",
+    ".lock",
+    "metrics.jsonl",
+    "checkpoints",
+}  # what an unfinished run has in its directory
 
 
 def check_run_dir(run_dir: str, resume: str) -> Path:
-    """Returns the path of a run directory. Raises InputError if it holds something that `resume` (auto | must | never) does not allow."""
+    """Returns the path of a run directory. Raises InputError if it holds something that
+    `resume` (auto | must | never) does not allow.
+    """
     path = Path(run_dir)
     try:
         if path.exists() and not path.is_dir():
-            raise InputError(f"run_dir={run_dir}: already exists and is not a directory; choose another")
+            raise InputError(
+                f"run_dir={run_dir}: already exists and is not a directory; choose another"
+            )
         names = {inside.name for inside in path.iterdir()} - {".lock"} if path.exists() else set()
     except OSError as error:
         raise InputError(f"run_dir={run_dir}: cannot be used: {error.strerror}") from None

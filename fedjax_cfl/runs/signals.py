@@ -10,9 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Yields a list that the first SIGTERM or SIGINT is put into; a second one ends the process at once.
+    """Yields a list that the first SIGTERM or SIGINT is put into; a second one ends the
+    process at once.
 
-    A thread listens, because Python's own handlers have to wait until a compiled block of rounds returns.
+    A thread listens, because Python's own handlers have to wait until a compiled block
+    of rounds returns.
     """
     asked: list[int] = []
     listening, waking = os.pipe()
@@ -25,9 +27,14 @@ def catch_signals() -> Iterator[list[int]]:
             if asked:
                 os._exit(128 + number[0])
             asked.append(number[0])
-            print("fedjax-cfl: stopping after this block of rounds; once more stops at once", file=sys.stderr)
+            print(
+                "fedjax-cfl: stopping after this block of rounds; once more stops at once",
+                file=sys.stderr,
+            )
 
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     descriptor = signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()

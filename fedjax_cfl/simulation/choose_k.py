@@ -1,4 +1,6 @@
-"""Choosing the number of groups by short trials (Xie et al., "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026, 5.2)."""
+"""Choosing the number of groups by short trials (Xie et al., "Multi-Center Federated
+Learning", https://arxiv.org/abs/2005.01026, 5.2).
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -35,11 +37,15 @@ def choose_k(
     by: str = "accuracy",
     mesh=None,
 ) -> Choice:
-    """Tries `make(m)` for each of the candidates on the same randomly drawn clients for a few rounds and returns the best m.
+    """Tries `make(m)` for each of the candidates on the same randomly drawn clients for
+    a few rounds and returns the best m.
 
-    `make` gets a number of groups and selects from the drawn clients alone: `select.uniform(10)` means 10 of them. Args: `by` accuracy on
-    their test samples, the higher the better | distance, the mean L2 distance of the models trained in the last round from their center,
-    the lower the better. Distances shrink with every further center, also where there is no further group: look for the bend in the table.
+    `make` gets a number of groups and selects from the drawn clients alone:
+    `select.uniform(10)` means 10 of them. Args: `by` accuracy on their test samples,
+    the higher the better | distance, the mean L2 distance of the models trained in the
+    last round from their center, the lower the better. Distances shrink with every
+    further center, also where there is no further group: look for the bend in the
+    table.
     Raises InputError for an unknown criterion or no candidate.
     """
     require("by", by, CRITERIA)
@@ -49,7 +55,9 @@ def choose_k(
     few = sample_clients(derive_key(key, SELECT), data, clients)
     table = []
     for m in candidates:
-        last = run(make(m), task, few, key, rounds=rounds, discard="none", with_auxiliary=False, mesh=mesh).rows[-1]
+        last = run(
+            make(m), task, few, key, rounds=rounds, discard="none", with_auxiliary=False, mesh=mesh
+        ).rows[-1]
         table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
     return Choice(pick_best(table, by), table)
 
@@ -61,7 +69,9 @@ def pick_best(table: list[dict[str, Any]], by: str) -> int:
 
 
 def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
-    """Returns the data of randomly drawn clients, renumbered 0, 1, ... in their old order; of all if there are no more."""
+    """Returns the data of randomly drawn clients, renumbered 0, 1, ... in their old
+    order; of all if there are no more.
+    """
     drawn = np.sort(np.asarray(jax.random.permutation(key, data.num_clients)[:clients]))
     number = np.full(data.num_clients + 1, -1, np.int32)  # the last entry is that of owner -1
     number[drawn] = np.arange(drawn.size)
@@ -69,7 +79,9 @@ def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData
     test = np.isin(np.arange(owner.size), np.asarray(data.test.order))
     kept = np.flatnonzero(owner >= 0)
     owner, test = owner[kept], test[kept]
-    train, held_out = (build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test))
+    train, held_out = (
+        build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test)
+    )
     return data.replace(
         x=data.x[kept],
         y=data.y[kept],

@@ -1,4 +1,6 @@
-"""Testing: every client's test samples on the model that client is served, in one pass over the samples."""
+"""Testing: every client's test samples on the model that client is served, in one pass
+over the samples.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,11 @@ def count_models(models) -> int:
 
 
 def predict_test_samples(task: Task, mesh, served: ServedModels, data: FederatedData):
-    """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the order of `data.test.order`.
+    """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the
+    order of `data.test.order`.
 
-    Samples are sorted by model and cut into blocks that belong to one model each, so m models cost one pass and not m.
-    Samples of clients without a model get class -1.
+    Samples are sorted by model and cut into blocks that belong to one model each, so m
+    models cost one pass and not m. Samples of clients without a model get class -1.
     """
     models, index = served
     num_models = count_models(models)
@@ -34,18 +37,28 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
     first = jnp.cumsum(count) - count
     blocks = -(-count // EVAL_BLOCK)
     until = jnp.cumsum(blocks)
-    length = -(-(total // EVAL_BLOCK + num_models) // mesh.size)  # static bound of blocks per device
+    length = -(
+        -(total // EVAL_BLOCK + num_models) // mesh.size
+    )  # static bound of blocks per device
 
     @jax.jit  # traced once for its shapes and for the loop
     def one_block(shared, number):
         models, data, sort, first, count, until = shared
-        g = jnp.minimum(jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1)
-        place = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK + jnp.arange(EVAL_BLOCK)
+        g = jnp.minimum(
+            jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1
+        )
+        place = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK + jnp.arange(
+            EVAL_BLOCK
+        )
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]
         rows = data.test.order[test]
         logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), data.x[rows])
-        return jnp.where(slot < total, test, total), jnp.argmax(logits, -1).astype(jnp.int32), cross_entropy(logits, data.y[rows])
+        return (
+            jnp.where(slot < total, test, total),
+            jnp.argmax(logits, -1).astype(jnp.int32),
+            cross_entropy(logits, data.y[rows]),
+        )
 
     def device_blocks(shared, numbers):
         done = jnp.sum(numbers < shared[-1][-1])
@@ -53,49 +66,76 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
         out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
 
         def body(b, out):
-            return jax.tree.map(lambda whole, part: whole.at[b].set(part), out, one_block(shared, numbers[b]))
+            return jax.tree.map(
+                lambda whole, part: whole.at[b].set(part), out, one_block(shared, numbers[b])
+            )
 
         return lax.fori_loop(0, done, body, out)
 
-    numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)  # dealt in turn
-    where, guess, loss = over_devices(device_blocks, mesh)((models, data, sort, first, count, until), numbers)
+    numbers = (
+        jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
+    )  # dealt in turn
+    where, guess, loss = over_devices(device_blocks, mesh)(
+        (models, data, sort, first, count, until), numbers
+    )
     guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
-def evaluate_clients(task: Task, mesh, served: ServedModels, data: FederatedData) -> tuple[metrics.ClientMetrics, jax.Array]:
-    """Returns what every client measures [K] on the model it is served, and the classes' counts [2, C] over all of them.
+def evaluate_clients(
+    task: Task, mesh, served: ServedModels, data: FederatedData
+) -> tuple[metrics.ClientMetrics, jax.Array]:
+    """Returns what every client measures [K] on the model it is served, and the
+    classes' counts [2, C] over all of them.
 
     Clients without a model, or without test samples in these data, measure nothing.
     """
     guess, loss = predict_test_samples(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
     owner = jnp.where(guess >= 0, owner, -1)
-    return metrics.client_metrics(guess == y, loss, y, guess, owner, data.num_clients, data.num_classes)
+    return metrics.client_metrics(
+        guess == y, loss, y, guess, owner, data.num_clients, data.num_classes
+    )
 
 
 def evaluate_auxiliary(task: Task, mesh, served: ServedModels, data: FederatedData):
-    """Returns (right, all) of the predictions on the union of all test sets by the plain mean of the models that serve somebody.
+    """Returns (right, all) of the predictions on the union of all test sets by the
+    plain mean of the models that serve somebody.
 
     (FlexCFL 2.14.9.)
     """
-    used = jnp.any(served.index[:, None] == jnp.arange(count_models(served.models)), axis=0).astype(jnp.float32)
+    used = jnp.any(served.index[:, None] == jnp.arange(count_models(served.models)), axis=0).astype(
+        jnp.float32
+    )
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
-    guess, _ = predict_test_samples(task, mesh, ServedModels(mean, jnp.zeros(data.num_clients, jnp.int32)), data)
+    guess, _ = predict_test_samples(
+        task, mesh, ServedModels(mean, jnp.zeros(data.num_clients, jnp.int32)), data
+    )
     held = data.owner[data.test.order] >= 0
     return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
 
 
-def evaluate_all(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool):
+def evaluate_all(
+    algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool
+):
     """Returns one evaluation's metrics and the per-client table of the state."""
     table, counts = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
     return finalize(served.index, count_models(served.models), table, counts, data.concept), table
 
 
-def evaluate_block(algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool, first=None):
-    """Returns the per-client table, and the counts of classes and of the auxiliary model, on all test samples of the clients of `data`.
+def evaluate_block(
+    algorithm: Algorithm,
+    task: Task,
+    mesh,
+    state: State,
+    data: FederatedData,
+    with_auxiliary: bool,
+    first=None,
+):
+    """Returns the per-client table, and the counts of classes and of the auxiliary
+    model, on all test samples of the clients of `data`.
 
     These are by default everybody, otherwise the clients from number `first` on.
     """
@@ -122,20 +162,28 @@ def empty(num_clients: int, num_classes: int):
 def merge(found, more, first):
     """Enters the result of a `part`, about clients from number `first` on, into that of all."""
     (table, counts), (part, also) = found, more
-    ids = jnp.where(part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size)  # a part may have fewer clients than room
-    return jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part), jax.tree.map(jnp.add, counts, also)
+    ids = jnp.where(
+        part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size
+    )  # a part may have fewer clients than room
+    return jax.tree.map(
+        lambda all, some: all.at[ids].set(some, mode="drop"), table, part
+    ), jax.tree.map(jnp.add, counts, also)
 
 
 def finalize(index, num_models: int, table: metrics.ClientMetrics, counts, concept) -> dict:
-    """Returns one evaluation's metrics from the results of all its parts, under spec 1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
+    """Returns one evaluation's metrics from the results of all its parts, under spec
+    1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
 
-    `index` [K] are the served models, `concept` [K] the true groups; without an auxiliary model its accuracy is NaN.
+    `index` [K] are the served models, `concept` [K] the true groups; without an
+    auxiliary model its accuracy is NaN.
     """
     counts, (right, held) = counts
     xp, has_model = index.__array_namespace__(), index >= 0
     found = metrics.summarize_clients(table, counts)
     found["test_loss"] = found.pop("loss")
-    found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[:num_models]
+    found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[
+        :num_models
+    ]
     found["ari"] = metrics.ari(index, concept, has_model & (concept >= 0), num_models, concept.size)
     found["evaluated_clients"] = has_model.sum()
     found["auxiliary_accuracy"] = xp.where(held > 0, right / held.clip(1), xp.nan)

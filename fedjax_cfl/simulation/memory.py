@@ -17,12 +17,16 @@ from fedjax_cfl.sharding import is_cpu
 def tree_bytes(tree) -> int:
     """Returns the bytes of a pytree of arrays or of their shapes."""
     return sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
 
 
 def plan_memory(state, data, programs) -> dict[str, int]:
-    """Returns the bytes that each device holds at once: data, models, what is kept per client, and the work of the largest program."""
+    """Returns the bytes that each device holds at once: data, models, what is kept per
+    client, and the work of the largest program.
+    """
     work = max((program.memory_analysis().temp_size_in_bytes for program in programs), default=0)
     return {
         "data": tree_bytes(data),
@@ -33,23 +37,36 @@ def plan_memory(state, data, programs) -> dict[str, int]:
 
 
 def choose_width(chosen: dict, task, data, mesh) -> int:
-    """Returns the most clients that train side by side on a device, from the settings `local`; auto is 1 on a CPU core.
+    """Returns the most clients that train side by side on a device, from the settings
+    `local`; auto is 1 on a CPU core.
 
-    On an accelerator auto is as many as fit: half of the memory that the data leave, through what a client takes.
+    On an accelerator auto is as many as fit: half of the memory that the data leave,
+    through what a client takes.
     """
     if chosen["width"] != "auto":
         return chosen["width"]
     if is_cpu(mesh):
         return 1
-    has, held = available_bytes(mesh), tree_bytes([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)])
-    return MAX_WIDTH if has is None else max(1, min(MAX_WIDTH, (has - held) // 2 // client_bytes(chosen, task, data)))
+    has, held = (
+        available_bytes(mesh),
+        tree_bytes([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)]),
+    )
+    return (
+        MAX_WIDTH
+        if has is None
+        else max(1, min(MAX_WIDTH, (has - held) // 2 // client_bytes(chosen, task, data)))
+    )
 
 
 def client_bytes(chosen: dict, task, data) -> int:
-    """Returns about the bytes of a client in training: its start, model, gradient and delta, its samples' order, and what a step needs."""
+    """Returns about the bytes of a client in training: its start, model, gradient and
+    delta, its samples' order, and what a step needs.
+    """
     model = jax.eval_shape(task.init, jax.random.key(0))
     batch_size = min(chosen["batch_size"], data.max_client_samples)
-    x, y = (jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y))
+    x, y = (
+        jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y)
+    )
     most = bucket_sizes(data.max_client_samples)[-1]
     gram = 16 * most**2 if chosen["first_layer"] == "dual" else 0  # and its copies
     return 4 * tree_bytes(model) + 4 * chosen["epochs"] * most + gram + step_bytes(task, x, y)
@@ -57,14 +74,20 @@ def client_bytes(chosen: dict, task, data) -> int:
 
 @functools.cache  # asked again by the summary of every run
 def step_bytes(task, x, y) -> int:
-    """Returns the bytes that a compiled gradient needs besides model, gradient and batch; `x` and `y` are shapes."""
-    gradient = jax.jit(jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum()))
+    """Returns the bytes that a compiled gradient needs besides model, gradient and
+    batch; `x` and `y` are shapes.
+    """
+    gradient = jax.jit(
+        jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum())
+    )
     model = jax.eval_shape(task.init, jax.random.key(0))
     return gradient.lower(model, x, y).compile().memory_analysis().temp_size_in_bytes
 
 
 def available_bytes(mesh) -> int | None:
-    """Returns the bytes of memory that one device has, None where the backend does not say; CPU devices share the machine's."""
+    """Returns the bytes of memory that one device has, None where the backend does not
+    say; CPU devices share the machine's.
+    """
     device = mesh.devices.flat[0]
     if is_cpu(mesh):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
@@ -78,21 +101,33 @@ def check_memory(planned: dict[str, int], mesh) -> None:
         {
             "data": "fewer clients or samples (dataset.clients)",
             "models": "fewer groups (algorithm.m) or a smaller model",
-            "client_memory": "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps nothing per client",
+            "client_memory": (
+                "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps"
+                " nothing per client"
+            ),
             "work": "fewer clients at a time (clients_per_round, local.width) or a smaller model",
         },
     )
     if has is None or sum(planned.values()) <= has:
         return
-    parts = ", ".join(f"{name.replace('_', ' ')} {format_si(value, 'B')}" for name, value in planned.items())
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {format_si(value, 'B')}" for name, value in planned.items()
+    )
     largest = max(planned, key=planned.get)
     total = format_si(sum(planned.values()), "B")
-    raise InputError(f"memory: each device needs {total} ({parts}) and has {format_si(has, 'B')}; use {knobs[largest]}, or fewer devices=")
+    raise InputError(
+        f"memory: each device needs {total} ({parts}) and has {format_si(has, 'B')}; use"
+        f" {knobs[largest]}, or fewer devices="
+    )
 
 
 def peak_memory_bytes() -> int:
-    """Returns the most memory used so far: the accelerator's if there is one, else the process's."""
+    """Returns the most memory used so far: the accelerator's if there is one, else the
+    process's.
+    """
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
         return sum(device.memory_stats()["peak_bytes_in_use"] for device in jax.local_devices())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -1,4 +1,6 @@
-"""Metrics of the served models, from one prediction per test sample. No loop over clients: a few scatter-adds serve them all."""
+"""Metrics of the served models, from one prediction per test sample. No loop over
+clients: a few scatter-adds serve them all.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,16 @@ class ClientMetrics:
 
 
 def _mean(value, weight, axis: int | None = None):
-    """Returns the weighted mean; values of weight 0 count nowhere, NaN included, and without any weight the mean is NaN."""
+    """Returns the weighted mean; values of weight 0 count nowhere, NaN included, and
+    without any weight the mean is NaN.
+    """
     xp, weight = value.__array_namespace__(), weight.astype("float32")
     total = weight.sum(axis)
-    return xp.where(total > 0, (xp.where(weight > 0, value, 0) * weight).sum(axis) / xp.where(total > 0, total, 1), xp.nan)
+    return xp.where(
+        total > 0,
+        (xp.where(weight > 0, value, 0) * weight).sum(axis) / xp.where(total > 0, total, 1),
+        xp.nan,
+    )
 
 
 def _f1(hits, named):
@@ -34,32 +42,50 @@ def _macro_f1(hits, named):
 
 
 def client_metrics(
-    correct: jax.Array, loss: jax.Array, y: jax.Array, prediction: jax.Array, owner: jax.Array, num_clients: int, num_classes: int
+    correct: jax.Array,
+    loss: jax.Array,
+    y: jax.Array,
+    prediction: jax.Array,
+    owner: jax.Array,
+    num_clients: int,
+    num_classes: int,
 ) -> tuple[ClientMetrics, jax.Array]:
-    """Returns the metrics of every client from samples [N] with classes `y` and `prediction`, and two counts [2, C] over all clients.
+    """Returns the metrics of every client from samples [N] with classes `y` and
+    `prediction`, and two counts [2, C] over all clients.
 
-    The counts are a class's true positives tp, and how often it is a label or a prediction, 2 tp + fp + fn. `owner` -1 counts nowhere.
+    The counts are a class's true positives tp, and how often it is a label or a
+    prediction, 2 tp + fp + fn. `owner` -1 counts nowhere.
     """
-    owner = jnp.where(owner < 0, num_clients, owner)  # out of range is dropped, negative would wrap around
+    owner = jnp.where(
+        owner < 0, num_clients, owner
+    )  # out of range is dropped, negative would wrap around
     none = jnp.zeros((num_clients, num_classes), jnp.int32)
     hits = none.at[owner, y].add((y == prediction).astype(jnp.int32), mode="drop")
     named = none.at[owner, y].add(1, mode="drop").at[owner, prediction].add(1, mode="drop")
     samples = jnp.zeros(num_clients, jnp.int32).at[owner].add(1, mode="drop")
 
     def mean(value):
-        total = jnp.zeros(num_clients, jnp.float32).at[owner].add(value.astype(jnp.float32), mode="drop")
+        total = (
+            jnp.zeros(num_clients, jnp.float32)
+            .at[owner]
+            .add(value.astype(jnp.float32), mode="drop")
+        )
         return jnp.where(samples > 0, total / jnp.maximum(samples, 1), jnp.nan)
 
-    table = ClientMetrics(samples=samples, accuracy=mean(correct), loss=mean(loss), f1=_macro_f1(hits, named))
+    table = ClientMetrics(
+        samples=samples, accuracy=mean(correct), loss=mean(loss), f1=_macro_f1(hits, named)
+    )
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
 def summarize_clients(metrics: ClientMetrics, counts) -> dict:
-    """Returns one number [] per metric over the clients that have test samples, given `per_client`'s counts [2, C]; NaN if there are none.
+    """Returns one number [] per metric over the clients that have test samples, given
+    `per_client`'s counts [2, C]; NaN if there are none.
 
-    accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1 are plain means over clients; worst10_accuracy is
-    that of the worst tenth of the clients, at least one; pooled_* forget who owns a sample. Of JAX's arrays or of NumPy's, like `ari`
-    and `bincount`: a run's few numbers are not worth a program.
+    accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1
+    are plain means over clients; worst10_accuracy is that of the worst tenth of the
+    clients, at least one; pooled_* forget who owns a sample. Of JAX's arrays or of
+    NumPy's, like `ari` and `bincount`: a run's few numbers are not worth a program.
     """
     samples = metrics.samples
     xp, evaluated = samples.__array_namespace__(), samples > 0
@@ -84,19 +110,29 @@ def bincount(labels, length: int):
 
 
 def ari(a, b, valid, size_a: int, size_b: int):
-    """Returns the adjusted Rand index [] of labels `a [K]`, below size_a, and `b [K]`, below size_b, over the clients `valid [K] bool`.
+    """Returns the adjusted Rand index [] of labels `a [K]`, below size_a, and `b [K]`,
+    below size_b, over the clients `valid [K] bool`.
 
-    1 if both partitions are trivial and equal; NaN without valid clients. Negative labels are not valid. Pairs are counted in int32
-    (exact for K <= 46,341; NumPy's in int64); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and
-    Arabie 1985) has a denominator without cancellation, no smaller than either product above, and so is right to float32 rounding.
+    1 if both partitions are trivial and equal; NaN without valid clients. Negative
+    labels are not valid. Pairs are counted in int32 (exact for K <= 46,341; NumPy's in
+    int64); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn))
+    (Hubert and Arabie 1985) has a denominator without cancellation, no smaller than
+    either product above, and so is right to float32 rounding.
     """
     xp, valid = a.__array_namespace__(), valid & (a >= 0) & (b >= 0)
-    table = bincount(xp.where(valid, a * size_b + b, size_a * size_b), size_a * size_b + 1)[:-1].reshape(size_a, size_b)
+    table = bincount(xp.where(valid, a * size_b + b, size_a * size_b), size_a * size_b + 1)[
+        :-1
+    ].reshape(size_a, size_b)
 
     def pairs(n):
         return (n * (n - 1) // 2).sum()
 
-    in_both, in_a, in_b, total = pairs(table), pairs(table.sum(1)), pairs(table.sum(0)), pairs(table.sum())
+    in_both, in_a, in_b, total = (
+        pairs(table),
+        pairs(table.sum(1)),
+        pairs(table.sum(0)),
+        pairs(table.sum()),
+    )
     counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both
     tp, fp, fn, tn = (n / total.clip(1) for n in counts)
     scale = (tp + fn) * (fn + tn) + (tp + fp) * (fp + tn)

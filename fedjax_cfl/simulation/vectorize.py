@@ -1,7 +1,9 @@
-"""Several runs as one program: the members of a grid of keys and settings, mapped over and stepped together.
+"""Several runs as one program: the members of a grid of keys and settings, mapped over
+and stepped together.
 
-A member is what it would be alone, up to rounding. Clients of all members train as one cohort, see `members`; the rest of a round is
-mapped over keys, and inside them over the values of settings.
+A member is what it would be alone, up to rounding. Clients of all members train as one
+cohort, see `members`; the rest of a round is mapped over keys, and inside them over the
+values of settings.
 """
 
 import functools
@@ -20,7 +22,12 @@ from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import make_mesh, replicate, replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
-from fedjax_cfl.simulation.compilation import init_data_state, make_rounds_fn, parallel_compiler, state_shapes
+from fedjax_cfl.simulation.compilation import (
+    init_data_state,
+    make_rounds_fn,
+    parallel_compiler,
+    state_shapes,
+)
 from fedjax_cfl.simulation.driver import (
     COUNTERS,
     TIMES,
@@ -36,14 +43,24 @@ from fedjax_cfl.types import ClientIndex, FederatedData, Task
 
 
 def stack_data(data: Sequence[FederatedData]) -> FederatedData:
-    """Stacks data sets [D, ...] of equally many clients; the smaller ones get samples that nobody holds. On the host.
+    """Stacks data sets [D, ...] of equally many clients; the smaller ones get samples
+    that nobody holds. On the host.
 
     Raises InputError if clients, features or classes differ.
     """
-    for name, of in (("clients", lambda d: d.num_clients), ("features", lambda d: d.x.shape[1:]), ("classes", lambda d: d.num_classes)):
+    for name, of in (
+        ("clients", lambda d: d.num_clients),
+        ("features", lambda d: d.x.shape[1:]),
+        ("classes", lambda d: d.num_classes),
+    ):
         if len({of(one) for one in data}) > 1:
-            raise InputError(f"vectorize: the seeds' data differ in their {name} ({', '.join(str(of(one)) for one in data)})")
-    longest = {side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")}
+            raise InputError(
+                f"vectorize: the seeds' data differ in their {name}"
+                f" ({', '.join(str(of(one)) for one in data)})"
+            )
+    longest = {
+        side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")
+    }
     capacity = max(one.max_client_samples for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
@@ -51,7 +68,9 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
 
         def fill(array, value):
             array = np.asarray(array)
-            return np.concatenate([array, np.full((total - len(array), *array.shape[1:]), value, array.dtype)])
+            return np.concatenate(
+                [array, np.full((total - len(array), *array.shape[1:]), value, array.dtype)]
+            )
 
         def view(side: str, begin: int) -> ClientIndex:
             own = getattr(one, side)
@@ -61,14 +80,21 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         train = view("train", held)
         test = view("test", held + longest["train"] - one.train.order.size)
         return one.replace(
-            x=fill(one.x, 0), y=fill(one.y, 0), owner=fill(one.owner, -1), train=train, test=test, max_client_samples=capacity
+            x=fill(one.x, 0),
+            y=fill(one.y, 0),
+            owner=fill(one.owner, -1),
+            train=train,
+            test=test,
+            max_client_samples=capacity,
         )
 
     return jax.tree.map(lambda *leaves: np.stack(leaves), *map(padded, data))
 
 
 def crop(tree, shapes):
-    """Returns the leading part of every array, of the given shapes: a member's own arrays without what `stack_data` added."""
+    """Returns the leading part of every array, of the given shapes: a member's own
+    arrays without what `stack_data` added.
+    """
     return jax.tree.map(lambda leaf, like: leaf[tuple(slice(n) for n in like.shape)], tree, shapes)
 
 
@@ -87,14 +113,19 @@ def run_members(
     mesh=None,
     start: Sequence[Snapshot] | None = None,
     on_start: Callable[[int, Callable[[], Snapshot]], None] = lambda member, snapshot: None,
-    on_rows: Callable[[list[dict[str, Any]], list[Callable[[], Snapshot]]], bool | None] = lambda rows, snapshots: None,
+    on_rows: Callable[
+        [list[dict[str, Any]], list[Callable[[], Snapshot]]], bool | None
+    ] = lambda rows, snapshots: None,
 ) -> list[Result]:
-    """Runs a grid of runs; returns their results, key by key and inside a key in the order of the values.
+    """Runs a grid of runs; returns their results, key by key and inside a key in the
+    order of the values.
 
-    Args: `build(values)` -> Algorithm made with `Local(vmap_runs=True)`, given one member's values, scalars which may be traced; `data` one
-    data set per key, or one for all; `keys` [D] typed keys; `values` name -> [H] values of a setting, several settings in step.
-    Everything else as in `run`; `on_start` and `on_rows` get functions that return where a member stands. The members share the program's
-    seconds evenly. Raises what `run` raises; InputError if the data sets do not fit together.
+    Args: `build(values)` -> Algorithm made with `Local(vmap_runs=True)`, given one
+    member's values, scalars which may be traced; `data` one data set per key, or one
+    for all; `keys` [D] typed keys; `values` name -> [H] values of a setting, several
+    settings in step. Everything else as in `run`; `on_start` and `on_rows` get
+    functions that return where a member stands. The members share the program's seconds
+    evenly. Raises what `run` raises; InputError if the data sets do not fit together.
     """
     check_plan(rounds, eval_every, discard)
     mesh, drift = mesh or make_mesh(), drift or no_drift()
@@ -106,18 +137,26 @@ def run_members(
     given = values, keys, replicate(held, mesh)
     lift = make_lift(points, len(own) > 1)
     began = time.perf_counter()
-    shapes, begin, train, test = compile_members(build, drift, task, mesh, given, lift, min(eval_every, rounds), with_auxiliary)
+    shapes, begin, train, test = compile_members(
+        build, drift, task, mesh, given, lift, min(eval_every, rounds), with_auxiliary
+    )
     compile_s = (time.perf_counter() - began) / len(places)
     planned = memory.plan_memory(shapes[0], given[2], [begin, train, test])
     memory.check_memory(planned, mesh)
     state, data_state = begin(*given)
     if start:
-        state, data_state = jax.device_put(restore_members((state, data_state), start, places), replicated_sharding(mesh))
+        state, data_state = jax.device_put(
+            restore_members((state, data_state), start, places), replicated_sharding(mesh)
+        )
     counters = [
-        one | {"compile_s": one["compile_s"] + compile_s} for one in ([s.counters for s in start] if start else [COUNTERS] * len(places))
+        one | {"compile_s": one["compile_s"] + compile_s}
+        for one in ([s.counters for s in start] if start else [COUNTERS] * len(places))
     ]
     algorithm = build({name: each[0] for name, each in values.items()})
-    alone = [state_shapes(algorithm, drift, mesh, own[s % len(own)], key)[1] for s, key in enumerate(keys)]
+    alone = [
+        state_shapes(algorithm, drift, mesh, own[s % len(own)], key)[1]
+        for s, key in enumerate(keys)
+    ]
 
     def snapshot(member: int) -> Snapshot:
         place = places[member]
@@ -128,23 +167,31 @@ def run_members(
     for member, stands in enumerate(snapshots):
         on_start(member, stands)
     rows, table, done = [[] for _ in places], None, int(state.round[0, 0])
-    groups = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.groups)
+    groups = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.groups
+    )
     while done < rounds:
         count = min(eval_every - done % eval_every, rounds - done)
         started = time.perf_counter()
-        state, data_state, infos = jax.block_until_ready(train(*given, state, data_state, done, count))
+        state, data_state, infos = jax.block_until_ready(
+            train(*given, state, data_state, done, count)
+        )
         trained = time.perf_counter()
         found, table = jax.block_until_ready(test(*given, state, data_state))
         ended = time.perf_counter()
         seconds = (trained - started) / len(places), (ended - trained) / len(places)
         fetched = jax.device_get(((state.round, state.traffic), infos, found))
         for member, place in enumerate(places):
-            (round, sent), info, score = jax.tree.map(lambda leaf, place=place: leaf[place], fetched)
+            (round, sent), info, score = jax.tree.map(
+                lambda leaf, place=place: leaf[place], fetched
+            )
             info = jax.tree.map(lambda values, count=count: values[:count], info)
             stand = state.replace(round=round, traffic=sent, groups=groups)
             raise_if_nonfinite(algorithm, stand, info)
             row = metrics_row(stand, info, score, counters[member])
-            if algorithm.clustered and discards_accuracy(discard, row, int(info.selected[0]), own[0].num_clients):
+            if algorithm.clustered and discards_accuracy(
+                discard, row, int(info.selected[0]), own[0].num_clients
+            ):
                 row["accuracy"] = None
             counters[member] = update_counters(counters[member], row, *seconds)
             rows[member].append(row)
@@ -155,39 +202,61 @@ def run_members(
         _, table = test(*given, state, data_state)
 
     def result(member: int) -> Result:
-        (s, _), stands, times = places[member], snapshot(member), {name: counters[member][name] for name in TIMES}
+        (s, _), stands, times = (
+            places[member],
+            snapshot(member),
+            {name: counters[member][name] for name in TIMES},
+        )
         clients = jax.tree.map(lambda leaf: leaf[places[member]], table)
-        return Result(stands.state, stands.data_state.apply_to(own[s % len(own)]), rows[member], clients, times, planned)
+        return Result(
+            stands.state,
+            stands.data_state.apply_to(own[s % len(own)]),
+            rows[member],
+            clients,
+            times,
+            planned,
+        )
 
     return [result(member) for member in range(len(places))]
 
 
 def compile_members(build, drift, task, mesh, given, lift, block: int, with_auxiliary: bool):
-    """Returns the shapes of all members' state and moving data, and the compiled start, rounds and evaluation of all of them."""
+    """Returns the shapes of all members' state and moving data, and the compiled start,
+    rounds and evaluation of all of them.
+    """
     everywhere = replicated_sharding(mesh)
 
     def begin(values, key, data):
         return build(values).init(key, data), init_data_state(drift, key, data)
 
     def train(values, key, data, state, data_state, done, count):
-        # one round number for all: mapped, a branch that is due in some rounds only would be run in every round
+        # one round number for all: mapped, a branch that is due in some rounds only would be
+        # run in every round
         state = state.replace(round=lax.convert_element_type(done, state.round.dtype))
         return make_rounds_fn(build(values), drift, block)(key, state, data_state, data, count)
 
     def test(values, key, data, state, data_state):
-        return evaluate.evaluate_all(build(values), task, mesh, state, data_state.apply_to(data), with_auxiliary)
+        return evaluate.evaluate_all(
+            build(values), task, mesh, state, data_state.apply_to(data), with_auxiliary
+        )
 
     with parallel_compiler() as compiled:
         begin = jax.jit(lift(begin), out_shardings=everywhere).lower(*given)
         shapes = sharding.replicated_shapes(begin.out_info, mesh)
         begin = compiled(begin)
-        train = compiled(jax.jit(lift(train, 2, 2), donate_argnums=(3, 4), out_shardings=everywhere).lower(*given, *shapes, 0, 1))
+        train = compiled(
+            jax.jit(lift(train, 2, 2), donate_argnums=(3, 4), out_shardings=everywhere).lower(
+                *given, *shapes, 0, 1
+            )
+        )
         test = compiled(jax.jit(lift(test, 2), out_shardings=everywhere).lower(*given, *shapes))
         return shapes, begin.result(), train.result(), test.result()
 
 
 def make_lift(points: int, several: bool):
-    """Returns lift(f, carried, common): the map of f(values, key, data, *carried, *common) over keys and, inside, over `points` values."""
+    """Returns lift(f, carried, common): the map of f(values, key, data, *carried,
+    *common) over keys and, inside, over `points` values.
+    """
 
     def lift(function, carried: int = 0, common: int = 0):
         rest = (0,) * carried + (None,) * common
@@ -198,7 +267,9 @@ def make_lift(points: int, several: bool):
 
 
 def restore_members(begun, start: Sequence[Snapshot], places: list[tuple[int, int]]):
-    """Returns (state, moving data) [D, H, ...] of all members, with those of the snapshots written over their leading parts."""
+    """Returns (state, moving data) [D, H, ...] of all members, with those of the
+    snapshots written over their leading parts.
+    """
 
     def write(base, *parts):
         base = np.array(base)
@@ -206,4 +277,8 @@ def restore_members(begun, start: Sequence[Snapshot], places: list[tuple[int, in
             base[(*place, *(slice(n) for n in part.shape))] = part
         return base
 
-    return jax.tree.map(write, jax.device_get(begun), *jax.device_get([(stands.state, stands.data_state) for stands in start]))
+    return jax.tree.map(
+        write,
+        jax.device_get(begun),
+        *jax.device_get([(stands.state, stands.data_state) for stands in start]),
+    )

@@ -1,4 +1,6 @@
-"""Data sets: each function returns a checked `Pool` of labelled samples, not yet dealt to clients."""
+"""Data sets: each function returns a checked `Pool` of labelled samples, not yet dealt
+to clients.
+"""
 
 from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.files import leaf, npy, npz

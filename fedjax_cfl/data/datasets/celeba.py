@@ -1,6 +1,8 @@
-"""CelebA by celebrity, smiling or not: the JSON files of LEAF, which name image files, and the folder of these images.
+"""CelebA by celebrity, smiling or not: the JSON files of LEAF, which name image files,
+and the folder of these images.
 
-LEAF: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, https://arxiv.org/abs/1812.01097. CelebA: Liu et al., ICCV 2015,
+LEAF: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018,
+https://arxiv.org/abs/1812.01097. CelebA: Liu et al., ICCV 2015,
 https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.
 """
 
@@ -23,57 +25,96 @@ LARGEST = 4096  # pixels of a side of an image file; CelebA's have 178 x 218
 
 
 def celeba(users: int | None = None, seed: int = 0, keep_split: bool = False) -> Pool:
-    """Returns the faces of CelebA, 84x84x3 uint8, y 1 where smiling; `client` is the celebrity, in order of names.
+    """Returns the faces of CelebA, 84x84x3 uint8, y 1 where smiling; `client` is the
+    celebrity, in order of names.
 
-    Celebrities with less than two images are dropped (FeSEM); of the others `users` are drawn with `seed` (None: all). `test` is LEAF's
-    own split with `keep_split`, if the files have one, else None, so that a partition by user splits anew. Images are resized with a
-    bicubic filter and take 21 kB each. Files: JSON under celeba/data/ (as LEAF makes it) or celeba/, in train/ and test/, or all_data/;
-    images in raw/img_align_celeba/ beside them or in celeba/img_align_celeba/. There is no download. Raises InputError for missing or bad
-    files.
+    Celebrities with less than two images are dropped (FeSEM); of the others `users` are
+    drawn with `seed` (None: all). `test` is LEAF's own split with `keep_split`, if the
+    files have one, else None, so that a partition by user splits anew. Images are
+    resized with a bicubic filter and take 21 kB each. Files: JSON under celeba/data/
+    (as LEAF makes it) or celeba/, in train/ and test/, or all_data/; images in
+    raw/img_align_celeba/ beside them or in celeba/img_align_celeba/. There is no
+    download. Raises InputError for missing or bad files.
     """
     for name, value, low in (("users", 1 if users is None else users, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-            raise InputError(f"dataset.source.{name}={value}: expected a whole number, {low} or more")
+            raise InputError(
+                f"dataset.source.{name}={value}: expected a whole number, {low} or more"
+            )
     files, folder = _files()
     parts = [read_users([part], _faces) for part in files]
-    names = [name for name in sorted(set().union(*parts)) if sum(len(part[name][1]) for part in parts if name in part) >= 2]
+    names = [
+        name
+        for name in sorted(set().union(*parts))
+        if sum(len(part[name][1]) for part in parts if name in part) >= 2
+    ]
     if not names:
         raise InputError(f"{files[0]}: no celebrity has two images, expected some")
     if users is not None and users < len(names):
-        names = [names[i] for i in np.sort(np.random.RandomState(seed).choice(len(names), users, replace=False))]
-    held = [(k, t, *part[name][:2]) for k, name in enumerate(names) for t, part in enumerate(parts) if name in part]
+        names = [
+            names[i]
+            for i in np.sort(np.random.RandomState(seed).choice(len(names), users, replace=False))
+        ]
+    held = [
+        (k, t, *part[name][:2])
+        for k, name in enumerate(names)
+        for t, part in enumerate(parts)
+        if name in part
+    ]
     counts = [len(labels) for *_, labels in held]
     client, test = (np.repeat([row[i] for row in held], counts) for i in (0, 1))
     x = _images(folder, [image for _, _, images, _ in held for image in images])
     y = np.concatenate([np.array(labels, np.int32) for *_, labels in held])
-    return check_pool(Pool(x, y, 2, client, test == 1 if keep_split and len(parts) == 2 else None), "celeba")
+    return check_pool(
+        Pool(x, y, 2, client, test == 1 if keep_split and len(parts) == 2 else None), "celeba"
+    )
 
 
 def _files() -> tuple[list[Path], Path]:
     """Returns the folders of JSON, those of train and of test or one, and the folder of images."""
-    found = (locate(*(f"{folder}/{name}" for name in names)) for folder in FOLDERS for names in (("train", "test"), ("all_data",)))
+    found = (
+        locate(*(f"{folder}/{name}" for name in names))
+        for folder in FOLDERS
+        for names in (("train", "test"), ("all_data",))
+    )
     files = next((paths for paths in found if paths), None)
     images = next((paths[0] for paths in map(locate, IMAGES) if paths), None)
     if files is None or images is None:
         absent = "celeba/data/all_data" if files is None else IMAGES[0]
-        raise missing_data_error("celeba (made by LEAF's scripts from the aligned images, no download)", absent)
+        raise missing_data_error(
+            "celeba (made by LEAF's scripts from the aligned images, no download)", absent
+        )
     return files, images
 
 
 def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
     """Returns the image files and labels of one user of a LEAF file."""
     said = f"{path}: user {shorten(user)}"
-    if not isinstance(held, dict) or not isinstance(held.get("x"), list) or not isinstance(held.get("y"), list):
+    if (
+        not isinstance(held, dict)
+        or not isinstance(held.get("x"), list)
+        or not isinstance(held.get("y"), list)
+    ):
         raise InputError(f"{said} is listed without data, expected lists x and y")
     names, labels = held["x"], held["y"]
     if isinstance(size, bool) or not isinstance(size, int) or not len(names) == len(labels) == size:
-        raise InputError(f"{said}: num_samples does not equal {len(names)} (x) and {len(labels)} (y), expected one number")
+        raise InputError(
+            f"{said}: num_samples does not equal {len(names)} (x) and {len(labels)} (y), expected"
+            " one number"
+        )
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
-        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):  # no file outside the folder
+        if (
+            not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..")
+        ):  # no file outside the folder
             shown = shorten(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise InputError(f"{said}: entry {i} of x is {shown}, expected the name of an image file")
+            raise InputError(
+                f"{said}: entry {i} of x is {shown}, expected the name of an image file"
+            )
         if isinstance(label, bool) or not isinstance(label, int) or label not in (0, 1):
-            raise InputError(f"{said}: entry {i} of y is a {type(label).__name__} or another number, expected 0 or 1")
+            raise InputError(
+                f"{said}: entry {i} of y is a {type(label).__name__} or another number, expected 0"
+                " or 1"
+            )
     return names, labels
 
 
@@ -96,8 +137,13 @@ def _image(path: Path) -> np.ndarray:
     try:
         with Image.open(path, formats=("JPEG", "PNG")) as image:
             if max(image.size) > LARGEST:
-                raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, more than {LARGEST} on a side")
+                raise ValueError(
+                    f"it has {image.size[0]} x {image.size[1]} pixels, more than {LARGEST} on a"
+                    " side"
+                )
             return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BICUBIC))
     except Exception as error:  # a damaged image raises many kinds
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{path}: image cannot be read ({reason}), expected a JPEG or PNG file") from error
+        raise InputError(
+            f"{path}: image cannot be read ({reason}), expected a JPEG or PNG file"
+        ) from error

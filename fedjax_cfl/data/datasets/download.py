@@ -1,8 +1,9 @@
 """Finding data files on this computer and fetching the public ones.
 
-A file is named by its path under a data root, such as `mnist/t10k-labels-idx1-ubyte.gz`. The roots are the folders named in the
-environment variable FEDJAX_CFL_DATA, then the user's cache folder. What the user put there is used as it is; only what is
-downloaded is verified, and it gets its final name after that.
+A file is named by its path under a data root, such as
+`mnist/t10k-labels-idx1-ubyte.gz`. The roots are the folders named in the environment
+variable FEDJAX_CFL_DATA, then the user's cache folder. What the user put there is used
+as it is; only what is downloaded is verified, and it gets its final name after that.
 """
 
 import importlib.util
@@ -31,19 +32,35 @@ REGISTRY = {
     "mnist": Remote(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         {
-            "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            "train-images-idx3-ubyte.gz": (
+                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
+            ),
+            "train-labels-idx1-ubyte.gz": (
+                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"
+            ),
+            "t10k-images-idx3-ubyte.gz": (
+                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
+            ),
+            "t10k-labels-idx1-ubyte.gz": (
+                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
+            ),
         },
     ),
     "fashion_mnist": Remote(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         {
-            "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            "train-images-idx3-ubyte.gz": (
+                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
+            ),
+            "train-labels-idx1-ubyte.gz": (
+                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
+            ),
+            "t10k-images-idx3-ubyte.gz": (
+                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
+            ),
+            "t10k-labels-idx1-ubyte.gz": (
+                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
+            ),
         },
     ),
 }
@@ -57,15 +74,23 @@ def cache_dir() -> Path:
 def search_dirs() -> list[Path]:
     """Returns the folders that are searched, in order."""
     # those of pathlib raise errors of their own, for ~nobody and for names that are too long
-    named = [Path(os.path.expanduser(name)) for name in os.environ.get(DATA_ENV_VAR, "").split(os.pathsep) if name.strip()]
+    named = [
+        Path(os.path.expanduser(name))
+        for name in os.environ.get(DATA_ENV_VAR, "").split(os.pathsep)
+        if name.strip()
+    ]
     for folder in named:
         if not os.path.isdir(folder):
-            raise InputError(f"{DATA_ENV_VAR}: no folder {folder}, expected existing folders separated by {os.pathsep!r}")
+            raise InputError(
+                f"{DATA_ENV_VAR}: no folder {folder}, expected existing folders separated by"
+                f" {os.pathsep!r}"
+            )
     return [*named, cache_dir()]
 
 
 def locate(*relative_paths: str) -> list[Path] | None:
-    """Returns where the files (or folders) are, each in the first root that has it, or None if any is missing.
+    """Returns where the files (or folders) are, each in the first root that has it, or
+    None if any is missing.
 
     A name that ends in .gz is also found unpacked, without that ending.
     """
@@ -76,22 +101,33 @@ def locate(*relative_paths: str) -> list[Path] | None:
 def _find(relative: str) -> Path | None:
     """Returns the first root's copy of one file."""
     names = dict.fromkeys((relative, relative.removesuffix(".gz")))
-    return next((root / name for root in search_dirs() for name in names if os.path.lexists(root / name)), None)
+    return next(
+        (root / name for root in search_dirs() for name in names if os.path.lexists(root / name)),
+        None,
+    )
 
 
 def missing_data_error(name: str, *relative_paths: str) -> InputError:
     """Returns the error for a data set that is not here, which says what to put where."""
     absent = [relative for relative in relative_paths if _find(relative) is None]
-    return InputError(f"{name}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder named in {DATA_ENV_VAR}")
+    return InputError(
+        f"{name}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder named"
+        f" in {DATA_ENV_VAR}"
+    )
 
 
 def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list[Path]:
-    """Returns the files of a public data set in the order of the registry, after downloading those that are not here.
+    """Returns the files of a public data set in the order of the registry, after
+    downloading those that are not here.
 
-    With `offline`, nothing is downloaded and a missing file is an error. `base_url` names another server with the same files.
+    With `offline`, nothing is downloaded and a missing file is an error. `base_url`
+    names another server with the same files.
     """
     if name not in REGISTRY:
-        raise InputError(f"download={name}: no such data set, expected one of {', '.join(REGISTRY)}{suggest_nearest(name, REGISTRY)}")
+        raise InputError(
+            f"download={name}: no such data set, expected one of"
+            f" {', '.join(REGISTRY)}{suggest_nearest(name, REGISTRY)}"
+        )
     remote = REGISTRY[name]
     relative = [f"{name}/{file}" for file in remote.files]
     if offline and locate(*relative) is None:
@@ -105,20 +141,33 @@ def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list
 
 def download(names: str | Iterable[str], base_url: str | None = None) -> dict[str, list[Path]]:
     """Fetches public data sets by name ("mnist", "fashion_mnist") and returns the files of each."""
-    return {name: fetch(name, base_url=base_url) for name in ([names] if isinstance(names, str) else names)}
+    return {
+        name: fetch(name, base_url=base_url)
+        for name in ([names] if isinstance(names, str) else names)
+    }
 
 
 def _retrieve(url: str, digest: str, target: Path) -> Path:
-    """Downloads one file to `target`; it appears there only when complete and with the right SHA-256."""
+    """Downloads one file to `target`; it appears there only when complete and with the
+    right SHA-256.
+    """
     import pooch  # with requests, a slow import that an offline run does not need
 
     # The progress bar needs tqdm, which is not one of our dependencies.
     bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     downloader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
     try:
-        pooch.retrieve(url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader)
-    except (OSError, ValueError) as error:  # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
-        place = f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder named in {DATA_ENV_VAR}"
+        pooch.retrieve(
+            url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader
+        )
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
+        place = (
+            f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder"
+            f" named in {DATA_ENV_VAR}"
+        )
         raise InputError(f"{target.parent.name}: {url}: {_reason(error)}; {place}") from error
     return target
 
@@ -137,5 +186,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, requests.ConnectionError):
         return "no connection to the server"
     if isinstance(error, ValueError) and "hash" in chain:
-        return "SHA-256 of what came is wrong (a damaged file or an error page), expected the published one"
+        return (
+            "SHA-256 of what came is wrong (a damaged file or an error page), expected the"
+            " published one"
+        )
     return " ".join(str(error).split())

@@ -13,14 +13,24 @@ from fedjax_cfl.types import Pool
 
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
-CIFAR = tuple(f"cifar10/cifar-10-batches-bin/{part}.bin" for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"))
+CIFAR = tuple(
+    f"cifar10/cifar-10-batches-bin/{part}.bin"
+    for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+)
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
-RECORD = 1 + 32 * 32 * 3  # bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
-FASHION = ("fashion_mnist/fashion_mnist_clients00-24.npz", "fashion_mnist/fashion_mnist_clients25-49.npz")
+RECORD = (
+    1 + 32 * 32 * 3
+)  # bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
+FASHION = (
+    "fashion_mnist/fashion_mnist_clients00-24.npz",
+    "fashion_mnist/fashion_mnist_clients25-49.npz",
+)
 
 
 def digits() -> Pool:
-    """Returns scikit-learn's handwritten digits: 1,797 images 8x8 float32 in [0, 1], 10 classes. Nothing is downloaded."""
+    """Returns scikit-learn's handwritten digits: 1,797 images 8x8 float32 in [0, 1], 10
+    classes. Nothing is downloaded.
+    """
     from sklearn.datasets import load_digits  # a slow import that the other sources do not need
 
     bunch = load_digits()
@@ -28,22 +38,28 @@ def digits() -> Pool:
 
 
 def mnist(standardize: bool = True, offline: bool = False) -> Pool:
-    """Returns all 70,000 images of MNIST, 28x28, 10 classes; `test` is the official split.
+    """Returns all 70,000 images of MNIST, 28x28, 10 classes; `test` is the official
+    split.
 
-    With `standardize`, each pixel becomes (x - mean) / (std + 0.001) over all 70,000 images, test included, as FedProx prepared
-    its data (x in 0 .. 255); else x stays uint8. Files: the four IDX files under mnist/, downloaded if missing.
+    With `standardize`, each pixel becomes (x - mean) / (std + 0.001) over all 70,000
+    images, test included, as FedProx prepared its data (x in 0 .. 255); else x stays
+    uint8. Files: the four IDX files under mnist/, downloaded if missing.
     """
     x, y, test = _idx("mnist", fetch("mnist", offline))
-    return check_pool(Pool(_standardize(x, slice(None)) if standardize else x, y, 10, test=test), "mnist")
+    return check_pool(
+        Pool(_standardize(x, slice(None)) if standardize else x, y, 10, test=test), "mnist"
+    )
 
 
 def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = "official") -> Pool:
     """Returns the 70,000 images of Fashion-MNIST, 28x28, 10 classes.
 
-    From the official IDX files under fashion_mnist/, `test` is the official split, and `standardize` takes mean and standard
-    deviation (+ 0.001) of each pixel from the training images. If only the two files fashion_mnist_clients*.npz are there, they
-    are read instead: the official split is lost, `test` is None, and all images are standardised together. `split=random` draws a
-    test split of the official one's size, a seventh of every class, always the same for the same files.
+    From the official IDX files under fashion_mnist/, `test` is the official split, and
+    `standardize` takes mean and standard deviation (+ 0.001) of each pixel from the
+    training images. If only the two files fashion_mnist_clients*.npz are there, they
+    are read instead: the official split is lost, `test` is None, and all images are
+    standardised together. `split=random` draws a test split of the official one's size,
+    a seventh of every class, always the same for the same files.
     """
     require("dataset.source.split", split, ("official", "random"))
     relative = [f"fashion_mnist/{file}" for file in REGISTRY["fashion_mnist"].files]
@@ -58,17 +74,29 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
     if split == "random":
         rng = np.random.RandomState(0)
         test = np.zeros(len(y), bool)
-        test[np.concatenate([rng.permutation(same)[: len(same) // 7] for same in (np.flatnonzero(y == c) for c in range(10))])] = True
+        test[
+            np.concatenate(
+                [
+                    rng.permutation(same)[: len(same) // 7]
+                    for same in (np.flatnonzero(y == c) for c in range(10))
+                ]
+            )
+        ] = True
         rows = ~test
-    return check_pool(Pool(_standardize(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist")
+    return check_pool(
+        Pool(_standardize(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist"
+    )
 
 
 def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True) -> Pool:
-    """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes (0-9, A-Z, a-z) or only the 10 "digits".
+    """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes
+    (0-9, A-Z, a-z) or only the 10 "digits".
 
-    Without `keep_split`, `test` is None, so that a partition by writer splits anew. Writers left without samples are dropped. Files
-    under femnist/: the npz file femnist_leaf_sf005_uint8.npz (x is uint8), or LEAF JSON in data/{train,test} or leaf_json/{train,test}
-    (x is float32 in [0, 1]). There is no download: LEAF's scripts make them.
+    Without `keep_split`, `test` is None, so that a partition by writer splits anew.
+    Writers left without samples are dropped. Files under femnist/: the npz file
+    femnist_leaf_sf005_uint8.npz (x is uint8), or LEAF JSON in data/{train,test} or
+    leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's
+    scripts make them.
     """
     if classes not in ("all", "digits"):
         raise InputError(f"dataset.source.classes={classes}: expected all or digits")
@@ -77,76 +105,128 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     if archive is not None:
         arrays = _images(archive[0], ("images", "labels", "user", "split"))
         test = _test_mask(archive[0], arrays["split"], arrays["labels"])
-        pool = check_pool(Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0]))
+        pool = check_pool(
+            Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0])
+        )
     elif folders is not None:
         pool = leaf(folders[0], num_classes=62)
         if pool.x.shape[1:] not in ((784,), (28, 28), (28, 28, 1)):
-            raise InputError(f"{folders[0]}: x has samples of shape {pool.x.shape[1:]}, expected images of 784 pixels")
+            raise InputError(
+                f"{folders[0]}: x has samples of shape {pool.x.shape[1:]}, expected images of 784"
+                " pixels"
+            )
         pool = pool._replace(x=pool.x.reshape(-1, 28, 28))
     else:
-        raise missing_data_error("femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)", FEMNIST)
+        raise missing_data_error(
+            "femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)",
+            FEMNIST,
+        )
     if classes == "digits":
         keep = np.flatnonzero(pool.y < 10)
-        pool = Pool(pool.x[keep], pool.y[keep], 10, pool.client[keep], None if pool.test is None else pool.test[keep])
-    return check_pool(pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None), "femnist")
+        pool = Pool(
+            pool.x[keep],
+            pool.y[keep],
+            10,
+            pool.client[keep],
+            None if pool.test is None else pool.test[keep],
+        )
+    return check_pool(
+        pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None),
+        "femnist",
+    )
 
 
 def cifar10() -> Pool:
-    """Returns CIFAR-10, 32x32x3 uint8, 10 classes: all 60,000 images, or the part of them that is here.
+    """Returns CIFAR-10, 32x32x3 uint8, 10 classes: all 60,000 images, or the part of
+    them that is here.
 
-    Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/, with the official split as `test`; else the
-    12,242 images of cifar10/cifar10_clients00-21.npz, whose official split is lost (`test` is None). There is no download.
+    Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/,
+    with the official split as `test`; else the 12,242 images of
+    cifar10/cifar10_clients00-21.npz, whose official split is lost (`test` is None).
+    There is no download.
     """
     batches, part = locate(*CIFAR), locate(CIFAR_PART)
     if batches is not None:
         records = [_records(path) for path in batches]
-        y, test = np.concatenate([labels for _, labels in records]), np.repeat([False] * 5 + [True], [len(labels) for _, labels in records])
+        y, test = (
+            np.concatenate([labels for _, labels in records]),
+            np.repeat([False] * 5 + [True], [len(labels) for _, labels in records]),
+        )
         pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
     elif part is not None:
         arrays = _images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
-        raise missing_data_error("cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART)
+        raise missing_data_error(
+            "cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART
+        )
     return check_pool(pool, "cifar10")
 
 
-def _images(path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)) -> dict[str, np.ndarray]:
+def _images(
+    path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)
+) -> dict[str, np.ndarray]:
     """Reads an npz file whose `add_channel_axis` must be [N, *shape] uint8 and `labels` [N]."""
     arrays = readers.read_npz(path, names)
     x, y = arrays["images"], arrays["labels"]
     if x.shape[1:] != shape or x.dtype != np.uint8 or y.shape != x.shape[:1]:
-        raise InputError(f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N, {str(shape)[1:-1]}] uint8 and [N]")
+        raise InputError(
+            f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N,"
+            f" {str(shape)[1:-1]}] uint8 and [N]"
+        )
     return arrays
 
 
 def _records(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a file of CIFAR-10's binary version, at most 10,000 records; returns x [n, 32, 32, 3] and y [n], both uint8."""
+    """Reads a file of CIFAR-10's binary version, at most 10,000 records; returns x [n,
+    32, 32, 3] and y [n], both uint8.
+    """
     with readers.open_unpacked(path) as (file, _):
         content = file.read(10_000 * RECORD + 1)
     if not content or len(content) % RECORD:
-        raise InputError(f"{path}: size of the data is {len(content)} bytes, expected 1 to 10000 records of {RECORD} bytes")
+        raise InputError(
+            f"{path}: size of the data is {len(content)} bytes, expected 1 to 10000 records of"
+            f" {RECORD} bytes"
+        )
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
     return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
 
 
 def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reads train images, train labels, test images, test labels; returns x [N, 28, 28] uint8, y [N], test [N] bool."""
+    """Reads train images, train labels, test images, test labels; returns x [N, 28, 28]
+    uint8, y [N], test [N] bool.
+    """
     images, labels = ([readers.read_idx(path) for path in paths[first::2]] for first in (0, 1))
     for path, array in zip(paths, (images[0], labels[0], images[1], labels[1]), strict=True):
         if array.shape[1:] != ((28, 28) if "images" in path.name else ()):
-            raise InputError(f"{path}: shape is {array.shape}, expected {'(N, 28, 28)' if 'images' in path.name else '(N,)'}")
+            raise InputError(
+                f"{path}: shape is {array.shape}, expected"
+                f" {'(N, 28, 28)' if 'images' in path.name else '(N,)'}"
+            )
     for image, label in zip(images, labels, strict=True):
         if len(image) != len(label):
-            raise InputError(f"{name}: {len(image)} images but {len(label)} labels, expected the files of one data set")
-    return np.concatenate(images), np.concatenate(labels), np.repeat([False, True], [len(part) for part in labels])
+            raise InputError(
+                f"{name}: {len(image)} images but {len(label)} labels, expected the files of one"
+                " data set"
+            )
+    return (
+        np.concatenate(images),
+        np.concatenate(labels),
+        np.repeat([False, True], [len(part) for part in labels]),
+    )
 
 
 def _standardize(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
-    """Returns (x - mean) / (std + 0.001) per pixel as float32, with the statistics of `rows`; x is uint8 [N, ...], not scaled."""
+    """Returns (x - mean) / (std + 0.001) per pixel as float32, with the statistics of
+    `rows`; x is uint8 [N, ...], not scaled.
+    """
     chunks = range(0, len(x), 4096)  # a float64 copy of the whole array would take half a gigabyte
     used = x[rows]
     mean = used.mean(axis=0, dtype=np.float64)
-    square = sum((np.square(used[i : i + 4096], dtype=np.int64).sum(axis=0) for i in chunks), np.zeros(x.shape[1:], np.int64)) / len(used)
+    square = sum(
+        (np.square(used[i : i + 4096], dtype=np.int64).sum(axis=0) for i in chunks),
+        np.zeros(x.shape[1:], np.int64),
+    ) / len(used)
     scale = np.sqrt(np.maximum(square - mean**2, 0)) + STD_EPSILON
     out = np.empty(x.shape, np.float32)
     for i in chunks:

@@ -7,37 +7,60 @@ import numpy as np
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-MAX_CLASSES = 1_000_000  # a label beyond this is no label, and tables of classes should not end in a lack of memory
+# a label beyond this is no label, and tables of classes should not end in a lack of memory
+MAX_CLASSES = 1_000_000
 
 
 def check_pool(pool: Pool, name: str) -> Pool:
-    """Returns the pool with x uint8 or float32, y and client int32, test bool, or raises an `InputError` that names the fault.
+    """Returns the pool with x uint8 or float32, y and client int32, test bool, or
+    raises an `InputError` that names the fault.
 
-    `num_classes` None means the largest label + 1. Clients are 0 .. K - 1; one without samples keeps its number.
+    `num_classes` None means the largest label + 1. Clients are 0 .. K - 1; one without
+    samples keeps its number.
     """
     x, y = np.asarray(pool.x), np.asarray(pool.y)
     if x.dtype.kind not in "buif":
         raise InputError(f"{name}: x has dtype {x.dtype}, expected numbers (uint8 or float32)")
     if y.ndim != 1 or x.ndim < 1 or len(x) != len(y):
-        raise InputError(f"{name}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...] with the same N")
+        raise InputError(
+            f"{name}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...] with"
+            " the same N"
+        )
     if len(x) == 0:
         raise InputError(f"{name}: x has 0 samples, expected at least one")
     if x.ndim == 1 or x[0].size == 0:
-        raise InputError(f"{name}: x has samples of shape {x.shape[1:]}, expected at least one feature")
+        raise InputError(
+            f"{name}: x has samples of shape {x.shape[1:]}, expected at least one feature"
+        )
     if x.dtype != np.uint8:
         with np.errstate(over="ignore"):
             x = x.astype(np.float32, copy=False)
         bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
         if bad.any():
-            raise InputError(f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample {bad.argmax()}, expected finite values")
+            raise InputError(
+                f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample"
+                f" {bad.argmax()}, expected finite values"
+            )
     y = _whole(name, "y", y)
     classes = int(y.max()) + 1 if pool.num_classes is None else pool.num_classes
     if (bad := y >= classes).any():
-        raise InputError(f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1} (num_classes={classes})")
+        raise InputError(
+            f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1}"
+            f" (num_classes={classes})"
+        )
     if classes > MAX_CLASSES:
-        raise InputError(f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below {MAX_CLASSES}")
-    client = None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
-    test = None if pool.test is None else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
+        raise InputError(
+            f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below"
+            f" {MAX_CLASSES}"
+        )
+    client = (
+        None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
+    )
+    test = (
+        None
+        if pool.test is None
+        else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
+    )
     return Pool(x, y, classes, client, test)
 
 
@@ -46,10 +69,17 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
     if values.dtype.kind not in "buif":
         raise InputError(f"{name}: {field} has dtype {values.dtype}, expected integers")
     if length is not None and values.shape != (length,):
-        raise InputError(f"{name}: {field} has shape {values.shape}, expected ({length},), one entry a sample")
-    bad = ~((values >= 0) & (values < 2**31) & (values == np.floor(values)))  # NaN fails every comparison
+        raise InputError(
+            f"{name}: {field} has shape {values.shape}, expected ({length},), one entry a sample"
+        )
+    bad = ~(
+        (values >= 0) & (values < 2**31) & (values == np.floor(values))
+    )  # NaN fails every comparison
     if bad.any():
-        raise InputError(f"{name}: {field} is {values[bad][0]} in sample {bad.argmax()}, expected integers 0, 1, 2, ...")
+        raise InputError(
+            f"{name}: {field} is {values[bad][0]} in sample {bad.argmax()}, expected integers 0, 1,"
+            " 2, ..."
+        )
     return values.astype(np.int32)
 
 
@@ -62,5 +92,7 @@ def _test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray
     """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
     if split.dtype.kind not in "buif" or split.shape != y.shape or not np.isin(split, (0, 1)).all():
         found = f"{split.shape} {split.dtype} or other values"
-        raise InputError(f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples")
+        raise InputError(
+            f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples"
+        )
     return split == 1

@@ -1,7 +1,8 @@
 """Readers of the three file formats: IDX (MNIST), npz, and LEAF JSON.
 
-A malformed file raises an `InputError` of one line: the file, the field, what is expected. Nothing in a file is ever executed or
-written, and no size is believed: memory is taken only for what the file on disk can hold, unpacked at most `MOST_BYTES`.
+A malformed file raises an `InputError` of one line: the file, the field, what is
+expected. Nothing in a file is ever executed or written, and no size is believed: memory
+is taken only for what the file on disk can hold, unpacked at most `MOST_BYTES`.
 """
 
 import contextlib
@@ -21,19 +22,30 @@ import numpy as np
 from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
-MAX_UNPACKED_BYTES = 2**31  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+MAX_UNPACKED_BYTES = (
+    2**31
+)  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
 MAX_GZIP_RATIO = 1032  # deflate packs at most so much into one byte
 READ_BYTES = 2**20  # bytes read at once
-JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
+JSON_MEMORY_BYTES = {
+    b",": 40,
+    b"[": 64,
+    b"{": 64,
+    b":": 200,
+}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
 @contextlib.contextmanager
 def open_unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed file is read too), and the most bytes it can hold."""
+    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed
+    file is read too), and the most bytes it can hold.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
-            raise InputError(f"{path}: file cannot be read (not a regular file), expected a readable file")
+            raise InputError(
+                f"{path}: file cannot be read (not a regular file), expected a readable file"
+            )
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if file.peek(2)[:2] == b"\x1f\x8b":
@@ -41,13 +53,20 @@ def open_unpacked(path: Path) -> Iterator[tuple[IO[bytes], int]]:
             else:
                 yield file, min(size, MAX_UNPACKED_BYTES)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: gzip stream is truncated or damaged ({_line(error)}), expected a complete .gz file") from error
+        raise InputError(
+            f"{path}: gzip stream is truncated or damaged ({_line(error)}), expected a complete .gz"
+            " file"
+        ) from error
     except OSError as error:
-        raise InputError(f"{path}: file cannot be read ({_line(error)}), expected a readable file") from error
+        raise InputError(
+            f"{path}: file cannot be read ({_line(error)}), expected a readable file"
+        ) from error
     except InputError:
         raise
     except (ValueError, MemoryError) as error:  # a name that is none, such as one with a zero byte
-        raise InputError(f"{str(path)!r}: file cannot be read ({_line(error)}), expected a readable file") from error
+        raise InputError(
+            f"{str(path)!r}: file cannot be read ({_line(error)}), expected a readable file"
+        ) from error
 
 
 def _read(file: IO[bytes], most: int) -> bytearray:
@@ -61,52 +80,84 @@ def _read(file: IO[bytes], most: int) -> bytearray:
 def read_idx(path: PathLike) -> np.ndarray:
     """Returns the uint8 array of an IDX file, plain or gzipped.
 
-    The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension as a big-endian uint32, then the data.
+    The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension
+    as a big-endian uint32, then the data.
     """
     path = Path(path)
     with open_unpacked(path) as (file, most):
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0":
-            raise InputError(f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)")
+            raise InputError(
+                f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)"
+            )
         if head[2] != 8:
             raise InputError(f"{path}: type is 0x{head[2]:02x}, expected 0x08 (uint8)")
         sizes = file.read(4 * head[3])
         if not 1 <= head[3] <= 8 or len(sizes) < 4 * head[3]:
-            raise InputError(f"{path}: shape of {head[3]} dimensions in {len(sizes)} bytes, expected 1 to 8, and a complete header")
+            raise InputError(
+                f"{path}: shape of {head[3]} dimensions in {len(sizes)} bytes, expected 1 to 8, and"
+                " a complete header"
+            )
         shape = tuple(int(n) for n in np.frombuffer(sizes, ">u4"))
         size = math.prod(shape)
         if size == 0:
             raise InputError(f"{path}: shape is {shape}, expected at least one in each dimension")
         if size > most:
-            raise InputError(f"{path}: size of the data is {most} bytes or less, expected {size} for shape {shape}")
-        data = _read(file, size + 1)  # one more, which must not be there; at the end of a .gz its checksum is compared
+            raise InputError(
+                f"{path}: size of the data is {most} bytes or less, expected {size} for shape"
+                f" {shape}"
+            )
+        data = _read(
+            file, size + 1
+        )  # one more, which must not be there; at the end of a .gz its checksum is compared
     if len(data) != size:
         more = " or more" if len(data) > size else ""
-        raise InputError(f"{path}: size of the data is {len(data)} bytes{more}, expected {size} for shape {shape}")
+        raise InputError(
+            f"{path}: size of the data is {len(data)} bytes{more}, expected {size} for shape"
+            f" {shape}"
+        )
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def read_npz(path: PathLike, required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, np.ndarray]:
-    """Returns the named arrays of an npz file; optional ones that are absent are left out, others are not read."""
+def read_npz(
+    path: PathLike, required: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, np.ndarray]:
+    """Returns the named arrays of an npz file; optional ones that are absent are left
+    out, others are not read.
+    """
     path = Path(path)
     required, optional = tuple(required), tuple(optional)
     with open_unpacked(path) as (file, _):
         start, size = file.peek(6)[:6], path.stat().st_size
         if start == b"\x93NUMPY":
-            raise InputError(f"{path}: file is a single array, expected an npz archive with {', '.join(required)}")
+            raise InputError(
+                f"{path}: file is a single array, expected an npz archive with"
+                f" {', '.join(required)}"
+            )
         if isinstance(file, gzip.GzipFile) or (start and start[:2] != b"PK"):
-            raise InputError(f"{path}: file is not an npz archive, expected one with {', '.join(required)}")
+            raise InputError(
+                f"{path}: file is not an npz archive, expected one with {', '.join(required)}"
+            )
         try:
             archive = zipfile.ZipFile(file)
         except Exception as error:  # a damaged directory raises many kinds
-            raise InputError(f"{path}: file cannot be read ({_line(error)}), expected a complete npz archive") from error
+            raise InputError(
+                f"{path}: file cannot be read ({_line(error)}), expected a complete npz archive"
+            ) from error
         with archive:
             names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
             for name in required:
                 if name not in names:
                     found = ", ".join(shorten(name) for name in names[:9]) or "none"
-                    raise InputError(f"{path}: array {name!r} is missing, expected {', '.join(required)}; found {found}")
-            return {name: _member(path, archive, name, size) for name in required + optional if name in names}
+                    raise InputError(
+                        f"{path}: array {name!r} is missing, expected {', '.join(required)}; found"
+                        f" {found}"
+                    )
+            return {
+                name: _member(path, archive, name, size)
+                for name in required + optional
+                if name in names
+            }
 
 
 def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
@@ -116,14 +167,20 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
         raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")
     (info,) = infos
     try:
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the others take memory as the file tells them to
-            raise ValueError(f"its compression is method {info.compress_type}, not stored or deflated")
+        if info.compress_type not in (
+            zipfile.ZIP_STORED,
+            zipfile.ZIP_DEFLATED,
+        ):  # the others take memory as the file tells them to
+            raise ValueError(
+                f"its compression is method {info.compress_type}, not stored or deflated"
+            )
         with archive.open(info) as member:
             dtype, nbytes, start = _header(member)
         packed = info.compress_type == zipfile.ZIP_DEFLATED
         if packed and nbytes > MAX_UNPACKED_BYTES:
             raise ValueError(
-                f"its header asks for {nbytes} bytes, more than {MAX_UNPACKED_BYTES} must be stored uncompressed, by numpy.savez"
+                f"its header asks for {nbytes} bytes, more than {MAX_UNPACKED_BYTES} must be stored"
+                " uncompressed, by numpy.savez"
             )
         most = min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES) if packed else size
         if start + nbytes != info.file_size or nbytes > most:
@@ -136,13 +193,23 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             if member.read(1):  # none is left; at the end the checksum is compared
                 raise ValueError("it has more data than its shape")
         return array
-    except Exception as error:  # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
-        raise InputError(f"{path}: array {name!r} cannot be read ({_line(error)}), expected a plain array of numbers or strings") from error
+    except (
+        Exception
+    ) as error:  # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
+        raise InputError(
+            f"{path}: array {name!r} cannot be read ({_line(error)}), expected a plain array of"
+            " numbers or strings"
+        ) from error
 
 
 def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
-    """Returns the type of a .npy array, its size in bytes as the header claims, and where the data start."""
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    """Returns the type of a .npy array, its size in bytes as the header claims, and
+    where the data start.
+    """
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
     version = np.lib.format.read_magic(member)
     if version not in readers:
         raise ValueError(f"its format is {version[0]}.{version[1]}, not 1.0 or 2.0")
@@ -152,33 +219,56 @@ def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
     return dtype, math.prod(shape) * dtype.itemsize, member.tell()
 
 
-def read_leaf(paths: PathLike | Iterable[PathLike]) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
+def read_leaf(
+    paths: PathLike | Iterable[PathLike],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
     """Reads LEAF JSON: one file (plain or .gz), a folder of shards, or several of them.
 
-    Returns x [N, ...] float32, y [N] (int64 or float64, as written), client [N] int32 (index into the names), and the names, sorted.
-    Users come in the order of their names, the samples of a user in the order of the file. Source: github.com/TalwalkarLab/leaf.
+    Returns x [N, ...] float32, y [N] (int64 or float64, as written), client [N] int32
+    (index into the names), and the names, sorted. Users come in the order of their
+    names, the samples of a user in the order of the file. Source:
+    github.com/TalwalkarLab/leaf.
     """
     folders = [paths] if isinstance(paths, PathLike) else list(paths)
     data = read_users(folders, _user)
     users = sorted(data)
     held = [(user, *data[user]) for user in users if len(data[user][1])]
     if not held:
-        raise InputError(f"{', '.join(map(str, folders))}: user_data holds no samples, expected at least one")
+        raise InputError(
+            f"{', '.join(map(str, folders))}: user_data holds no samples, expected at least one"
+        )
     shape = held[0][1].shape[1:]
     for user, x, _, path in held:
         if x.shape[1:] != shape:
-            raise InputError(f"{path}: x of user {shorten(user)} has samples of shape {x.shape[1:]}, expected {shape} as in other users")
-    client = np.repeat(np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users])
-    return np.concatenate([x for _, x, _, _ in held]), np.concatenate([y for _, _, y, _ in held]), client, users
+            raise InputError(
+                f"{path}: x of user {shorten(user)} has samples of shape {x.shape[1:]}, expected"
+                f" {shape} as in other users"
+            )
+    client = np.repeat(
+        np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users]
+    )
+    return (
+        np.concatenate([x for _, x, _, _ in held]),
+        np.concatenate([y for _, _, y, _ in held]),
+        client,
+        users,
+    )
 
 
-def read_users(folders: Iterable[PathLike], parse: Callable[[Path, str, object, object], tuple]) -> dict[str, tuple]:
-    """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file, user, num_samples, user_data)` gives (x, y)."""
+def read_users(
+    folders: Iterable[PathLike], parse: Callable[[Path, str, object, object], tuple]
+) -> dict[str, tuple]:
+    """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file,
+    user, num_samples, user_data)` gives (x, y).
+    """
     data = {}
     for path in [shard for folder in folders for shard in _shards(Path(folder))]:
         for user, x, y in _shard(path, parse):
             if user in data:
-                raise InputError(f"{path}: user {shorten(user)} is also in {data[user][2]}, expected every user in one shard only")
+                raise InputError(
+                    f"{path}: user {shorten(user)} is also in {data[user][2]}, expected every user"
+                    " in one shard only"
+                )
             data[user] = (x, y, path)
     return data
 
@@ -188,9 +278,14 @@ def _shards(path: Path) -> list[Path]:
     if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
     try:
-        shards = sorted(shard for shard in path.iterdir() if shard.name.endswith((".json", ".json.gz")))
+        shards = sorted(
+            shard for shard in path.iterdir() if shard.name.endswith((".json", ".json.gz"))
+        )
     except OSError as error:
-        raise InputError(f"{path}: folder cannot be read ({_line(error)}), expected a readable folder of LEAF shards") from error
+        raise InputError(
+            f"{path}: folder cannot be read ({_line(error)}), expected a readable folder of LEAF"
+            " shards"
+        ) from error
     if not shards:
         raise InputError(f"{path}: folder holds no *.json or *.json.gz, expected LEAF shards")
     return shards
@@ -201,30 +296,52 @@ def _shard(path: Path, parse: Callable) -> list[tuple]:
     shard = _json(path)
     for name, kind in {"users": list, "num_samples": list, "user_data": dict}.items():
         if not isinstance(shard, dict) or not isinstance(shard.get(name), kind):
-            raise InputError(f"{path}: key {name!r} is missing or no {kind.__name__}, expected users, num_samples and user_data")
+            raise InputError(
+                f"{path}: key {name!r} is missing or no {kind.__name__}, expected users,"
+                " num_samples and user_data"
+            )
     users, sizes, data = shard["users"], shard["num_samples"], shard["user_data"]
     if not all(isinstance(user, str) for user in users) or len(set(users)) != len(users):
-        raise InputError(f"{path}: users holds a repeated or non-text name, expected distinct strings")
+        raise InputError(
+            f"{path}: users holds a repeated or non-text name, expected distinct strings"
+        )
     if len(sizes) != len(users):
-        raise InputError(f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user")
+        raise InputError(
+            f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user"
+        )
     if unlisted := sorted(data.keys() - set(users)):
-        raise InputError(f"{path}: user_data holds {shorten(unlisted[0])}, expected only names listed in users")
-    return [(user, *parse(path, user, size, data.get(user))) for user, size in zip(users, sizes, strict=True)]
+        raise InputError(
+            f"{path}: user_data holds {shorten(unlisted[0])}, expected only names listed in users"
+        )
+    return [
+        (user, *parse(path, user, size, data.get(user)))
+        for user, size in zip(users, sizes, strict=True)
+    ]
 
 
 def _json(path: Path) -> Any:
-    """Returns what a JSON file holds; objects with a repeated key are refused, as are files that would fill the memory with objects."""
+    """Returns what a JSON file holds; objects with a repeated key are refused, as are
+    files that would fill the memory with objects.
+    """
     with open_unpacked(path) as (file, _):
         text = _read(file, MAX_UNPACKED_BYTES // 4 + 1)
-        need = max(4 * len(text), sum(cost * text.count(mark) for mark, cost in JSON_MEMORY_BYTES.items()))
+        need = max(
+            4 * len(text), sum(cost * text.count(mark) for mark, cost in JSON_MEMORY_BYTES.items())
+        )
         if need > MAX_UNPACKED_BYTES:
             raise InputError(
-                f"{path}: file takes {need} bytes of memory or more, expected at most {MAX_UNPACKED_BYTES}; split it into shards"
+                f"{path}: file takes {need} bytes of memory or more, expected at most"
+                f" {MAX_UNPACKED_BYTES}; split it into shards"
             )
         try:
             return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-            raise InputError(f"{path}: file is not JSON ({_line(error)}), expected LEAF JSON") from error
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            raise InputError(
+                f"{path}: file is not JSON ({_line(error)}), expected LEAF JSON"
+            ) from error
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -240,13 +357,21 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user."""
     if not isinstance(held, dict) or "x" not in held or "y" not in held:
-        raise InputError(f"{path}: user {shorten(user)} is listed without data, expected user_data[{shorten(user)}] with x and y")
+        raise InputError(
+            f"{path}: user {shorten(user)} is listed without data, expected"
+            f" user_data[{shorten(user)}] with x and y"
+        )
     x, y = (_numbers(path, user, name, held[name]) for name in ("x", "y"))
     if y.ndim != 1:
-        raise InputError(f"{path}: y of user {shorten(user)} has shape {y.shape}, expected one label a sample")
+        raise InputError(
+            f"{path}: y of user {shorten(user)} has shape {y.shape}, expected one label a sample"
+        )
     if not isinstance(size, int) or not len(x) == len(y) == size:
         given = shorten(size) if isinstance(size, int | float | str | None) else type(size).__name__
-        raise InputError(f"{path}: num_samples of user {shorten(user)} is {given}, expected {len(x)} (x) and {len(y)} (y) to equal it")
+        raise InputError(
+            f"{path}: num_samples of user {shorten(user)} is {given}, expected {len(x)} (x) and"
+            f" {len(y)} (y) to equal it"
+        )
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return x.astype(np.float32), y
 
@@ -254,17 +379,26 @@ def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray
 def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
     """Returns a nested list as an array of int64, or of float64 if there is a float."""
     said = f"{path}: {name} of user {shorten(user)}"
-    items = np.array(value if isinstance(value, list) else [value], dtype=object)  # by itself NumPy would give all the longest text's room
+    items = np.array(
+        value if isinstance(value, list) else [value], dtype=object
+    )  # by itself NumPy would give all the longest text's room
     kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
     if isinstance(value, list) and list in kinds:
-        raise InputError(f"{said} is ragged, expected rows of equal length in at most {LEAF_DIMENSIONS} dimensions")
+        raise InputError(
+            f"{said} is ragged, expected rows of equal length in at most {LEAF_DIMENSIONS}"
+            " dimensions"
+        )
     if not isinstance(value, list) or not kinds <= {int, float}:
-        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int, float})) or "a single number"
+        found = (
+            ", ".join(sorted(kind.__name__ for kind in kinds - {int, float})) or "a single number"
+        )
         raise InputError(f"{said} is not numeric ({found}), expected a list of numbers")
     try:
         return items.astype(np.int64 if kinds == {int} else np.float64)
     except OverflowError as error:
-        raise InputError(f"{said} holds a number of too many digits, expected at most 64 bits") from error
+        raise InputError(
+            f"{said} holds a number of too many digits, expected at most 64 bits"
+        ) from error
 
 
 def shorten(value: object) -> str:

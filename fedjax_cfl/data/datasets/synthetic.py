@@ -17,11 +17,14 @@ def synthetic(
     seed: int = 0,
     iid: bool = False,
 ) -> Pool:
-    """Returns Synthetic(alpha, beta) of FedProx: 60 features, 10 classes; `client` is the device that generated a sample.
+    """Returns Synthetic(alpha, beta) of FedProx: 60 features, 10 classes; `client` is
+    the device that generated a sample.
 
-    Device k: u ~ N(0, alpha), B ~ N(0, beta) (standard deviations), W [60, 10] and b [10] ~ N(u, 1), v [60] ~ N(B, 1),
-    x ~ N(v, diag(j^-1.2)), y = argmax(x W + b), int(lognormal(4, 2)) + 50 samples. With `iid`, one W and b ~ N(0, 1) for all and
-    v = 0. Unless `match_total` is None, the sizes are redrawn until they sum to it within 1 % (75,349: FedGroup, Table 2).
+    Device k: u ~ N(0, alpha), B ~ N(0, beta) (standard deviations), W [60, 10] and b
+    [10] ~ N(u, 1), v [60] ~ N(B, 1), x ~ N(v, diag(j^-1.2)), y = argmax(x W + b),
+    int(lognormal(4, 2)) + 50 samples. With `iid`, one W and b ~ N(0, 1) for all and v =
+    0. Unless `match_total` is None, the sizes are redrawn until they sum to it within 1
+    % (75,349: FedGroup, Table 2).
     """
     rng = np.random.RandomState(seed)
     sizes = _synthetic_sizes(rng, clients, match_total)
@@ -30,12 +33,18 @@ def synthetic(
     u, center = rng.normal(0, alpha, clients), rng.normal(0, beta, clients)
     x, y = [], []
     for k, size in enumerate(sizes):
-        weights, bias = shared if iid else (rng.normal(u[k], 1, (FEATURES, CLASSES)), rng.normal(u[k], 1, CLASSES))
+        weights, bias = (
+            shared
+            if iid
+            else (rng.normal(u[k], 1, (FEATURES, CLASSES)), rng.normal(u[k], 1, CLASSES))
+        )
         v = 0 if iid else rng.normal(center[k], 1, FEATURES)
         x.append(v + scale * rng.normal(0, 1, (size, FEATURES)))
         y.append(np.argmax(x[-1] @ weights + bias, axis=1))
     client = np.repeat(np.arange(clients), sizes)
-    return check_pool(Pool(np.float32(np.concatenate(x)), np.concatenate(y), CLASSES, client), "synthetic")
+    return check_pool(
+        Pool(np.float32(np.concatenate(x)), np.concatenate(y), CLASSES, client), "synthetic"
+    )
 
 
 def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None) -> np.ndarray:
@@ -43,9 +52,15 @@ def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None
     if clients < 1:
         raise InputError(f"dataset.source.clients={clients}: expected at least 1")
     if total is not None and 50 * clients > total:
-        raise InputError(f"dataset.source.clients={clients}: at most {total // 50} are possible with match_total={total}, 50 samples each")
+        raise InputError(
+            f"dataset.source.clients={clients}: at most {total // 50} are possible with"
+            f" match_total={total}, 50 samples each"
+        )
     for _ in range(100_000):
         sizes = rng.lognormal(4, 2, clients).astype(int) + 50
         if total is None or abs(sizes.sum() - total) <= 0.01 * total:
             return sizes
-    raise InputError(f"dataset.source.match_total={total}: not met in 100000 draws of {clients} sizes, expected about {400 * clients}")
+    raise InputError(
+        f"dataset.source.match_total={total}: not met in 100000 draws of {clients} sizes, expected"
+        f" about {400 * clients}"
+    )
