@@ -74,8 +74,7 @@ class Partition(NamedTuple):
     test: np.ndarray  # [N] bool, True for test samples
 
 
-@struct.dataclass
-class ClientIndex:
+class ClientIndex(struct.PyTreeNode):
     """A ragged array of sample numbers in CSR form: client k holds order[start[k] :
     start[k] + size[k]].
     """
@@ -85,8 +84,7 @@ class ClientIndex:
     size: jax.Array  # [K] int32
 
 
-@struct.dataclass
-class FederatedData:
+class FederatedData(struct.PyTreeNode):
     """One flat pool of samples and who holds them now; never padded."""
 
     x: jax.Array  # [N, ...] uint8 (read as x / 255) or float32
@@ -110,16 +108,14 @@ class FederatedData:
         return self.train.size.shape[0]
 
 
-@struct.dataclass
-class Cohort:
+class Cohort(struct.PyTreeNode):
     """The clients of one round, in the slots in which they are trained."""
 
     ids: jax.Array  # [S] int32, K in an empty slot: gathers clamp, scatters drop, weight 0
     rank: jax.Array  # [S] int32, position in the order of selection (only `first_client` cares)
 
 
-@struct.dataclass
-class Upload:
+class Upload(struct.PyTreeNode):
     """What the cohort sends back."""
 
     delta: Params  # [S, ...], trained minus start, 0 in an empty slot
@@ -130,8 +126,7 @@ class Upload:
     squared_norm: Any = None  # [S] float32, ||delta||^2, known once the update is screened
 
 
-@struct.dataclass
-class FaultCounts:
+class FaultCounts(struct.PyTreeNode):
     """What went wrong in a round; from each client [S] before it is added up."""
 
     dropped: jax.Array  # [] int32, clients that trained but never answered
@@ -142,8 +137,7 @@ class FaultCounts:
     first_nonfinite: jax.Array
 
 
-@struct.dataclass
-class Traffic:
+class Traffic(struct.PyTreeNode):
     """Cumulative communication: whole models (unit u = one model) and 4-byte words of
     everything else.
     """
@@ -154,8 +148,7 @@ class Traffic:
     words_up: jax.Array  # [] int32
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything a run carries from round to round; the checkpoint is this, the data's
     owner and y, and the key.
     """
@@ -169,8 +162,7 @@ class State:
     memory: Any  # the algorithm's own pytree, () if it has none
 
 
-@struct.dataclass
-class Info:
+class Info(struct.PyTreeNode):
     """What a round reports; nothing of it is carried."""
 
     loss: jax.Array  # [] mean training loss of the cohort, first local epoch, weighted by samples

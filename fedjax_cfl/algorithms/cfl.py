@@ -36,8 +36,7 @@ LINKAGES = ("single", "complete", "average")
 WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
-@struct.dataclass
-class SplitTree:
+class SplitTree(struct.PyTreeNode):
     """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h],
     and later cuts have higher numbers.
     """

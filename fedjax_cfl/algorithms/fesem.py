@@ -38,8 +38,7 @@ from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Up
 MAX_EMBEDDING_DIMENSIONS = 256
 
 
-@struct.dataclass
-class ClientModels:
+class ClientModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent

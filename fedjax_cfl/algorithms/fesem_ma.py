@@ -62,8 +62,7 @@ from fedjax_cfl.round.tree import group_sum
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
 
-@struct.dataclass
-class MatchedModels:
+class MatchedModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent, its units in a center's order

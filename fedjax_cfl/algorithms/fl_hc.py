@@ -31,8 +31,7 @@ from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, ServedMod
 WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
-@struct.dataclass
-class GroupDirections:
+class GroupDirections(struct.PyTreeNode):
     """What clients that missed the clustering are compared with; zeros before."""
 
     initial: Params  # [1, ...], the model that everybody trained from

@@ -44,8 +44,7 @@ from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Algorithm, FederatedData, Params, State
 
 
-@struct.dataclass
-class ColdStartMemory:
+class ColdStartMemory(struct.PyTreeNode):
     """What newcomers are compared with: frozen after the group cold start, unless
     groups are founded anew.
     """

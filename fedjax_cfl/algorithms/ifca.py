@@ -33,8 +33,7 @@ from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.types import Algorithm
 
 
-@struct.dataclass
-class ShiftMemory:
+class ShiftMemory(struct.PyTreeNode):
     """The memory of IFCA-MIG."""
 
     init_reference: ShiftReference

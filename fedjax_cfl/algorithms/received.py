@@ -14,8 +14,7 @@ from fedjax_cfl.round.engine import SELECT, derive_key
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State
 
 
-@struct.dataclass
-class ReceivedModels:
+class ReceivedModels(struct.PyTreeNode):
     """The memory of an algorithm, and what its clients have received."""
 
     algorithm_memory: Any

@@ -14,8 +14,7 @@ SAME_POINT_TOLERANCE = (
 )
 
 
-@struct.dataclass
-class KMeans:
+class KMeans(struct.PyTreeNode):
     """The best of all restarts; a cluster may be empty if there are fewer distinct
     points than clusters (up to 1e-5 of their norm).
     """

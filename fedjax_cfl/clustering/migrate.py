@@ -23,8 +23,7 @@ DETECTORS = {"tv": tv, "label_w1": label_w1, "counts_as_samples": counts_as_samp
 CLIENT_BLOCK = 32
 
 
-@struct.dataclass
-class ShiftReference:
+class ShiftReference(struct.PyTreeNode):
     """What detection compares with."""
 
     reference: (

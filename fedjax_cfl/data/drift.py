@@ -56,8 +56,7 @@ class SwapDraws(NamedTuple):
     takes: jax.Array  # [K // 2, C] float32: the same for the second client
 
 
-@struct.dataclass
-class IncrementalMemory:
+class IncrementalMemory(struct.PyTreeNode):
     """The memory of `incremental`."""
 
     owner: jax.Array  # [N] int32, who holds each sample once it is visible

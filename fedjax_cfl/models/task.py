@@ -95,7 +95,7 @@ def as_task(
         return task
     shape = params[first]["kernel"].shape
     return task._replace(
-        first=FirstLayer(
+        first_layer=FirstLayer(
             first,
             shape,
             l2 if first in decayed else 0.0,

@@ -30,8 +30,7 @@ def penalty(mu, params, start):
     )
 
 
-@struct.dataclass
-class Objective:
+class Objective(struct.PyTreeNode):
     """A loss, and a pull back to the received model."""
 
     loss: Callable[..., jax.Array] = struct.field(

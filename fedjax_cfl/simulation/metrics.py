@@ -8,8 +8,7 @@ import numpy as np
 from flax import struct
 
 
-@struct.dataclass
-class ClientMetrics:
+class ClientMetrics(struct.PyTreeNode):
     """What every client measures on its own test samples; NaN for a client without samples."""
 
     samples: jax.Array  # [K] int32, test samples
