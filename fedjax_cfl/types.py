@@ -167,9 +167,8 @@ class Info(struct.PyTreeNode):
 
     loss: jax.Array  # [] mean training loss of the cohort, first local epoch, weighted by samples
     last_loss: jax.Array  # [] the same, last local epoch
-    discrepancy: (
-        jax.Array
-    )  # [] mean L2 distance of the trained models from their own group's new model
+    # [] mean L2 distance of the trained models from their own group's new model
+    discrepancy: jax.Array
     group_discrepancy: jax.Array  # [m], NaN for a group without participants
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
     selected: jax.Array  # [] int32, clients selected

@@ -42,10 +42,9 @@ class ClientModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent
-    known: (
-        jax.Array
-    )  # [K] bool, False: it never trained, takes no part in the means and stays in its group
-    init_reference: Any = ()  # migrate.Watch, only where clients migrate
+    # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    known: jax.Array
+    shift_reference: Any = ()  # migrate.Watch, only where clients migrate
 
 
 def fesem(

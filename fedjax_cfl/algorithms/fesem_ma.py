@@ -66,9 +66,8 @@ class MatchedModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent, its units in a center's order
-    known: (
-        jax.Array
-    )  # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    known: jax.Array
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
 
 

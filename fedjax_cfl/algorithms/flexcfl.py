@@ -52,7 +52,7 @@ class ColdStartMemory(struct.PyTreeNode):
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
     has_founders: jax.Array  # [m] bool, the group has founders
-    init_reference: ShiftReference  # label counts when each client was last assigned
+    shift_reference: ShiftReference  # label counts when each client was last assigned
     temperature: Any = ()  # [K] float32, 0 .. T_max, only where temperatures are on
 
 

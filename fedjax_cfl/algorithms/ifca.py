@@ -36,7 +36,7 @@ from fedjax_cfl.types import Algorithm
 class ShiftMemory(struct.PyTreeNode):
     """The memory of IFCA-MIG."""
 
-    init_reference: ShiftReference
+    shift_reference: ShiftReference
 
 
 WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean, "first_client": first_client}

@@ -26,9 +26,8 @@ CLIENT_BLOCK = 32
 class ShiftReference(struct.PyTreeNode):
     """What detection compares with."""
 
-    reference: (
-        jax.Array
-    )  # [K, C] int32, training samples per label when the client was last assigned
+    # [K, C] int32, training samples per label when the client was last assigned
+    reference: jax.Array
     initial_size: jax.Array  # [K] int32, training samples when the run began
 
 
