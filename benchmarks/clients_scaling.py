@@ -83,7 +83,7 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
     threading.Thread(target=watch, daemon=True).start()
     x, y = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy")
     numbers = np.arange(clients * HELD, dtype=np.int32)
-    held = cfl.Holdings(numbers, numbers // HELD, numbers % HELD >= HELD - 2)
+    held = cfl.Partition(numbers, numbers // HELD, numbers % HELD >= HELD - 2)
     data = cfl.federate(
         cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True
     )

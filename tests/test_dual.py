@@ -16,6 +16,7 @@ from fedjax_cfl.round.cohort import bucket_sizes, over_clients
 from fedjax_cfl.round.local import Work, full_work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import client_cost, sgd
+from fedjax_cfl.types import Cohort
 
 SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # float32 sums in another order, through up to 65 steps
@@ -44,7 +45,7 @@ def trained(
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
     work = Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
-    cohort = cfl.Cohort(ids=clients, rank=clients)
+    cohort = Cohort(ids=clients, rank=clients)
     return jax.jit(lambda: solve(cohort, noise, (KEY, models), work))()
 
 
@@ -84,7 +85,7 @@ def test_momentum_is_that_of_optax(noise):
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
     upload = jax.jit(over_clients(sgd(task, local), local))(
-        cfl.Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one)
+        Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one)
     )
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
     rows = noise.train.order[begin : begin + size]
@@ -121,8 +122,8 @@ def test_a_pull_that_differs_between_clients(noise):
         train = over_clients(sgd(task, local, objective), local)
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
-        work = Work(0 * clients, jnp.ones(len(SIZES)), extra=clients / 4)
-        return jax.jit(lambda: train(cfl.Cohort(clients, clients), noise, (KEY, models), work))()
+        work = Work(0 * clients, jnp.ones(len(SIZES)), client_extra=clients / 4)
+        return jax.jit(lambda: train(Cohort(clients, clients), noise, (KEY, models), work))()
 
     pulled = proximal(lambda extra: extra, erm(task))
     direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))

@@ -263,7 +263,7 @@ def faces(tmp_path, monkeypatch):
 
 
 def test_celeba(faces):
-    pool = celeba.celeba()
+    pool = celeba()
     assert (
         pool.x.shape == (10, 84, 84, 3)
         and pool.x.dtype == np.uint8
@@ -272,16 +272,16 @@ def test_celeba(faces):
     )
     assert np.bincount(pool.client).tolist() == [5, 2, 3]  # "12", "31", "7"; "900" has one image
     np.testing.assert_array_equal(pool.x.mean(axis=(1, 2, 3)) > 128, pool.y == 1)
-    kept = celeba.celeba(keep_split=True)
+    kept = celeba(keep_split=True)
     assert kept.test.sum() == 3 and np.bincount(
         partition.by_user(pool, test_fraction=0.2).owner
     ).tolist() == [5, 2, 3]
-    assert len(np.unique(celeba.celeba(users=2).client)) == 2
+    assert len(np.unique(celeba(users=2).client)) == 2
 
 
 def test_celeba_cnn_learns_smiles(faces):
     """The paper's model on images of CelebA's shape."""
-    pool = celeba.celeba()
+    pool = celeba()
     data = cfl.federate(pool, partition.by_user(pool, test_fraction=0.2))
     task, local = (
         cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2),
@@ -342,7 +342,7 @@ def test_bad_celeba_entries(faces, field, value, says):
     shard["user_data"]["12"][field][1] = value
     path.write_text(json.dumps(shard))
     with pytest.raises(InputError, match=says) as caught:
-        celeba.celeba()
+        celeba()
     assert "\n" not in str(caught.value)
 
 
@@ -351,19 +351,19 @@ def test_bad_celeba_files(faces):
     for content in (b"", b"GIF89a", image.read_bytes()[:200]):
         image.write_bytes(content)
         with pytest.raises(InputError, match=r"000001.jpg: image cannot be read"):
-            celeba.celeba()
+            celeba()
     image.unlink()
     os.mkfifo(image)  # reading it would never end
     with pytest.raises(InputError, match="no such image"):
-        celeba.celeba()
+        celeba()
     (faces / "raw").rename(faces / "raw2")
     with pytest.raises(
         InputError,
         match=r"celeba/data/raw/img_align_celeba; put it into .* a folder named in FEDJAX_CFL_DATA",
     ):
-        celeba.celeba()
+        celeba()
     with pytest.raises(InputError, match=r"dataset.source.users=0"):
-        celeba.celeba(users=0)
+        celeba(users=0)
 
 
 # the map of local models

@@ -194,7 +194,7 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     )
 
     def after(members: bool, lr, key):
-        local = cfl.Local(lr, 2, 4, width, mesh, members=members)
+        local = cfl.Local(lr, 2, 4, width, mesh, vmap_runs=members)
         algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
         return algorithm.round(key, algorithm.init(key, toy), toy)[0]
 

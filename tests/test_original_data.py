@@ -20,7 +20,7 @@ from fedjax_cfl.data.datasets import images
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, locate
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.images import femnist, mnist
-from fedjax_cfl.data.datasets.text import sent140
+from fedjax_cfl.data.datasets.sent140 import read_tweets
 
 FEMNIST = [
     1632,
@@ -146,7 +146,7 @@ def test_original_sent140_totals():
             else ("sent140/train", "sent140/test")
         )
     )
-    _, y, client, test = sent140.read_tweets()
+    _, y, client, test = read_tweets()
     if client.max() + 1 != 772:
         pytest.skip(
             f"the files under sent140/ hold another sample, of {client.max() + 1} users, expected"

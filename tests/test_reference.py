@@ -14,7 +14,7 @@ import pytest
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
-from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl import algorithms
 from fedjax_cfl.round import select
 from fedjax_cfl.round.engine import ASSIGN, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.shuffle import random_permutations
@@ -189,14 +189,14 @@ def test_gradient_is_that_of_the_task(toy, linear):
 @pytest.mark.parametrize("width", [1, 4])
 def test_fedavg(toy, linear, local, width):
     pick = select.uniform(COHORT)
-    first, last = played(fedavg(linear, local._replace(width=width), pick), toy)
+    first, last = played(algorithms.fedavg(linear, local._replace(width=width), pick), toy)
     assert_models_close(last.groups, [fedavg(models_of(first.groups)[0], toy, pick, local)])
     assert np.abs(models_of(last.groups)[0].flat() - models_of(first.groups)[0].flat()).max() > 0.1
 
 
 def test_ifca(toy, linear, local):
     pick = select.rr_then_random(COHORT)
-    first, last = played(ifca(linear, local, pick, m=2), toy)
+    first, last = played(algorithms.ifca(linear, local, pick, m=2), toy)
     groups, choice = ifca(models_of(first.groups), toy, pick, local)
     assert_models_close(last.groups, groups)
     assert len(choice) == 13 and set(choice.values()) == {0, 1}
@@ -209,7 +209,7 @@ def test_flexcfl_start(toy, linear, local, iterations):
     one pass for most.
     """
     m, alpha = 2, 5
-    algorithm = flexcfl(
+    algorithm = algorithms.flexcfl(
         linear,
         local,
         select.rr_then_random(COHORT),
@@ -238,7 +238,7 @@ def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and
     takes the largest cosine.
     """
-    algorithm = flexcfl(
+    algorithm = algorithms.flexcfl(
         linear, local, select.from_table(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11"
     )
     state = jax.jit(algorithm.init)(KEY, toy)

@@ -94,7 +94,7 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
     three = local._replace(epochs=3)
     train = jax.jit(over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
-    work = full_work(0 * ids)._replace(effort=jnp.full(14, 2 / 3))
+    work = full_work(0 * ids)._replace(step_fraction=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))
     upload = train(Cohort(ids=ids, rank=ids), toy, (KEY, model), work)
     np.testing.assert_array_equal(upload.steps, 2 * np.ceil(np.array(toy.train.size) / 5))

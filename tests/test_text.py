@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download, text
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
-from fedjax_cfl.data.datasets.text import sent140
+from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.errors import InputError
 
 real = pytest.mark.skipif(
@@ -94,7 +94,7 @@ def test_hashed_vectors_do_not_depend_on_process_order_or_company():
     np.testing.assert_array_equal(vectors[::-1], text.hash_words(words[::-1]))
     np.testing.assert_array_equal(vectors[1:2], text.hash_words(["sad"]))
     code = (
-        "import sys; from fedjax_cfl.data.datasets.text import hash_words; "
+        "import sys; from fedjax_cfl.data.datasets.sent140 import hash_words; "
         "sys.stdout.buffer.write(hash_words(['happy', 'sad']).tobytes())"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}

@@ -113,7 +113,7 @@ def single_active_group(task, m: int, stale_updates: bool):
             latest = jax.tree.map(
                 lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
             )
-            tree = tree.replace(latest=latest, known=jnp.zeros(clients, bool))
+            tree = tree.replace(last_update=latest, known=jnp.zeros(clients, bool))
         return Start(groups, memory=tree, active=jnp.arange(m) == 0)
 
     return start
@@ -175,7 +175,9 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
             latest = jax.tree.map(
                 lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.last_update, delta
             )
-            tree = tree.replace(latest=latest, known=tree.known.at[rows].set(True, mode="drop"))
+            tree = tree.replace(
+                last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
+            )
             ids, group = (
                 jnp.arange(data.num_clients),
                 state.assignment.at[ids].set(gid, mode="drop"),
@@ -186,7 +188,7 @@ def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda d
         mean_square = squared_norms(mean).sum(0)
         longest = jnp.max(membership_weights(jnp.where(sent, square, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
-        state = state.replace(memory=tree.replace(passed=passed))
+        state = state.replace(memory=tree.replace(last_split=passed))
 
         def cut():
             half, gamma = bisect_updates(
@@ -237,7 +239,7 @@ def bisect_updates(ids, group, delta, ready, linkage: str):
 
 
 def split(state: State, ids, group, sent, delta, half, chosen):
-    """Gives half 1 of every `match_names` [m] group the lowest free group, while there
+    """Gives half 1 of every `chosen` [m] group the lowest free group, while there
     is one; returns (state, groups [R] of the updates).
 
     The new group inherits model and optimizer state; the tree remembers the cut.
@@ -263,9 +265,9 @@ def split(state: State, ids, group, sent, delta, half, chosen):
     tree = tree.replace(
         parent=jnp.where(created, source, tree.parent),
         models=recorded(jax.tree.map(inherited, state.groups), tree.models),
-        stayed=recorded(jax.tree.map(inherited, mean), tree.parent_update),
-        moved=recorded(mean, tree.split_update),
-        passed=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(
+        parent_update=recorded(jax.tree.map(inherited, mean), tree.parent_update),
+        split_update=recorded(mean, tree.split_update),
+        last_split=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(
             jnp.sum(active) - 1, mode="drop"
         ),
     )

@@ -5,8 +5,8 @@ to clients.
 from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.files import leaf, npy, npz
 from fedjax_cfl.data.datasets.images import cifar10, digits, fashion_mnist, femnist, mnist
+from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.synthetic import synthetic
-from fedjax_cfl.data.datasets.text import sent140
 
 __all__ = [
     "celeba", "cifar10", "digits", "fashion_mnist", "femnist", "leaf", "mnist", "npy", "npz",
