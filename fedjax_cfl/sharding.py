@@ -89,7 +89,7 @@ def replicate(tree, mesh: Mesh):
 
 
 def over_devices(block, mesh: Mesh):
-    """Maps block(shared, client_inputs) over the devices: `sync_resume` is replicated,
+    """Maps block(shared, client_inputs) over the devices: `shared` is replicated,
     `client_inputs` and the result are split along axis 0.
     """
     if mesh.size == 1:

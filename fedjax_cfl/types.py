@@ -75,32 +75,40 @@ class Partition(NamedTuple):
 
 
 class ClientIndex(struct.PyTreeNode):
-    """A ragged array of sample numbers in CSR form: client k holds order[start[k] :
-    start[k] + size[k]].
+    """A ragged array of holdings in CSR form: client k has order[start[k] : start[k] +
+    size[k]].
     """
 
-    order: jax.Array  # [N] int32, sample numbers, grouped by client
+    order: jax.Array  # [N] int32, numbers of holdings, grouped by client
     start: jax.Array  # [K] int32
     size: jax.Array  # [K] int32
 
 
 class FederatedData(struct.PyTreeNode):
-    """One flat pool of samples and who holds them now; never padded."""
+    """A pool of samples x, and N holdings of them: who holds which sample under which
+    label. A sample that several clients hold is stored once. Never padded.
+    """
 
-    x: jax.Array  # [N, ...] uint8 (read as x / 255) or float32
-    y: jax.Array  # [N] int32
+    x: jax.Array  # [rows, ...] uint8 (read as x / 255) or float32
+    y: jax.Array  # [N] int32, the label of each holding
     owner: jax.Array  # [N] int32, -1 = not visible
     train: ClientIndex
     test: ClientIndex
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
     num_classes: int = struct.field(pytree_node=False)
-    max_client_samples: int = struct.field(
-        pytree_node=False
-    )  # most training samples one client may ever hold
-    has_drift: bool = struct.field(
-        pytree_node=False, default=True
-    )  # False: nobody's samples ever change
+    # the most training samples that one client may ever hold
+    max_client_samples: int = struct.field(pytree_node=False)
+    # False: nobody's samples ever change
+    has_drift: bool = struct.field(pytree_node=False, default=True)
+    # [N] int32, the row of x that each holding is; None: row n is holding n
+    sample: jax.Array | None = None
+
+    def gather(self, rows) -> tuple[jax.Array, jax.Array]:
+        """Returns (x [..., features], y [...]) of the holdings `rows`, as their clients see
+        them: the one place where samples are read.
+        """
+        return self.x[rows if self.sample is None else self.sample[rows]], self.y[rows]
 
     @property
     def num_clients(self) -> int:
@@ -123,6 +131,7 @@ class Upload(struct.PyTreeNode):
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
     steps: jax.Array  # [S] int32, local SGD steps taken
+    start_group: jax.Array  # [S] int32, the group whose model was trained from
     squared_norm: Any = None  # [S] float32, ||delta||^2, known once the update is screened
 
 
@@ -138,14 +147,25 @@ class FaultCounts(struct.PyTreeNode):
 
 
 class Traffic(struct.PyTreeNode):
-    """Cumulative communication: whole models (unit u = one model) and 4-byte words of
-    everything else.
+    """Communication: whole models (unit u = one model) and 4-byte words of everything
+    else, in all or of each slot of a cohort. A count is two uint32, (high, low): exact up
+    to 2^64, see `round/counts.py`.
     """
 
-    units_down: jax.Array  # [] int32
-    units_up: jax.Array  # [] int32
-    words_down: jax.Array  # [] int32
-    words_up: jax.Array  # [] int32
+    units_down: jax.Array  # [2] or [S, 2] uint32
+    units_up: jax.Array
+    words_down: jax.Array
+    words_up: jax.Array
+
+
+class Report(struct.PyTreeNode):
+    """What happened outside of a round's own training: at the start, before selection,
+    while clients were assigned.
+    """
+
+    traffic: Traffic  # of the whole step, or of each slot
+    migrated: jax.Array  # [] int32, clients that changed group
+    fault_counts: FaultCounts
 
 
 class State(struct.PyTreeNode):
@@ -158,8 +178,14 @@ class State(struct.PyTreeNode):
     server: Any  # [m, ...], the server optimizer's state of each group
     active: jax.Array  # [m] bool
     assignment: jax.Array  # [K] int32, -1 before the first meeting
-    traffic: Traffic
+    traffic: Traffic  # everything sent so far
     memory: Any  # the algorithm's own pytree, () if it has none
+    selection: Any  # what the selection remembers, () if nothing
+    clock_ms: jax.Array  # [2] uint32 (high, low), simulated milliseconds so far
+    # [K, ...], the model that each client last received, or the one it would be served at the
+    # start; () unless `Local.keep_received`
+    received: Params
+    start_faults: FaultCounts  # of the start; the first round reports them
 
 
 class Info(struct.PyTreeNode):
@@ -173,7 +199,7 @@ class Info(struct.PyTreeNode):
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
     selected: jax.Array  # [] int32, clients selected
     clients: jax.Array  # [] int32, clients trained
-    steps: jax.Array  # [] int32, local SGD steps taken
+    steps: jax.Array  # [2] uint32 (high, low), local SGD steps taken
     cold: jax.Array  # [] int32, clients that met the server for the first time
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
     # [] int32, clients that changed group before the round, because their data or the centers
@@ -183,6 +209,8 @@ class Info(struct.PyTreeNode):
     # [] int32, groups that had clients in the cohort but nothing usable from them: their model
     # stayed
     idle_groups: jax.Array
+    late: jax.Array  # [] int32, clients whose answer came after the round had ended
+    seconds: jax.Array  # [] float32, simulated duration of the round, 0 without a clock
 
 
 class ServedModels(NamedTuple):
@@ -190,6 +218,19 @@ class ServedModels(NamedTuple):
 
     models: Params  # [M, ...]
     index: jax.Array  # [K] int32 into models, -1 = the client has none yet and is not evaluated
+
+
+class Selection(NamedTuple):
+    """Who takes part in a round, and what is remembered of it from round to round."""
+
+    init: Callable[[FederatedData], Any]  # (data) -> memory
+    # (key, memory, state, data) -> ids [k] int32 without repeats, in order of selection; K in a
+    # place that stays empty
+    select: Callable[..., jax.Array]
+    # (memory, state, cohort, upload, seconds [S] or None) -> memory, once the cohort has answered
+    update: Callable[..., Any]
+    # (key, round, K) -> ids, where nothing is remembered: such cohorts are known before the run
+    draw: Callable[..., jax.Array] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -203,9 +244,6 @@ class Algorithm(NamedTuple):
     )
     data_clients: Callable[..., jax.Array] | None = (
         None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
-    )
-    eval_models: Callable[..., ServedModels] | None = (
-        None  # (state) -> the models clients are tested on; None: those they are served
     )
     nonfinite: str = (
         "skip"  # what the run does about updates that are not finite, see `faults.Faults`

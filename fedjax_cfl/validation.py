@@ -94,6 +94,8 @@ RULES = {
     "local.epochs": _whole(1, 100_000),
     "local.batch_size": _whole(1),
     "local.momentum": _below_one,
+    "local.steps": _whole(1, or_none=True),
+    "local.weight_decay": _not_negative,
     "local.width": Rule(
         "auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)
     ),

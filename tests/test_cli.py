@@ -98,8 +98,8 @@ REFUSED = {
     "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",
     "algorithm.pretrain=50": "algorithm.pretrain=50: text",
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
-    "algorithm=ifca algorithm.average=gradient algorithm.weighting=samples": (
-        "algorithm.weighting=samples: uniform"
+    "algorithm=ifca algorithm.aggregate=gradient algorithm.aggregate=samples": (
+        "algorithm.aggregate=samples: uniform"
     ),
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",

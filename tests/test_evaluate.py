@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import matrix
+from fedjax_cfl.algorithms.received import evaluate_received
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.algorithms.received import evaluate_received
 from fedjax_cfl.round import select, traffic
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated

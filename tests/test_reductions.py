@@ -235,7 +235,7 @@ def test_hypocluster_is_ifca_weighted_by_samples():
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         one, other = (
             composed("algorithm=hypocluster"),
-            composed("algorithm=ifca", "algorithm.weighting=samples"),
+            composed("algorithm=ifca", "algorithm.aggregate=samples"),
         )
         assert one.pop("name") != other.pop("name")
         assert one == other != composed("algorithm=ifca")

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.errors import require
-from fedjax_cfl.round.engine import Start, federated
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, Start, make_report
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -30,11 +31,13 @@ def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False
     algorithm = federated(
         task,
         local,
-        select=full_participation() if trains == "all" else select,
-        solve=sgd(task, local),
-        start=shared_model(task, ship_start),
-        assign=assign_client_id,
-        aggregate=client_delta,
+        full_participation() if trains == "all" else select,
+        Hooks(
+            sgd(task, local),
+            start=shared_model(task, ship_start),
+            assign=assign_client_id,
+            aggregate=client_delta,
+        ),
     )
 
     def silent_round(key, state: State, data: FederatedData):
@@ -57,7 +60,7 @@ def shared_model(task, ship_start: bool):
         return Start(
             models,
             jnp.arange(count, dtype=jnp.int32),
-            traffic=make_traffic(units_down=count if ship_start else 0),
+            report=make_report(make_traffic(units_down=count if ship_start else 0)),
         )
 
     return start
@@ -65,7 +68,7 @@ def shared_model(task, ship_start: bool):
 
 def assign_client_id(key, state: State, data: FederatedData, cohort: Cohort):
     """Each client is its own group."""
-    return jnp.minimum(cohort.ids, data.num_clients - 1), make_traffic()
+    return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
 
 
 def client_delta(upload: Upload, gid, cohort: Cohort, client_extra, state: State):

@@ -13,27 +13,38 @@ newcomers are compared by the server, which costs a model down and one up per cu
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine, dissimilarity
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import require
-from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import Start, federated
-from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.faults import add_fault_counts, no_faults
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, make_report
+from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Params,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
 
 LINKAGES = ("single", "complete", "average")
-WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 class SplitTree(struct.PyTreeNode):
@@ -50,53 +61,52 @@ class SplitTree(struct.PyTreeNode):
     known: Any = ()  # [K] bool, it has sent one
 
 
+class SplitRule(NamedTuple):
+    """When a group is cut in two, and where."""
+
+    eps1: Any = 0.4  # the mean update is shorter: the group is stationary
+    eps2: Any = 1.6  # the longest update is longer: some members are not
+    gamma_max: Any = 0.0  # sqrt((1 - alpha) / 2) is larger, alpha the largest cosine across
+    min_size: int = 2  # only larger groups are cut
+    warm_up: int = 20  # no cut before this round
+    # of the updates by their cosines: single, which is the cut of least alpha | complete (the
+    # released code, D35) | average
+    linkage: str = "single"
+
+
 def cfl(
-    task,
-    local,
-    select,
+    task: Task,
+    local: Local,
+    select: Selection,
     *,
     m: int,
-    eps1=0.4,
-    eps2=1.6,
-    gamma_max=0.0,
-    min_size: int = 2,
-    warm_up: int = 20,
-    linkage: str = "single",
-    weighting: str = "uniform",
+    rule: SplitRule = SplitRule(),
+    aggregate: AggregateFn = uniform_mean,
     stale_updates: bool = False,
 ) -> Algorithm:
     """CFL with room for m groups.
 
-    A group of more than `min_size` clients is cut after round `warm_up`, if its mean
-    update is shorter than `eps1` and its longest longer than `eps2`, where the cosines
-    across are at most alpha with sqrt((1 - alpha) / 2) > `gamma_max`.
-    Args: `linkage` of the updates by their cosines: single, which is the cut of least
-    alpha | complete (the released code, D35) | average; `weighting` of the clients
-    within a group: uniform | samples; `stale_updates` lets members that are not in the
-    cohort be judged and cut by their last update, else a group is judged by the members
-    present.
-    Raises InputError for a value that is not listed here.
+    Args: `rule` says when a group is cut; `aggregate` the clients within a group:
+    uniform_mean | weighted_mean; `stale_updates` lets members that are not in the cohort be
+    judged and cut by their last update, else a group is judged by the members present.
+    Raises InputError for an unknown linkage.
     """
-    require("algorithm.linkage", linkage, LINKAGES)
-    require("algorithm.weighting", weighting, WEIGHTINGS)
+    require("algorithm.linkage", rule.linkage, LINKAGES)
     local = local.resolve()
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size):
-        return (
-            active & (mean_norm < eps1) & (max_norm > eps2) & (size > min_size) & (round >= warm_up)
-        )
+        stationary = (mean_norm < rule.eps1) & (max_norm > rule.eps2)
+        return active & stationary & (size > rule.min_size) & (round >= rule.warm_up)
 
-    return federated(
-        task,
-        local,
-        select=select,
-        solve=solve,
+    hooks = Hooks(
+        solve,
         start=single_active_group(task, m, stale_updates),
-        assign=descend_splits(over_clients(solve, local)),
-        regroup=bipartition(due, linkage, gamma_max, stale_updates),
-        aggregate=WEIGHTINGS[weighting],
+        assign=descend_splits(train_aside(solve, local)),
+        regroup=bipartition(due, rule.linkage, rule.gamma_max, stale_updates),
+        aggregate=aggregate,
     )
+    return federated(task, local, select, hooks)
 
 
 def single_active_group(task, m: int, stale_updates: bool):
@@ -119,11 +129,11 @@ def single_active_group(task, m: int, stale_updates: bool):
     return start
 
 
-def descend_splits(train):
+def descend_splits(train) -> AssignFn:
     """Lets clients pass the cuts made without them: they train from the model that was
     cut and join the half of the more similar update.
 
-    `train` is the solver of a cohort. (Algorithm 3 of the paper; newcomers begin in
+    `train` is a `train_aside`. (Algorithm 3 of the paper; newcomers begin in
     group 0.) Each cut costs 1 model down and 1 up.
     """
 
@@ -132,7 +142,7 @@ def descend_splits(train):
         real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
 
         def cut(h, carry):
-            here, walked = carry
+            here, walked, faults = carry
             asked = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
@@ -141,26 +151,27 @@ def descend_splits(train):
                     for each in (tree.models, tree.parent_update, tree.split_update)
                 )
                 walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
-                upload = train(
-                    walkers,
-                    data,
-                    (jax.random.fold_in(key, h), model),
-                    full_work(jnp.zeros_like(here)),
-                )
-                return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0]
+                shared, work = (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here))
+                upload, bad = train(walkers, data, shared, work)
+                return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0], bad
 
-            leaves = asked & lax.cond(jnp.any(asked), sides, lambda: jnp.zeros_like(asked))
-            return jnp.where(leaves, h, here).astype(jnp.int32), walked + jnp.sum(asked)
+            leaves, bad = lax.cond(
+                jnp.any(asked), sides, lambda: (jnp.zeros_like(asked), no_faults())
+            )
+            here = jnp.where(asked & leaves, h, here).astype(jnp.int32)
+            return here, walked + asked, add_fault_counts(faults, bad)
 
-        begin = jnp.maximum(state.assignment[clients], 0), jnp.zeros((), jnp.int32)
-        gid, walked = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, make_traffic(units_down=walked, units_up=walked)
+        begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), no_faults()
+        gid, walked, faults = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
+        return gid, make_report(make_traffic(walked, walked), fault_counts=faults)
 
     return assign
 
 
-def bipartition(due, linkage: str, gamma_max, stale_updates: bool, seen=lambda delta: delta):
-    """Returns regroup(...): cuts every group that is `due(round, active, mean norm,
+def bipartition(
+    due, linkage: str, gamma_max, stale_updates: bool, seen=lambda delta: delta
+) -> RegroupFn:
+    """Cuts every group that is `due(round, active, mean norm,
     longest norm, size)` [m] and can be cut.
 
     `seen` takes from the updates what their cosines are of.

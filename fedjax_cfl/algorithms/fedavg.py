@@ -7,21 +7,23 @@ learned.
 
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.hooks import AggregateFn, Hooks
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import gradient_step, sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Selection, Task
 
 
-def fedavg(task, local, select, *, aggregate=weighted_mean) -> Algorithm:
+def fedavg(
+    task: Task, local: Local, select: Selection, *, aggregate: AggregateFn = weighted_mean
+) -> Algorithm:
     """FedAvg: E local epochs, means weighted by training samples."""
     local = local.resolve()
-    return federated(
-        task, local, select=select, solve=sgd(task, local), aggregate=aggregate, founders=no_clients
-    )
+    hooks = Hooks(sgd(task, local), aggregate=aggregate, start_clients=no_clients)
+    return federated(task, local, select, hooks)
 
 
-def fedsgd(task, local, select) -> Algorithm:
+def fedsgd(task: Task, local: Local, select: Selection) -> Algorithm:
     """FedSGD: one full-batch gradient a client, i.e. FedAvg with E = 1 and B = infinity."""
     local = local.resolve()
-    return federated(
-        task, local, select=select, solve=gradient_step(task, local), founders=no_clients
-    )
+    hooks = Hooks(gradient_step(task, local), start_clients=no_clients)
+    return federated(task, local, select, hooks)

@@ -17,16 +17,24 @@ from jax import lax
 
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, single_active_group
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Selection, Task
 
 
 def fedcluster(
-    task, local, select, *, m: int, rounds: int = 30, gamma=0.13, min_size: int = 20
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: int,
+    rounds: int = 30,
+    gamma=0.13,
+    min_size: int = 20,
 ) -> Algorithm:
     """CFL as in the FeSEM paper, with room for m groups: cycles of `rounds` rounds of
     FedAvg and one round with all clients.
@@ -47,21 +55,15 @@ def fedcluster(
     def due(round, active, mean_norm, max_norm, size):
         return active & (size > min_size) & (round % (rounds + 1) == rounds)
 
-    def drawn(select):
-        return federated(
-            task,
-            local,
-            select=select,
-            solve=solve,
-            start=single_active_group(task, m, False),
-            assign=descend_splits(over_clients(solve, local)),
-            regroup=bipartition(
-                due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]
-            ),
-            aggregate=weighted_mean,
-        )
-
-    some, whole = drawn(select), drawn(full_participation())
+    hooks = Hooks(
+        solve,
+        start=single_active_group(task, m, False),
+        assign=descend_splits(train_aside(solve, local)),
+        regroup=bipartition(
+            due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]
+        ),
+    )
+    some, whole = (federated(task, local, each, hooks) for each in (select, full_participation()))
 
     def round(key, state, data):
         return lax.cond(

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import assign_single_group, federated, serve_global
-from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.engine import federated, serve_global
+from fedjax_cfl.round.hooks import Hooks, make_report
+from fedjax_cfl.round.local import Work, full_work
 from fedjax_cfl.round.objective import add_linear_term, erm, proximal
 from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -29,27 +30,27 @@ def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm
     Simulated faults strike in the second phase; gradients that are not finite are left
     out of the mean.
     """
-    local = local.resolve()
+    local, objective = local.resolve(), proximal(mu, erm(task))
     algorithm = federated(
         task,
         local,
-        select=select,
-        solve=sgd(
-            task, local, add_linear_term(lambda client_extra: client_extra, proximal(mu, erm(task)))
+        select,
+        Hooks(
+            sgd(task, local, add_linear_term(lambda direction: direction, objective)),
+            assign=assign_with_s1_traffic(same_set),
+            prepare=gradient_correction(task, local, None if same_set else select),
         ),
-        assign=assign_with_s1_traffic(same_set),
-        prepare=gradient_correction(task, local, None if same_set else select),
     )
     return algorithm._replace(serve=serve_global, clustered=False)  # `assign` only adds to the bill
 
 
 def gradient_correction(task, local, select):
-    """Returns prepare(...) -> g_t - grad F_i(w_t) [S, ...]; `select` draws S1, None: S1
-    is the cohort. Zero if nobody in S1 has samples.
+    """Returns prepare(...), which adds g_t - grad F_i(w_t) [S, ...] to the work; `select`
+    draws S1, None: S1 is the cohort. Zero if nobody in S1 has samples.
     """
     gradient = over_clients(gradient_step(task, local), local)
 
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, gid):
+    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         draw, noise = jax.random.split(key)
 
         def asked(cohort):
@@ -61,15 +62,16 @@ def gradient_correction(task, local, select):
         first = (
             own
             if select is None
-            else asked(make_cohort(select(draw, state.round, data.num_clients), data, local))
+            else asked(make_cohort(select.select(draw, state.selection, state, data), data, local))
         )
         first, *_ = faults.guard_nonfinite("skip", first)
         mean, mass = group_mean(
             first.weight, jnp.zeros(first.weight.shape, jnp.int32), first.delta, 1
         )
-        return jax.tree.map(
+        correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )
+        return work._replace(client_extra=correction)
 
     return prepare
 
@@ -83,8 +85,8 @@ def assign_with_s1_traffic(same_set: bool):
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        gid, _ = assign_single_group(key, state, data, cohort)
-        clients = jnp.sum(cohort.ids < data.num_clients)
-        return gid, make_traffic(units_down=clients * (1 if same_set else 2), units_up=clients)
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        sent = make_traffic(units_down=real * (1 if same_set else 2), units_up=real)
+        return jnp.zeros_like(cohort.ids), make_report(sent)
 
     return assign

@@ -14,6 +14,7 @@ import optax
 
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
@@ -36,9 +37,8 @@ def step_towards(task, local, select, mean, epsilon) -> Algorithm:
     aggregate, server = (
         (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
     )
-    return federated(
-        task, local, select=select, solve=sgd(task, local), aggregate=aggregate, server=server
-    )
+    hooks = Hooks(sgd(task, local), aggregate=aggregate, server=server)
+    return federated(task, local, select, hooks)
 
 
 def divide_by_cohort(mean):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm
 
@@ -49,9 +50,8 @@ def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
 def with_server(task, local, select, server) -> Algorithm:
     """FedAvg with a server optimizer."""
     local = local.resolve()
-    return federated(
-        task, local, select=select, solve=sgd(task, local), server=server, founders=no_clients
-    )
+    hooks = Hooks(sgd(task, local), server=server, start_clients=no_clients)
+    return federated(task, local, select, hooks)
 
 
 def fedavgm(task, local, select, *, server_lr=1.0, momentum: float = 0.9) -> Algorithm:

@@ -9,27 +9,32 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Selection, State, Task
 
 
-def fedprox(task, local, select, *, mu=1.0, drop_percent: float = 0.0) -> Algorithm:
+def fedprox(
+    task: Task, local: Local, select: Selection, *, mu=1.0, drop_percent: float = 0.0
+) -> Algorithm:
     """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs,
     uniformly drawn, and are kept.
     """
     local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_percent, local.epochs) if drop_percent else None
-    return federated(task, local, select=select, solve=solve, effort=slow, founders=no_clients)
+    hooks = Hooks(solve, prepare=slow, start_clients=no_clients)
+    return federated(task, local, select, hooks)
 
 
 def partial_epochs(drop_percent: float, epochs: int):
-    """Returns effort(key, data, cohort) -> [S], the share of its E epochs each client
-    manages this round.
+    """Returns prepare(...) -> Work: the share of its E epochs that each client manages in
+    this round.
     """
 
-    def effort(key, data, cohort):
+    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
         lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
@@ -37,6 +42,6 @@ def partial_epochs(drop_percent: float, epochs: int):
         fewer = jax.vmap(
             lambda k: jax.random.randint(jax.random.fold_in(k, 1), (), 1, max(epochs, 2))
         )(keys)
-        return jnp.where(slow, fewer / epochs, 1.0)
+        return work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0))
 
-    return effort
+    return prepare

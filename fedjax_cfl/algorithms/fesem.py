@@ -11,31 +11,60 @@ where eq. 8 weighs the loss by n_i / n and N = 1 step is taken (D7; `form="eq8"`
 literal but for N).
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.clustering.assign import ChooseFn, met_groups
 from fedjax_cfl.clustering.distances import gram
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import DETECTORS, init_reference, on_shift
-from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round.aggregate import first_client, uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import Start, federated, random_groups
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
+from fedjax_cfl.clustering.shift_detection import DetectFn
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import engine
+from fedjax_cfl.round.cohort import make_cohort
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.faults import no_faults
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    AssignFn,
+    Hooks,
+    MigrateFn,
+    PrepareFn,
+    Start,
+    StartFn,
+    make_report,
+)
+from fedjax_cfl.round.local import Local, Work, full_work
+from fedjax_cfl.round.objective import Objective, erm, proximal
+from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Params,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
 
 # of the points that are clustered at the start: exact for up to as many clients, beyond that
 # their principal directions
 MAX_EMBEDDING_DIMENSIONS = 256
+
+MakeStart = Callable[[Task, Local, int], StartFn]
+NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
+EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn | None]
+PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 
 
 class ClientModels(struct.PyTreeNode):
@@ -44,156 +73,12 @@ class ClientModels(struct.PyTreeNode):
     models: Params  # [K, ...], W_i, the model it last sent
     # [K] bool, False: it never trained, takes no part in the means and stays in its group
     known: jax.Array
-    shift_reference: Any = ()  # migrate.Watch, only where clients migrate
+    shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
 
 
-def fesem(
-    task,
-    local,
-    select,
-    *,
-    m: int,
-    mu=0.1,
-    form: str = "prox",
-    start: str = "local",
-    restarts: int = 20,
-    estep: str = "all",
-    average: str = "stored",
-    distance: str = "full",
-    migrate: bool = False,
-    detector: str = "tv",
-) -> Algorithm:
-    """FeSEM with m centers; `mu` is the paper's lambda.
-
-    Args: `form` prox: mu (W - center) in every gradient | eq8: mu_i = 2 mu n / (K n_i)
-    for a client with n_i of all n samples; `start` local: every client trains once from
-    a common random model, then K-means of these models, the best of `restarts` |
-    random_models: m of them, and all W_i the same other one, so that one center gets
-    everybody (D5, D6); `estep` all: every client met, before each round | selected: the
-    cohort; `average` stored: all W_i of a group | cohort: this round's, plain |
-    samples: this round's, weighted | first_client (D4); `distance` full | last_layer:
-    the kernel of the layer `head` (D26). `migrate` is FeSEM-MIG of the FlexCFL paper:
-    clients met whose data shifted (`detector`) take the E-step at once. Data play no
-    part in it: with estep=all nothing changes; with estep=selected such a client moves
-    only if centers have, since it was last selected.
-    Raises InputError for a value that is not listed here, or last_layer for a model
-    without a dense layer `head`.
-    """
-    starts = {
-        "local": cluster_local_models(task, local, m, restarts),
-        "random_models": random_models(task, m),
-    }
-    averages = {
-        "stored": stored_mean,
-        "cohort": uniform_mean,
-        "samples": weighted_mean,
-        "first_client": first_client,
-    }
-    require("algorithm.form", form, ("prox", "eq8"))
-    require("algorithm.start", start, starts)
-    require("algorithm.estep", estep, ("all", "selected"))
-    require("algorithm.average", average, averages)
-    require("algorithm.distance", distance, ("full", "last_layer"))
-    require("algorithm.detector", detector, DETECTORS)
-    if distance == "last_layer" and "kernel" not in jax.eval_shape(
-        task.init, jax.random.key(0)
-    ).get("head", ()):
-        raise InputError(
-            "algorithm.distance=last_layer: the model has no dense layer named head; use"
-            " distance=full"
-        )
-    local = local.resolve()
-    nearest_of = partial(nearest_center, distance=distance)
-    choose = nearest_stored_center(nearest_of)
-    pull = proximal(mu if form == "prox" else lambda mu_i: mu_i, erm(task))
-    move = on_shift(choose, local, detector) if migrate else None
-    return federated(
-        task,
-        local,
-        select=select,
-        solve=sgd(task, local, pull),
-        start=with_shift_reference(starts[start]) if migrate else starts[start],
-        migrate=e_step_of_all(nearest_of, move) if estep == "all" else move,
-        assign=lambda *given: (choose(*given), make_traffic()),
-        prepare=client_mu(mu) if form == "eq8" else None,
-        aggregate=averages[average],
-        remember=keep_models,
-    )
-
-
-def nearest_center(models, centers, distance: str = "full"):
-    """Returns the center [N] of least ||W_i - center_k||_2 for each of `models [N,
-    ...]`, ties to the lowest (eq. 9).
-
-    With e_k = center_k - mean center, ||W - center_k||^2 is -2 W.e_k + (center_k +
-    mean).e_k and a term common to all k: one product with the models, and none of the
-    cancellation of |W|^2 - 2 W.c + |c|^2 for models as similar as these.
-    """
-    if distance == "last_layer":
-        models, centers = models["head"]["kernel"], centers["head"]["kernel"]
-
-    def part(model, center):
-        mean = jnp.mean(center, axis=0)
-        apart = (center - mean).reshape(center.shape[0], -1)
-        product = jnp.matmul(
-            model.reshape(model.shape[0], -1), apart.T, precision=lax.Precision.HIGHEST
-        )
-        return jnp.sum((center + mean).reshape(apart.shape) * apart, axis=1) - 2 * product
-
-    return jnp.argmin(sum(jax.tree.leaves(jax.tree.map(part, models, centers))), axis=1).astype(
-        jnp.int32
-    )
-
-
-def nearest_stored_center(nearest_of):
-    """Returns choose(key, state, data, cohort) -> [S]: the center `nearest_of(models,
-    centers)` to each client's stored model.
-    """
-
-    def choose(key, state: State, data: FederatedData, cohort: Cohort):
-        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        nearest = nearest_of(
-            jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups
-        )
-        return jnp.where(
-            state.memory.known[clients], nearest, jnp.maximum(state.assignment[clients], 0)
-        )
-
-    return choose
-
-
-def e_step_of_all(nearest_of, move=None):
-    """Returns migrate(key, state, data): after `move`, if any, every client met goes to
-    the center `nearest_of` its stored model.
-    """
-
-    def migrate(key, state: State, data: FederatedData):
-        before = state.assignment
-        state, _, walked = move(key, state, data) if move else (state, None, make_traffic())
-        nearest = nearest_of(state.memory.models, state.groups)
-        assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
-        return (
-            state.replace(assignment=assignment),
-            jnp.sum(assignment != before).astype(jnp.int32),
-            walked,
-        )
-
-    return migrate
-
-
-def client_mu(mu):
-    """Returns prepare(...) -> mu_i [S] = 2 mu n / (K n_i): eq. 8 divided by the n_i / n
-    in front of its loss.
-    """
-
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, gid):
-        size = data.train.size[jnp.minimum(cohort.ids, data.num_clients - 1)]
-        return 2.0 * mu * jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
-
-    return prepare
-
-
-def stored_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+def stored_mean(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
     """Plain mean of all stored models of each group (eq. 10), the cohort's being those
     of this round.
 
@@ -218,6 +103,157 @@ def stored_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State)
     return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
 
 
+def pull_plainly(task: Task, mu) -> tuple[Objective, PrepareFn | None]:
+    """mu (W - center) in every gradient (D7)."""
+    return proximal(mu, erm(task)), None
+
+
+def pull_by_size(task: Task, mu) -> tuple[Objective, PrepareFn | None]:
+    """Eq. 8 divided by the n_i / n in front of its loss: mu_i = 2 mu n / (K n_i) for a
+    client with n_i of all n samples.
+    """
+
+    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+        size = data.train.size[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
+        return work._replace(client_extra=2.0 * mu * share)
+
+    return proximal(lambda mu_i: mu_i, erm(task)), prepare
+
+
+def fesem(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: int,
+    mu=0.1,
+    form: PullFn = pull_plainly,
+    centers: "Centers | None" = None,
+    detector: DetectFn | None = None,
+) -> Algorithm:
+    """FeSEM with m centers; `mu` is the paper's lambda.
+
+    Args: `form` pull_plainly | pull_by_size (eq. 8); `centers` how they are found;
+    `detector` is FeSEM-MIG of the FlexCFL paper: clients met whose data shifted take the
+    E-step at once. Data play no part in it: with e_step_of_all nothing changes; with
+    e_step_of_cohort such a client moves only if centers have, since it was last selected.
+    """
+    local, centers = local.resolve(), centers or Centers()
+    nearest = centers.distance(task)
+    objective, prepare = form(task, mu)
+    start, move = centers.start(task, local, m), None
+    if detector:
+        start = with_shift_reference(start)
+        move = on_shift(nearest_stored_center(nearest), local, detector)
+    hooks = Hooks(
+        sgd(task, local, objective),
+        start=start,
+        migrate=centers.estep(nearest, move),
+        assign=assign_nearest(nearest),
+        prepare=prepare,
+        aggregate=centers.aggregate,
+        finish=keep_models,
+    )
+    return federated(task, local, select, hooks)
+
+
+def full_distance(task: Task) -> NearestFn:
+    """Compares whole models."""
+    return nearest_center
+
+
+def last_layer_distance(task: Task) -> NearestFn:
+    """Compares the kernels of the layer `head` (D26). Raises InputError for a model
+    without one.
+    """
+    if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
+        raise InputError(
+            "algorithm.distance=last_layer: the model has no dense layer named head; use"
+            " distance=full"
+        )
+    return lambda models, centers: nearest_center(
+        models["head"]["kernel"], centers["head"]["kernel"]
+    )
+
+
+def nearest_center(models: Params, centers: Params) -> jax.Array:
+    """Returns the center [N] of least ||W_i - center_k||_2 for each of `models [N,
+    ...]`, ties to the lowest (eq. 9).
+
+    With e_k = center_k - mean center, ||W - center_k||^2 is -2 W.e_k + (center_k +
+    mean).e_k and a term common to all k: one product with the models, and none of the
+    cancellation of |W|^2 - 2 W.c + |c|^2 for models as similar as these. A center that is
+    not finite is never chosen, while there is another.
+    """
+
+    def part(model, center):
+        mean = jnp.mean(center, axis=0)
+        apart = (center - mean).reshape(center.shape[0], -1)
+        product = jnp.matmul(
+            model.reshape(model.shape[0], -1), apart.T, precision=lax.Precision.HIGHEST
+        )
+        return jnp.sum((center + mean).reshape(apart.shape) * apart, axis=1) - 2 * product
+
+    finite = sum(
+        jnp.sum(jnp.square(leaf.reshape(len(leaf), -1)), axis=1)
+        for leaf in jax.tree.leaves(centers)
+    )
+    usable = jnp.isfinite(finite)
+    centers = jax.tree.map(partial(jax.vmap(lambda ok, c: jnp.where(ok, c, 0.0)), usable), centers)
+    gap = sum(jax.tree.leaves(jax.tree.map(part, models, centers)))
+    return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
+
+
+def nearest_stored_center(nearest_of: NearestFn) -> ChooseFn:
+    """Chooses the center `nearest_of(models, centers)` to each client's stored model."""
+
+    def choose(key, state: State, data: FederatedData, cohort: Cohort):
+        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
+        nearest = nearest_of(
+            jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups
+        )
+        kept = jnp.maximum(met_groups(state, cohort), 0)
+        return jnp.where(state.memory.known[clients], nearest, kept), no_faults()
+
+    return choose
+
+
+def assign_nearest(nearest_of: NearestFn) -> AssignFn:
+    """Lets every client train the center nearest to its stored model, which the server
+    knows: nothing is sent.
+    """
+    choose = nearest_stored_center(nearest_of)
+
+    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+        return choose(key, state, data, cohort)[0], make_report()
+
+    return assign
+
+
+def e_step_of_cohort(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn | None:
+    """Moves nobody but by `move`: clients look for their center when they are selected
+    (D27).
+    """
+    return move
+
+
+def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn:
+    """After `move`, if any, every client met goes to the center `nearest_of` its stored
+    model.
+    """
+
+    def migrate(key, state: State, data: FederatedData):
+        before = state.assignment
+        state, report = move(key, state, data) if move else (state, make_report())
+        nearest = nearest_of(state.memory.models, state.groups)
+        assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
+        moved = jnp.sum(assignment != before).astype(jnp.int32)
+        return state.replace(assignment=assignment), report.replace(migrated=moved)
+
+    return migrate
+
+
 def rows_of(cohort: Cohort, upload: Upload, memory: ClientModels):
     """Returns the rows [S] of the memory that the cohort's models go to; K, which is
     dropped, where there is none.
@@ -225,24 +261,23 @@ def rows_of(cohort: Cohort, upload: Upload, memory: ClientModels):
     return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
 
 
-def keep_models(state: State, groups, cohort: Cohort, gid, upload: Upload) -> ClientModels:
-    """Stores the model of every client that trained."""
-    rows = rows_of(cohort, upload, state.memory)
+def keep_models(state: State, before: State, cohort: Cohort, gid, upload: Upload):
+    """Stores the model of every client that trained (a `FinishFn`)."""
+    rows = rows_of(cohort, upload, before.memory)
 
     def store(stored, began, delta, center):
         # The models are written in place only if the compiler sees that the means, which read
         # them, were taken before: hence a condition on the new centers, true unless the run has
         # diverged.
-        taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, state.memory.known.size)
+        taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
         return stored.at[taken].set(began[gid] + delta, mode="drop")
 
-    models = jax.tree.map(store, state.memory.models, state.groups, upload.delta, groups)
-    return state.memory.replace(
-        models=models, known=state.memory.known.at[rows].set(True, mode="drop")
-    )
+    models = jax.tree.map(store, before.memory.models, before.groups, upload.delta, state.groups)
+    known = before.memory.known.at[rows].set(True, mode="drop")
+    return state.replace(memory=state.memory.replace(models=models, known=known)), make_traffic()
 
 
-def random_models(task, num_groups: int):
+def random_models(task: Task, local: Local, m: int) -> StartFn:
     """Starts from m random models; every client's stored model is the same one more
     (FeSEM as the FlexCFL code has it: D5, D6).
     """
@@ -254,12 +289,12 @@ def random_models(task, num_groups: int):
             lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), common
         )
         memory = ClientModels(models, jnp.ones(data.num_clients, bool))
-        return random_groups(task, num_groups)(keys[0], data)._replace(memory=memory)
+        return engine.random_groups(task, m)(keys[0], data)._replace(memory=memory)
 
     return start
 
 
-def cluster_local_models(task, local, num_groups: int, restarts: int):
+def cluster_local_models(restarts: int = 20) -> MakeStart:
     """Starts from K-means of the models all clients have after one local update of a
     common random model, the best of `restarts`.
 
@@ -267,31 +302,36 @@ def cluster_local_models(task, local, num_groups: int, restarts: int):
     training.) It costs K models down and K up and meets everybody. A group without
     members starts from the common model.
     """
-    local = local.resolve()
-    train = over_clients(sgd(task, local), local)
 
-    def start(key, data):
-        keys = jax.random.split(key, 3)
-        common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
-        upload = train(cohort, data, (keys[1], common), full_work(jnp.zeros_like(cohort.ids)))
-        everyone = jax.tree.map(
-            lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), upload.delta
-        )
-        delta = jax.tree.map(
-            lambda whole, part: whole.at[cohort.ids].set(part, mode="drop"), everyone, upload.delta
-        )
-        known = data.train.size > 0
-        found = kmeans(keys[2], embed_deltas(delta, known), num_groups, restarts, weight=known)
-        centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, num_groups)
-        return Start(
-            groups=jax.tree.map(jnp.add, common, centers),
-            assignment=found.labels,
-            memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
-            traffic=make_traffic(units_down=data.num_clients, units_up=data.num_clients),
-        )
+    def make(task: Task, local: Local, m: int) -> StartFn:
+        local = local.resolve()
+        train = train_aside(sgd(task, local), local)
 
-    return start
+        def start(key, data: FederatedData) -> Start:
+            keys, clients = jax.random.split(key, 3), data.num_clients
+            common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
+            cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
+            work = full_work(jnp.zeros_like(cohort.ids))
+            upload, faults = train(cohort, data, (keys[1], common), work)
+
+            def by_client(part):
+                whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
+                return whole.at[cohort.ids].set(part, mode="drop")
+
+            delta, known = jax.tree.map(by_client, (upload.delta, upload.weight > 0))
+            found = kmeans(keys[2], embed_deltas(delta, known), m, restarts, weight=known)
+            centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, m)
+            sent = make_traffic(units_down=clients, units_up=clients)
+            return Start(
+                groups=jax.tree.map(jnp.add, common, centers),
+                assignment=found.labels,
+                memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
+                report=make_report(sent, fault_counts=faults),
+            )
+
+        return start
+
+    return make
 
 
 def embed_deltas(delta, known):
@@ -314,11 +354,14 @@ def embed_deltas(delta, known):
     return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :MAX_EMBEDDING_DIMENSIONS]
 
 
-def with_shift_reference(begin):
-    """Adds to a start what `on_shift` compares with."""
+class Centers(NamedTuple):
+    """How FeSEM finds its centers."""
 
-    def start(key, data):
-        begun = begin(key, data)
-        return begun._replace(memory=begun.memory.replace(shift_reference=init_reference(data)))
-
-    return start
+    # cluster_local_models(restarts) | random_models (D5, D6)
+    start: MakeStart = cluster_local_models()
+    # who looks for its nearest center: e_step_of_all, every client met, before each round |
+    # e_step_of_cohort, only those selected (D27)
+    estep: EStep = e_step_of_all
+    # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)
+    aggregate: AggregateFn = stored_mean
+    distance: Callable[[Task], NearestFn] = full_distance  # full_distance | last_layer_distance

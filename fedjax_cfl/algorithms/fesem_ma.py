@@ -23,6 +23,7 @@ Clients that train from the center hardly ever change the order
 (benchmarks/results/fesem_table3): `head=plain` then is FeSEM.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -52,12 +53,13 @@ from fedjax_cfl.algorithms.matching import (
     zero_spare_units,
 )
 from fedjax_cfl.data.federated import label_counts
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, add_reports, make_report
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_sum
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, State, Upload
 
@@ -69,73 +71,6 @@ class MatchedModels(struct.PyTreeNode):
     # [K] bool, False: it never trained, takes no part in the means and stays in its group
     known: jax.Array
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
-
-
-def fesem_ma(
-    task,
-    local,
-    select,
-    *,
-    m: int,
-    mu=0.1,
-    restarts: int = 20,
-    average: str = "stored",
-    head: str = "classes",
-    spare=0.0,
-) -> Algorithm:
-    """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of
-    convolutions and dense layers.
-
-    Args: a center is the `average` of all stored models of its group (stored, eq. 10)
-    or of this round's (cohort); `head` the output layer is their mean with each class
-    weighted by their samples of it (classes), or plain; `spare` share of each hidden
-    layer's units that no model uses at first; their activation must be 0 at 0. With 0,
-    widths are fixed. A participant costs a model down and one up, as in FeSEM, and with
-    head=classes a word up per class; matching is the server's.
-    Raises InputError for a value that is not listed here, a model that is no such
-    chain, or spare units in one with normalisations.
-    """
-    require("algorithm.average", average, ("stored", "cohort"))
-    require("algorithm.head", head, ("classes", "plain"))
-    local, layers = local.resolve(), find_layers(task)
-    words = int(head == "classes")
-    if spare and any(layer.norms for layer in layers):
-        raise InputError(
-            f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all"
-            " units of a layer"
-        )
-    solve, mean = (
-        sgd(task, local, proximal(mu, erm(task))),
-        class_weighted_mean(layers[-1].name) if words else stored_mean,
-    )
-    if spare:
-        begin = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
-        nearest_of = partial(nearest_center_in_use, layers)
-        own = {"solve": solve, "regroup": store_matched_models(layers)}
-        mean = mean_over_owners(mean, layers)
-    else:
-        begin, nearest_of = task, nearest_center
-        own = {
-            "solve": match_to_center(solve, layers),
-            "regroup": recount if words else None,
-            "remember": keep_models,
-        }
-    choose = nearest_stored_center(nearest_of)
-
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        sent = jnp.sum(cohort.ids < data.num_clients) * data.num_classes * words
-        return choose(key, state, data, cohort), make_traffic(words_up=sent)
-
-    return federated(
-        task,
-        local,
-        select=select,
-        start=with_class_counts(cluster_local_models(begin, local, m, restarts), words),
-        migrate=e_step_of_all(nearest_of),
-        assign=assign,
-        aggregate=mean_over_cohort(mean) if average == "cohort" else mean,
-        **own,
-    )
 
 
 def match_to_center(solve, layers):
@@ -164,10 +99,8 @@ def with_class_counts(begin, words: int):
         begun = begin(key, data)
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
         memory = MatchedModels(begun.memory.models, begun.memory.known, counts)
-        return begun._replace(
-            memory=memory,
-            traffic=add_traffic(begun.traffic, make_traffic(words_up=counts.size * words)),
-        )
+        sent = make_report(make_traffic(words_up=counts.size * words))
+        return begun._replace(memory=memory, report=add_reports(begun.report, sent))
 
     return start
 
@@ -352,7 +285,12 @@ def mean_over_owners(mean, layers):
     return aggregated
 
 
-def mean_over_cohort(mean):
+def mean_over_stored(mean: AggregateFn) -> AggregateFn:
+    """Returns the aggregation `mean` of all stored models, as it is."""
+    return mean
+
+
+def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
     """Returns the aggregation `mean` of stored models, but of those alone that arrived
     in this round.
     """
@@ -369,7 +307,17 @@ def mean_over_cohort(mean):
     return aggregated
 
 
-def class_weighted_mean(head: str):
+def weigh_plainly(head: str) -> tuple[AggregateFn, int]:
+    """Averages the output layer as the others; no class counts are sent."""
+    return stored_mean, 0
+
+
+def weigh_classes(head: str) -> tuple[AggregateFn, int]:
+    """Averages the output layer by classes; one word up per class."""
+    return class_weighted_mean(head), 1
+
+
+def class_weighted_mean(head: str) -> AggregateFn:
     """Plain means as in eq. 10 of FeSEM, but for the output layer `head`, whose class c
     is weighted by the samples of class c (FedMA).
 
@@ -409,3 +357,65 @@ def class_weighted_mean(head: str):
         return {**step, head: own}, mass
 
     return aggregated
+
+
+def fesem_ma(
+    task,
+    local,
+    select,
+    *,
+    m: int,
+    mu=0.1,
+    restarts: int = 20,
+    mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
+    head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
+    spare=0.0,
+) -> Algorithm:
+    """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of
+    convolutions and dense layers.
+
+    Args: a center is the mean of all stored models of its group (`mean_over_stored`,
+    eq. 10) or of this round's (`mean_over_cohort`); the output layer `head` is their mean
+    with each class weighted by their samples of it (weigh_classes), or plain
+    (weigh_plainly); `spare` share of each hidden layer's units that no model uses at first;
+    their activation must be 0 at 0. With 0, widths are fixed. A participant costs a model
+    down and one up, as in FeSEM, and with weigh_classes a word up per class; matching is
+    the server's.
+    Raises InputError for a model that is no such chain, or spare units in one with
+    normalisations.
+    """
+    local, layers = local.resolve(), find_layers(task)
+    mean, words = head(layers[-1].name)
+    if spare and any(layer.norms for layer in layers):
+        raise InputError(
+            f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all"
+            " units of a layer"
+        )
+    solve = sgd(task, local, proximal(mu, erm(task)))
+    if spare:
+        begin = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
+        nearest_of = partial(nearest_center_in_use, layers)
+        own = {"solve": solve, "regroup": store_matched_models(layers)}
+        mean = mean_over_owners(mean, layers)
+    else:
+        begin, nearest_of = task, nearest_center
+        own = {
+            "solve": match_to_center(solve, layers),
+            "regroup": recount if words else None,
+            "finish": keep_models,
+        }
+    choose = nearest_stored_center(nearest_of)
+
+    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        sent = make_traffic(words_up=real * data.num_classes * words)
+        return choose(key, state, data, cohort)[0], make_report(sent)
+
+    hooks = Hooks(
+        **own,
+        start=with_class_counts(cluster_local_models(restarts)(begin, local, m), words),
+        migrate=e_step_of_all(nearest_of),
+        assign=assign,
+        aggregate=mean_over(mean),
+    )
+    return federated(task, local, select, hooks)

@@ -9,26 +9,40 @@ Differs from the paper: the cohort is drawn from all clients and not a fraction 
 group; cutting by distance leaves at most m groups.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.clustering.assign import is_cold
-from fedjax_cfl.clustering.distances import METRICS
+from fedjax_cfl.clustering.assign import is_cold, keep_groups
+from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import Start, assign_single_group, federated
-from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.faults import no_faults
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, make_report
+from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, ServedModels, State, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Params,
+    Selection,
+    ServedModels,
+    State,
+    Task,
+    Upload,
+)
 
-WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean}
+MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, S]
 
 
 class GroupDirections(struct.PyTreeNode):
@@ -39,60 +53,46 @@ class GroupDirections(struct.PyTreeNode):
 
 
 def fl_hc(
-    task,
-    local,
-    select,
+    task: Task,
+    local: Local,
+    select: Selection,
     *,
     m: int,
     warm_up: int = 20,
-    metric: str = "cosine",
+    metric: MetricFn = cosine_distance,
     linkage: str = "complete",
     threshold=None,
     newcomers: str = "largest",
-    weighting: str = "samples",
+    aggregate: AggregateFn = weighted_mean,
 ) -> Algorithm:
     """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered,
     then FedAvg within up to m groups.
 
-    Args: `metric` L1 | L2 | cosine (1 - cos) between updates; `linkage` ward (with L2)
-    | complete | average | single; `threshold` the distance up to which groups merge
-    even when only m are left (None: exactly m); `newcomers` where clients go that sent
-    no update in the clustering round: largest group | nearest mean update, once they
-    take part; `weighting` within a group: samples | uniform.
+    Args: `metric` manhattan | euclidean | cosine_distance between updates; `linkage` ward
+    (with euclidean) | complete | average | single; `threshold` the distance up to which
+    groups merge even when only m are left (None: exactly m); `newcomers` where clients go
+    that sent no update in the clustering round: largest group | nearest mean update, once
+    they take part; `aggregate` within a group: weighted_mean | uniform_mean.
     Raises InputError for a value that is not listed here.
     """
-    require("algorithm.metric", metric, METRICS)
     require("algorithm.linkage", linkage, LINKAGES)
     require("algorithm.newcomers", newcomers, ("largest", "nearest"))
-    require("algorithm.weighting", weighting, WEIGHTINGS)
-    if linkage == "ward" and metric != "L2":
-        raise InputError(f"algorithm.metric={metric}: linkage=ward is defined for metric=L2")
+    if linkage == "ward" and metric is not euclidean:
+        raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
     local = local.resolve()
     solve, start = sgd(task, local), single_active_group(task, m)
-    assign = (
-        join_nearest_direction(over_clients(solve, local), metric, warm_up)
-        if newcomers == "nearest"
-        else assign_previous_group
-    )
+    join = keep_groups
+    if newcomers == "nearest":
+        join = join_nearest_direction(train_aside(solve, local), metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers)
     grouped = federated(
-        task,
-        local,
-        select=select,
-        solve=solve,
-        start=start,
-        assign=assign,
-        aggregate=WEIGHTINGS[weighting],
+        task, local, select, Hooks(solve, start=start, assign=join, aggregate=aggregate)
     )
     clustering = federated(
         task,
         local,
-        select=full_participation(),
-        solve=solve,
-        start=start,
-        assign=assign_single_group,
-        regroup=found,
-        aggregate=zero_step,
+        full_participation(),
+        Hooks(solve, start=start, regroup=found, aggregate=zero_step),
     )
 
     def round(key, state, data):
@@ -102,7 +102,7 @@ def fl_hc(
         """Serves all clients group 0 until they are clustered."""
         return ServedModels(state.groups, jnp.where(state.round > warm_up, state.assignment, 0))
 
-    return Algorithm(grouped.init, round, serve, nonfinite=grouped.nonfinite)
+    return grouped._replace(round=round, serve=serve, clustered=False)
 
 
 def single_active_group(task, m: int):
@@ -119,14 +119,14 @@ def single_active_group(task, m: int):
     return start
 
 
-def cluster_updates(m: int, metric: str, linkage: str, threshold, newcomers: str):
-    """Returns regroup(...): clusters the updates into groups, numbered by their lowest
+def cluster_updates(m: int, metric: MetricFn, linkage: str, threshold, newcomers: str) -> RegroupFn:
+    """Clusters the updates into groups, numbered by their lowest
     client, that all start from group 0's model.
     """
 
     def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
         order = jnp.argsort(cohort.ids)  # neither numbers nor ties depend on slots
-        distance = METRICS[metric](upload.delta)[order][:, order]
+        distance = metric(upload.delta)[order][:, order]
         label = agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
         gid = jnp.zeros_like(label).at[order].set(label)
         directions, size = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
@@ -149,38 +149,31 @@ def zero_step(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
     ).sum(0)
 
 
-def assign_previous_group(key, state: State, data: FederatedData, cohort: Cohort):
-    """Leaves clients in their group, 0 before there are any."""
-    return (
-        jnp.maximum(state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], 0),
-        make_traffic(),
-    )
-
-
-def join_nearest_direction(train, metric: str, warm_up: int):
+def join_nearest_direction(train, metric: MetricFn, warm_up: int) -> AssignFn:
     """Lets clients that missed the clustering train from its model, once, and join the
     group of the nearest mean update.
 
-    `train` is the solver of a cohort. Costs a newcomer 1 model down and 1 up more.
+    `train` is a `train_aside`. Costs a newcomer 1 model down and 1 up more.
     """
 
     def assign(key, state: State, data: FederatedData, cohort: Cohort):
-        gid, _ = assign_previous_group(key, state, data, cohort)
+        gid, _ = keep_groups(key, state, data, cohort)
         waiting = is_cold(state, cohort) & (state.round > warm_up)
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload = train(
-                newcomers, data, (key, state.memory.initial), full_work(jnp.zeros_like(gid))
-            )
+            work = full_work(jnp.zeros_like(gid))
+            upload, faults = train(newcomers, data, (key, state.memory.initial), work)
             both = jax.tree.map(
                 lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
             )
-            distance = METRICS[metric](both)[: gid.size, gid.size :]
-            return jnp.argmin(jnp.where(state.active, distance, jnp.inf), axis=1).astype(jnp.int32)
+            distance = metric(both)[: gid.size, gid.size :]
+            usable = state.active & jnp.isfinite(distance)
+            closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
+            return closest.astype(jnp.int32), faults
 
-        count = jnp.sum(waiting)
-        joined = lax.cond(jnp.any(waiting), nearest, lambda: gid)
-        return jnp.where(waiting, joined, gid), make_traffic(units_down=count, units_up=count)
+        joined, faults = lax.cond(jnp.any(waiting), nearest, lambda: (gid, no_faults()))
+        sent = make_traffic(units_down=waiting, units_up=waiting)
+        return jnp.where(waiting, joined, gid), make_report(sent, fault_counts=faults)
 
     return assign

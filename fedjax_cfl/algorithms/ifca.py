@@ -7,30 +7,43 @@ Every round each client tries all m models on its own training data, trains the 
 and the server averages within each choice.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from fedjax_cfl.clustering.assign import best_model, every_round, training_loss
-from fedjax_cfl.clustering.migrate import DETECTORS, ShiftReference, init_reference, on_shift
-from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round import traffic
-from fedjax_cfl.round.aggregate import cohort_mean, first_client, uniform_mean, weighted_mean
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import (
-    SELECT,
-    START,
-    TRAIN,
-    Start,
-    derive_key,
-    federated,
-    no_clients,
-    random_groups,
+from fedjax_cfl.clustering.migrate import (
+    ChargeFn,
+    ShiftReference,
+    charge_detected,
+    init_reference,
+    on_shift,
 )
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import gradient_step, sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.clustering.shift_detection import DetectFn, tv
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import engine
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated, no_clients
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    ClientFn,
+    Hooks,
+    MigrateFn,
+    Start,
+    StartFn,
+    make_report,
+)
+from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.pretrain import train_aside
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.types import Algorithm, Cohort, Selection, Task
+
+MakeStart = Callable[[Task, Local, Selection, int], StartFn]
 
 
 class ShiftMemory(struct.PyTreeNode):
@@ -39,116 +52,144 @@ class ShiftMemory(struct.PyTreeNode):
     shift_reference: ShiftReference
 
 
-WEIGHTINGS = {"uniform": uniform_mean, "samples": weighted_mean, "first_client": first_client}
+def random_groups(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+    """Starts from m independent random models."""
+    return engine.random_groups(task, m)
 
 
 def ifca(
-    task,
-    local,
-    select,
+    task: Task,
+    local: Local,
+    select: Selection,
     *,
     m: int,
-    average: str = "model",
-    weighting: str = "uniform",
-    start: str = "random",
-    share: float = 0.1,
-    restarts: int = 1,
-    restart_rounds: int = 10,
+    start: MakeStart = random_groups,
+    solve: Callable[[Task, Local], ClientFn] = sgd,
+    aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
-    migrate: bool = False,
-    detector: str = "tv",
-    charge: str = "detected",
+    migrate: MigrateFn | None = None,
 ) -> Algorithm:
-    """IFCA with `average` model | gradient (one full-batch step, divided by all
-    participants; its `weighting` must be uniform).
+    """IFCA: each client trains the group model of lowest loss on its training data
+    (Algorithm 1). Option II is the default; option I, gradient averaging, is
+    `solve=gradient_step` with `aggregate=cohort_mean`.
 
-    Starts: `random` m independent models | `reject_unbalanced` redrawn until every
-    model attracts at least `share` of the first cohort | `kmeanspp_loss` models of
-    trained clients, each next one the client worst served so far. `restarts` > 1 trains
-    that many starts for `restart_rounds` and keeps the one of lowest training loss.
-    `migrate` is IFCA-MIG of the FlexCFL paper: clients met before whose data shifted
-    (`detector`) download all models and choose at once; `charge` is
-    `migrate.on_shift`'s.
-    Raises InputError for an unknown choice or gradient averaging with another
-    weighting.
+    Args: `start` random_groups | reject_unbalanced(share) | spread_models; `with_l2` adds
+    the L2 penalty to the losses that are compared (D10); `migrate` see `ifca_mig`.
     """
-    starts = {
-        "random": random_groups,
-        "reject_unbalanced": reject_unbalanced(local, select, share),
-        "kmeanspp_loss": spread_models(local, select),
-    }
-    require("algorithm.average", average, ("model", "gradient"))
-    require("algorithm.weighting", weighting, WEIGHTINGS)
-    require("algorithm.start", start, starts)
-    require("algorithm.detector", detector, DETECTORS)
-    require("algorithm.charge", charge, ("detected", "swapped"))
-    if average == "gradient" and weighting != "uniform":
-        raise InputError(
-            f"algorithm.weighting={weighting}: gradient averaging divides by the participants; use"
-            " weighting=uniform"
-        )
     local = local.resolve()
-    by_gradient = average == "gradient"
-    solve = gradient_step(task, local) if by_gradient else sgd(task, local)
-    combine = cohort_mean if by_gradient else WEIGHTINGS[weighting]
-    choose = best_model(task, local, with_l2)
-    move = on_shift(choose, local, detector, units_each=m, charge=charge) if migrate else None
+    hooks = Hooks(
+        solve(task, local),
+        start=start(task, local, select, m),
+        migrate=migrate,
+        assign=every_round(best_model(task, local, with_l2)),
+        aggregate=aggregate,
+        start_clients=no_clients if start is random_groups and migrate is None else None,
+    )
+    return federated(task, local, select, hooks)
 
-    def build(begin):
-        parts = {
-            "start": begin,
-            "migrate": move,
-            "assign": every_round(choose),
-            "aggregate": combine,
-        }
-        plain = start == "random" and restarts == 1 and not migrate
-        return federated(
-            task, local, select=select, solve=solve, founders=no_clients if plain else None, **parts
-        )
 
-    begin = with_shift_reference(starts[start](task, m)) if migrate else starts[start](task, m)
-    return (
-        build(begin)
-        if restarts == 1
-        else build(best_of_restarts(restarts, restart_rounds, begin, build(begin)))
+def ifca_mig(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: int,
+    start: MakeStart = random_groups,
+    aggregate: AggregateFn = uniform_mean,
+    with_l2: bool = False,
+    detector: DetectFn = tv,
+    charge: ChargeFn = charge_detected,
+) -> Algorithm:
+    """IFCA-MIG of the FlexCFL paper: clients met before whose data shifted (`detector`)
+    download all models and choose at once; `charge` says who pays for them.
+    """
+
+    def watched(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+        begin = start(task, local, select, m)
+        return lambda key, data: begin(key, data)._replace(memory=ShiftMemory(init_reference(data)))
+
+    move = on_shift(best_model(task, local, with_l2), local, detector, m, charge)
+    return ifca(
+        task,
+        local,
+        select,
+        m=m,
+        start=watched,
+        aggregate=aggregate,
+        with_l2=with_l2,
+        migrate=move,
     )
 
 
-def with_shift_reference(begin):
-    """Adds to a start the memory that `on_shift` needs."""
+def ifca_restarts(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: int,
+    restarts: int = 5,
+    restart_rounds: int = 10,
+    start: MakeStart = random_groups,
+    aggregate: AggregateFn = uniform_mean,
+    with_l2: bool = False,
+) -> Algorithm:
+    """IFCA from the one of `restarts` starts whose training for `restart_rounds` rounds
+    ended with the lowest training loss; all of them are charged.
+    """
+    algorithm = ifca(task, local, select, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
 
-    def start(key, data):
-        return begin(key, data)._replace(memory=ShiftMemory(init_reference(data)))
+    def init(key, data):
+        def attempt(number):
+            attempt_key = jax.random.fold_in(key, number)
+            begun = algorithm.init(attempt_key, data)
+            state, info = lax.scan(
+                lambda state, _: algorithm.round(attempt_key, state, data),
+                begun,
+                length=restart_rounds,
+            )
+            return begun.groups, info.last_loss[-1], state.traffic
 
-    return start
+        groups, loss, sent = lax.map(attempt, jnp.arange(restarts))
+        best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
+        chosen = jax.tree.map(lambda leaf: leaf[best], groups)
+        state = algorithm.init(key, data).replace(groups=chosen, traffic=add_traffic(sent))
+        return engine.keep_served(state) if local.keep_received else state
+
+    return algorithm._replace(init=init, data_clients=None)
 
 
-def first_cohort(local, select, key, data):
-    """Returns the clients that the method's first round would select, dealt to devices."""
-    ids = select(derive_key(key, SELECT, 0), 0, data.num_clients)
+def first_cohort(local: Local, select: Selection, key, data) -> Cohort:
+    """Returns the clients that the method's first round will select, dealt to devices.
+    Raises InputError for a selection that is not known beforehand.
+    """
+    if select.draw is None:
+        raise InputError(
+            "algorithm.start: this start trains the clients of the first round, which this"
+            " selection only knows then; use start=random"
+        )
+    ids = select.draw(derive_key(key, SELECT, 0), 0, data.num_clients)
     return make_cohort(ids, data, local)
 
 
-def reject_unbalanced(local, select, share: float, tries: int = 100):
+def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
     """Redraws m random models until each attracts at least `share` of the first cohort
     (IFCA's CIFAR code); the last draw stands.
     """
-    local = local.resolve()
 
-    def with_task(task, num_groups):
+    def make(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+        local = local.resolve()
         losses = over_clients(training_loss(task), local)
-        draw = random_groups(task, num_groups)
+        draw = engine.random_groups(task, m)
 
-        def start(key, data):
+        def start(key, data) -> Start:
             cohort = first_cohort(local, select, key, data)
             real = cohort.ids < data.num_clients
 
             def unbalanced(carry):
                 attempt, groups = carry
-                best = jnp.argmin(losses(cohort, data, groups), axis=1)
-                attracted = jnp.sum(
-                    (best[:, None] == jnp.arange(num_groups)) & real[:, None], axis=0
-                )
+                loss = losses(cohort, data, groups)
+                best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=1)
+                attracted = jnp.sum((best[:, None] == jnp.arange(m)) & real[:, None], axis=0)
                 return (attempt < tries) & (attracted.min() < share * real.sum())
 
             def redraw(carry):
@@ -157,77 +198,43 @@ def reject_unbalanced(local, select, share: float, tries: int = 100):
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, draw(key, data).groups)))
             asked = drawn * real.sum()
-            return Start(
-                groups, traffic=traffic.make_traffic(units_down=asked * num_groups, words_up=asked)
-            )
+            sent = make_traffic(units_down=asked * m, words_up=asked)
+            return Start(groups, report=make_report(sent))
 
         return start
 
-    return with_task
+    return make
 
 
-def spread_models(local, select):
-    """Models of trained clients of the first cohort: a random one, then again and again
-    the client whose best loss is largest.
+def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+    """Starts from models of trained clients of the first cohort: a random one, then again
+    and again that of the client whose best loss is largest. A client whose update or loss
+    is not finite is never taken.
     """
     local = local.resolve()
+    train = train_aside(sgd(task, local), local)
+    losses = over_clients(training_loss(task), local)
 
-    def with_task(task, num_groups):
-        train = over_clients(sgd(task, local), local)
-        losses = over_clients(training_loss(task), local)
+    def start(key, data) -> Start:
+        cohort = first_cohort(local, select, key, data)
+        common = engine.random_groups(task, 1)(key, data).groups
+        work = full_work(jnp.zeros_like(cohort.ids))
+        upload, faults = train(cohort, data, (derive_key(key, TRAIN), common), work)
+        real, usable = cohort.ids < data.num_clients, upload.weight > 0
+        models = jax.tree.map(jnp.add, common, upload.delta)
+        first = jnp.argmin(jnp.where(usable, cohort.rank, cohort.rank.size))
 
-        def start(key, data):
-            cohort = first_cohort(local, select, key, data)
-            real = cohort.ids < data.num_clients
-            common = random_groups(task, 1)(key, data).groups
-            upload = train(
-                cohort,
-                data,
-                (derive_key(key, TRAIN), common),
-                full_work(jnp.zeros_like(cohort.ids)),
-            )
-            models = jax.tree.map(jnp.add, common, upload.delta)
-            first = jnp.argmin(jnp.where(real, cohort.rank, cohort.rank.size))
+        def next_center(best, _):
+            best_loss, chosen = best
+            center = jax.tree.map(lambda leaf: leaf[chosen][None], models)
+            best_loss = jnp.minimum(best_loss, losses(cohort, data, center)[:, 0])
+            farthest = jnp.argmax(jnp.where(usable & jnp.isfinite(best_loss), best_loss, -jnp.inf))
+            return (best_loss, farthest), chosen
 
-            def next_center(best, _):
-                best_loss, chosen = best
-                center = jax.tree.map(lambda leaf: leaf[chosen][None], models)
-                best_loss = jnp.minimum(best_loss, losses(cohort, data, center)[:, 0])
-                return (best_loss, jnp.argmax(jnp.where(real, best_loss, -jnp.inf))), chosen
-
-            _, chosen = lax.scan(
-                next_center, (jnp.full(real.shape, jnp.inf), first), length=num_groups
-            )
-            clients = real.sum()
-            spent = traffic.make_traffic(
-                units_down=clients * (1 + num_groups),
-                units_up=clients,
-                words_up=clients * num_groups,
-            )
-            return Start(jax.tree.map(lambda leaf: leaf[chosen], models), traffic=spent)
-
-        return start
-
-    return with_task
-
-
-def best_of_restarts(restarts: int, rounds: int, begin, algorithm: Algorithm):
-    """Begins from the one of `restarts` starts whose short training ended with the
-    lowest training loss; all of them are charged.
-    """
-
-    def start(key, data):
-        def attempt(number):
-            attempt_key = jax.random.fold_in(key, number)
-            state = algorithm.init(attempt_key, data)
-            begun = begin(derive_key(attempt_key, START), data).groups
-            state, info = lax.scan(
-                lambda state, _: algorithm.round(attempt_key, state, data), state, length=rounds
-            )
-            return begun, info.last_loss[-1], state.traffic
-
-        groups, loss, spent = lax.map(attempt, jnp.arange(restarts))
-        chosen = jax.tree.map(lambda leaf: leaf[jnp.argmin(loss)], groups)
-        return begin(key, data)._replace(groups=chosen, traffic=jax.tree.map(jnp.sum, spent))
+        _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=m)
+        clients = real.sum()
+        sent = make_traffic(clients * (1 + m), clients, words_up=clients * m)
+        groups = jax.tree.map(lambda leaf: leaf[chosen], models)
+        return Start(groups, report=make_report(sent, fault_counts=faults))
 
     return start

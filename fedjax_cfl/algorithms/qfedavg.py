@@ -11,24 +11,26 @@ from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Selection, State, Task
 
 
-def qfedavg(task, local, select, *, q: float = 1.0) -> Algorithm:
+def qfedavg(task: Task, local: Local, select: Selection, *, q: float = 1.0) -> Algorithm:
     """q-FedAvg; each client also uploads its loss, one word."""
     local = local.resolve()
     loss = over_clients(training_loss(task), local)
 
-    def prepare(key, state, data, cohort, gid):
-        return jnp.take_along_axis(loss(cohort, data, state.groups), gid[:, None], axis=1)[:, 0]
+    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+        each = loss(cohort, data, state.groups)
+        own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
+        return work._replace(client_extra=own)
 
-    return federated(
-        task,
-        local,
-        select=select,
-        solve=sgd(task, local),
+    hooks = Hooks(
+        sgd(task, local),
         prepare=prepare,
-        aggregate=q_fair(q, local.lr),
-        founders=no_clients,
+        aggregate=q_fair(q, local),
+        start_clients=no_clients,
     )
+    return federated(task, local, select, hooks)

@@ -7,10 +7,15 @@ stays 0. Its update weighs n_i T / T_max. A client that starts cold again is at 
 again.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import deviation
+from fedjax_cfl.round.hooks import FinishFn, Hooks, chain_finish
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, State, Upload
 
@@ -53,20 +58,41 @@ def eied(temperature, bias, mean, highest):
     return jnp.where(bias > mean, temperature - change, temperature + change)
 
 
-STRATEGIES = {"step": step, "linear": linear, "lied": lied, "eied": eied}
-BIASES = {
-    "discrepancy": lambda distance, cosine: (
-        distance
-    ),  # of the trained model from its group's new one
-    "dissimilarity": lambda distance, cosine: (1.0 - cosine) / 2.0,  # of the update to its group's
-}
+def discrepancy(distance, cosine):
+    """The bias of a client is the distance of its trained model from its group's new one."""
+    return distance
 
 
-def next_temperature(strategy: str, temperature, bias, mean, highest):
+def dissimilarity(distance, cosine):
+    """The bias of a client is the cosine dissimilarity of its update to its group's step."""
+    return (1.0 - cosine) / 2.0
+
+
+class Temperature(NamedTuple):
+    """How clients heat up and cool down."""
+
+    temperature: Callable  # step | linear | lied | eied
+    temperature_max: float = 10.0  # T_max, > 1; no published value
+    temperature_bias: Callable = discrepancy  # discrepancy | dissimilarity
+    temperature_floor: bool = False  # True: whole weights, as the code rounds them down
+
+
+def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
+    """Adds temperatures to a method whose memory has a field `temperature`."""
+    highest, update = heat.temperature_max, update_temperatures(heat)
+    return hooks._replace(
+        start=init_temperatures(hooks.start, highest),
+        migrate=reset_shifted(hooks.migrate, highest) if hooks.migrate else None,
+        aggregate=temperature_mean(highest, heat.temperature_floor),
+        finish=chain_finish(hooks.finish, update) if hooks.finish else update,
+    )
+
+
+def next_temperature(strategy: Callable, temperature, bias, mean, highest):
     """Returns the new temperatures of clients that trained, given their own bias and
     their group's mean; all of one shape.
     """
-    new = jnp.clip(STRATEGIES[strategy](temperature, bias, mean, highest), 0.0, highest)
+    new = jnp.clip(strategy(temperature, bias, mean, highest), 0.0, highest)
     return jnp.where(temperature > 0, new, temperature)
 
 
@@ -94,23 +120,22 @@ def temperature_mean(highest: float, floor: bool = False):
     return aggregate
 
 
-def update_temperatures(strategy: str, highest: float, bias: str):
-    """Returns remember(state, groups, cohort, gid, upload): the memory with new
-    temperatures of the clients that trained.
+def update_temperatures(heat: Temperature) -> FinishFn:
+    """Returns the `finish` of a round that gives new temperatures to the clients that
+    trained.
     """
 
-    def remember(state: State, groups, cohort: Cohort, gid, upload: Upload):
+    def finish(state: State, before: State, cohort: Cohort, gid, upload: Upload):
         num_clients, trained = state.assignment.size, upload.weight > 0
-        own = BIASES[bias](*deviation(state, groups, gid, upload))
+        own = heat.temperature_bias(*deviation(before, state.groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
         old = state.memory.temperature[jnp.minimum(cohort.ids, num_clients - 1)]
-        new = next_temperature(strategy, old, own, mean[gid], highest)
+        new = next_temperature(heat.temperature, old, own, mean[gid], heat.temperature_max)
         rows = jnp.where(trained, cohort.ids, num_clients)
-        return state.memory.replace(
-            temperature=state.memory.temperature.at[rows].set(new, mode="drop")
-        )
+        temperature = state.memory.temperature.at[rows].set(new, mode="drop")
+        return state.replace(memory=state.memory.replace(temperature=temperature)), make_traffic()
 
-    return remember
+    return finish
 
 
 def init_temperatures(begin, highest: float):
@@ -133,11 +158,11 @@ def reset_shifted(move, highest: float):
     """
 
     def migrate(key, state: State, data: FederatedData):
-        after, moved, walked = move(key, state, data)
+        after, report = move(key, state, data)
         renewed = jnp.any(
             after.memory.shift_reference.reference != state.memory.shift_reference.reference, axis=1
         )
         temperature = jnp.where(renewed, jnp.float32(highest), after.memory.temperature)
-        return after.replace(memory=after.memory.replace(temperature=temperature)), moved, walked
+        return after.replace(memory=after.memory.replace(temperature=temperature)), report
 
     return migrate

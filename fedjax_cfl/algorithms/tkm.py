@@ -19,20 +19,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.algorithms.fesem import nearest_center
+from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import BYZANTINE, START, derive_key, federated, random_groups
-from fedjax_cfl.round.local import Work
+from fedjax_cfl.round.engine import (
+    BYZANTINE,
+    START,
+    derive_key,
+    federated,
+    keep_served,
+    random_groups,
+)
+from fedjax_cfl.round.hooks import Hooks, make_report
+from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.types import Algorithm, FederatedData, Selection, Task
 
 
 def tkm(
-    task,
-    local,
-    select,
+    task: Task,
+    local: Local,
+    select: Selection,
     *,
     m: int,
     beta: float = 0.2,
@@ -50,31 +59,35 @@ def tkm(
     first stage costs K models up.
     """
     local = local.resolve()
-    rounds = federated(
-        task,
-        local,
-        select=select,
-        solve=sgd(task, local),
+    hooks = Hooks(
+        sgd(task, local),
         start=random_groups(task, m),
-        assign=assign_fixed_group,
+        assign=keep_groups,
         aggregate=trimmed_mean(beta),
     )
+    rounds = federated(task, local, select, hooks)
     learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
 
     def init(key, data: FederatedData):
         state = rounds.init(key, data)
         keys = jax.random.split(derive_key(key, START), m + 3)[m:]  # the first m drew the models
         begin = jax.tree.map(lambda leaf: leaf[:1], state.groups)
-        models, known, sent = learn(keys[:2], begin, data, derive_key(key, BYZANTINE))
+        models, known, report = learn(keys[:2], begin, data, derive_key(key, BYZANTINE))
         labels, centers = trimmed_kmeans(keys[2], models, known, m, theta, restarts, iterations)
-        return state.replace(groups=centers, assignment=labels, traffic=sent)
+        state = state.replace(
+            groups=centers,
+            assignment=labels,
+            traffic=add_traffic(report.traffic),
+            start_faults=report.fault_counts,
+        )
+        return keep_served(state) if local.keep_received else state
 
     return rounds._replace(init=init)
 
 
 def local_erm(task, local):
     """Returns learn(keys [2], start [1, ...], data, key of the attackers) -> (models
-    [K, ...], known [K] bool, Traffic): the first stage.
+    [K, ...], known [K] bool, Report): the first stage.
 
     Simulated faults strike as in a round; the model of a client without samples or
     answer is the start, and not known.
@@ -85,15 +98,13 @@ def local_erm(task, local):
     def learn(keys, start, data: FederatedData, hostile_key):
         cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
         attackers = faults.draw_byzantine(fault_model, hostile_key, data.num_clients)
-        work = Work(
-            jnp.zeros_like(cohort.ids),
-            faults.apply_stragglers(fault_model, keys[1], cohort, jnp.ones(cohort.ids.shape)),
-        )
+        work = full_work(jnp.zeros_like(cohort.ids))
+        late = faults.apply_stragglers(fault_model, keys[1], cohort, work.step_fraction)
         upload, lost = train(
             cohort,
             faults.flip_labels(fault_model, attackers, data),
             ((keys[0], start), (keys[1], attackers)),
-            work,
+            work._replace(step_fraction=late),
         )
 
         def model(began, delta):
@@ -102,7 +113,8 @@ def local_erm(task, local):
 
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
         sent = make_traffic(units_up=data.num_clients - lost.dropped.sum())
-        return jax.tree.map(model, start, upload.delta), known, sent
+        report = make_report(sent, fault_counts=faults.sum_fault_counts(lost, cohort))
+        return jax.tree.map(model, start, upload.delta), known, report
 
     return learn
 
@@ -162,8 +174,3 @@ def trimmed_inertia(models, known, centers, theta):
     return jnp.sum(
         jnp.where(jnp.arange(known.size) < count - count_trimmed(count, theta), ascending, 0.0)
     )
-
-
-def assign_fixed_group(key, state: State, data: FederatedData, cohort: Cohort):
-    """Every client stays in its cluster."""
-    return state.assignment[jnp.minimum(cohort.ids, data.num_clients - 1)], make_traffic()

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl import distributed
-from fedjax_cfl.algorithms.received import evaluate_received
+from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.config_check import check_sizes
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.data import prefetch
@@ -96,8 +96,7 @@ def build_algorithm(
         for name, value in resolved["algorithm"].items()
         if name not in ("name", "select")
     }
-    algorithm = instantiate_target("algorithm", OmegaConf.create(rest), task, local, select, **own)
-    return evaluate_received(algorithm, select) if config.test_on == "received" else algorithm
+    return instantiate_target("algorithm", OmegaConf.create(rest), task, local, select, **own)
 
 
 def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Local:
@@ -116,6 +115,7 @@ def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Loc
         faults,
         config.local.first_layer,
         config.local.momentum,
+        keep_received=config.test_on == "received",
     )
 
 
@@ -130,8 +130,9 @@ def instantiate_target(field: str, node: DictConfig, *arguments, **options):
         while error.__cause__:
             error = error.__cause__
         raise InputError(f"{field}._target_={target}: cannot be imported: {error}") from None
+    named = name_arguments(function.func, function.keywords | options)
     try:
-        inspect.signature(function.func).bind(*arguments, **function.keywords | options)
+        inspect.signature(function.func).bind(*arguments, **named)
     except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
         raise InputError(f"{field}._target_={target}: {error}") from None
-    return function(*arguments, **options)
+    return function.func(*arguments, **named)

@@ -64,4 +64,6 @@ def manhattan(delta: Any) -> jax.Array:
     )
 
 
-METRICS = {"L1": manhattan, "L2": euclidean, "cosine": lambda delta: 1 - cosine(delta, delta)}
+def cosine_distance(delta: Any) -> jax.Array:
+    """Returns 1 - cos [S, S] of the updates `delta [S, ...]`."""
+    return 1 - cosine(delta, delta)

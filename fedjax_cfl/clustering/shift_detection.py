@@ -11,11 +11,22 @@ if counts are passed as samples, as its code does (D11: `counts_as_samples`). `t
 the default and means what the text says: 20 % of the data changed.
 """
 
+from typing import Protocol
+
+import jax
 import jax.numpy as jnp
 
 # a distance that equals its threshold up to this is not above it: 2 of 10 samples are not more
 # than 20 %
 ROUNDING = 1e-6
+
+
+class DetectFn(Protocol):
+    """Detects shifted clients, [K] bool."""
+
+    def __call__(
+        self, counts: jax.Array, reference: jax.Array, initial_size: jax.Array
+    ) -> jax.Array: ...
 
 
 def tv(counts, reference, initial_size, threshold=0.2):
@@ -59,13 +70,6 @@ def label_wasserstein(counts, reference):
     """
     gaps = jnp.cumsum(_shares(counts) - _shares(reference), axis=1)[:, :-1]
     return _of_clients_with_data(jnp.sum(jnp.abs(gaps), axis=1), counts, reference)
-
-
-def count_wasserstein(counts, reference):
-    """Returns 1/C sum_k |c_(k) - r_(k)| [K], the Wasserstein-1 distance of the two
-    count vectors taken as samples, in samples.
-    """
-    return jnp.mean(_sorted_gaps(counts, reference), axis=1)
 
 
 def _shares(counts):

@@ -6,10 +6,13 @@
 for the cohort.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights, squared_norms
 from fedjax_cfl.types import Cohort, State, Upload
@@ -88,16 +91,16 @@ def trimmed_mean(beta):
     return aggregate
 
 
-def q_fair(q: float, lr):
+def q_fair(q: float, local: Local):
     """Weighs clients by their loss to the power q (q-FedAvg, "Fair Resource Allocation
     in Federated Learning", Algorithm 2).
 
-    `client_extra` [S] is each client's loss F_i of the received model. q = 0 is the
-    plain mean.
+    `client_extra` [S] is each client's loss F_i of the received model. The Lipschitz
+    constant is one over the step size. q = 0 is the plain mean.
     """
-    lipschitz = 1.0 / lr
 
     def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+        lipschitz = 1.0 / (local.lr * local.lr_scale(state.round))
         present = (upload.weight > 0).astype(jnp.float32)
         loss = (
             jnp.where(present > 0, client_extra, 0.0) + 1e-10
@@ -111,28 +114,33 @@ def q_fair(q: float, lr):
     return aggregate
 
 
-def inter_group(eta_g, form: str = "normalized"):
+def inter_group(eta_g, normalize: bool = True) -> Callable:
     """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2
     and eq. 20), from simultaneous old values.
 
-    `normalized` divides by the total weight, a convex combination (the reference code);
-    `paper` adds without dividing (D14).
-    Returns mix(groups, owning [m] bool) -> (groups, Traffic); groups that own no client
-    take no part. The exchange costs m models (none where a traced eta_g is 0).
+    Divides by the total weight, a convex combination (the reference code).
+    Returns the `finish` of a round; groups that own no client take no part. The exchange
+    costs m models (none where a traced eta_g is 0).
     """
 
-    def mix(groups, owning):
+    def finish(state: State, before: State, cohort: Cohort, gid, upload: Upload):
+        groups = state.groups
+        owning = jnp.any(state.assignment[:, None] == jnp.arange(state.active.size), axis=0)
         square = squared_norms(groups).sum(0)
         pull = jnp.where(
             owning & (square > 0), eta_g / jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0
         )
         others = pull[None, :] * (1.0 - jnp.eye(pull.size))  # [g, l], l != g
-        total = 1.0 + others.sum(1) if form == "normalized" else jnp.ones(pull.size)
+        total = 1.0 + others.sum(1) if normalize else jnp.ones(pull.size)
         weights = jnp.where(
             owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size)
         )
-        return group_sum(weights.T, groups), make_traffic(
-            units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size)
-        )
+        sent = make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size))
+        return state.replace(groups=group_sum(weights.T, groups)), sent
 
-    return mix
+    return finish
+
+
+def add_inter_group(eta_g) -> Callable:
+    """As `inter_group`, but adds without dividing, as eq. 20 is printed (D14)."""
+    return inter_group(eta_g, normalize=False)

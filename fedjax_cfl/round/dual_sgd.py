@@ -134,9 +134,9 @@ def train_dual(
     z_start = jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION)
     square = jnp.sum(kernel**2)  # ||W_0||^2
     mu = objective.weight(client_extra)
-    pulled = mu is not None or first.l2 > 0
+    pulled = mu is not None or first.l2 > 0 or local.weight_decay > 0
     mu = 0.0 if mu is None else mu
-    decay = 2 * first.l2
+    decay = 2 * first.l2 + local.weight_decay
     keep = 1 - lr * (decay + mu)
     rest_start = drop_kernel(start, first.name)
 
@@ -197,6 +197,8 @@ def train_dual(
         (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(
             rest, z_b + moved
         )
+        if local.weight_decay:
+            grad = jax.tree.map(lambda d, p: d + local.weight_decay * p, grad, rest)
         total = total + jnp.sum(real) * kernel_terms
         losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
         if local.momentum:

@@ -1,18 +1,19 @@
-"""One federated round, in order. Every algorithm that fits is a call of `federated`
-with other parts.
+"""One federated round, in order. Every method that fits is a call of `federated` with
+other hooks.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.round import faults, traffic
-from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round import clock, faults, traffic
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.local import Local, Work
+from fedjax_cfl.round.counts import add_counts, make_count, sum_counts
+from fedjax_cfl.round.hooks import Hooks, Start, add_reports, make_report
+from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.sgd import client_cost
 from fedjax_cfl.round.tree import group_mean, squared_norms
 from fedjax_cfl.types import (
@@ -20,10 +21,13 @@ from fedjax_cfl.types import (
     Cohort,
     FederatedData,
     Info,
+    Params,
+    Report,
+    Selection,
     ServedModels,
     State,
     Task,
-    Traffic,
+    Upload,
 )
 
 # Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the
@@ -33,34 +37,31 @@ SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROU
 )
 
 
-class Start(NamedTuple):
-    """What a method begins with."""
-
-    groups: Any  # [m, ...]
-    assignment: jax.Array | None = None  # [K], None: nobody has met the server
-    memory: Any = ()
-    traffic: Traffic | None = None  # communication before round 0
-    active: Any = None  # [m] bool, None: all groups are in use
-
-
 def derive_key(key, purpose: int, round=None):
     """Returns the key of one purpose, in one round if given."""
     key = jax.random.fold_in(key, purpose)
     return key if round is None else jax.random.fold_in(key, round)
 
 
-def assign_single_group(key, state: State, data: FederatedData, cohort: Cohort):
-    """Everybody shares group 0."""
-    return jnp.zeros_like(cohort.ids), traffic.make_traffic()
+def derive_keys(key, round):
+    """Returns the keys [PURPOSES] of all purposes in one round; at once, for each would be
+    compiled by itself.
+    """
+    return jax.vmap(derive_key, (None, 0, None))(key, jnp.arange(PURPOSES), round)
 
 
 def random_groups(task: Task, num_groups: int):
     """Starts from `num_groups` independent random models."""
 
-    def start(key, data):
+    def start(key, data) -> Start:
         return Start(jax.vmap(task.init)(jax.random.split(key, num_groups)))
 
     return start
+
+
+def no_clients(key, num_clients: int) -> jax.Array:
+    """The clients whose samples a start reads that reads none."""
+    return jnp.zeros(0, jnp.int32)
 
 
 def serve_global(state: State) -> ServedModels:
@@ -75,124 +76,232 @@ def serve_assigned(state: State) -> ServedModels:
     return ServedModels(state.groups, state.assignment)
 
 
-def federated(
-    task: Task,
-    local: Local,
-    *,
-    select,
-    solve,
-    start=None,
-    migrate=None,
-    assign=assign_single_group,
-    prepare=None,
-    effort=None,
-    regroup=None,
-    aggregate=weighted_mean,
-    server=None,
-    mix=None,
-    remember=None,
-    founders=None,
-) -> Algorithm:
-    """Composes an algorithm from parts; each part's contract stands in its own module.
+class Parts(NamedTuple):
+    """What a round is made of, once the hooks' defaults are filled in."""
 
-    Args: `start(key, data)` -> Start, whose groups fix m; `migrate(key, state, data)`
-    -> (state, clients moved, Traffic) before anything else in a round; `prepare(key,
-    state, data, cohort, gid)` -> client_extra [S, ...]; `effort(key, data, cohort)` ->
-    share [S] of the local steps completed; `regroup(key, state, data, cohort, gid,
-    upload)` -> (state, gid) once the updates are known: it may change anything but the
-    cohort's assignment, which becomes its gid; `server` an optax transformation of each
-    group's pseudo-gradient -step (default: add the step); `mix(groups, owning)` after
-    the server step; `remember(state, groups, cohort, gid, upload)` -> the new memory,
-    given the state that `aggregate` gets and the new group models; `founders(key, K)`
-    -> the clients whose samples `start` reads (`no_clients`: it reads none), given by
-    methods whose rounds read no samples but the cohort's. A method with `assign` is
-    clustered: it serves and evaluates only clients it has met.
-    """
+    task: Task
+    local: Local
+    select: Selection
+    hooks: Hooks
+    train: jax.tree_util.Partial  # the cohort's training, with faults
+    server: optax.GradientTransformation
+
+
+def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algorithm:
+    """Composes a method from the hooks of one round, see `Hooks`."""
     local = local.resolve()
-    start = start or random_groups(task, 1)
-    server = server or optax.sgd(1.0)
-    fault_model = local.faults.validate()
-    solve = over_clients(faults.with_faults(fault_model, solve), local)
-    clustered = assign is not assign_single_group
+    parts = Parts(
+        task,
+        local,
+        select,
+        hooks,
+        over_clients(faults.with_faults(local.faults.validate(), hooks.solve), local),
+        hooks.server or optax.sgd(1.0),
+    )
+    start = hooks.start or random_groups(task, 1)
 
-    def init(key, data):
-        begun = start(derive_key(key, START), data)
-        num_groups = jax.tree.leaves(begun.groups)[0].shape[0]
-        return State(
-            round=jnp.zeros((), jnp.int32),
-            groups=begun.groups,
-            server=jax.vmap(server.init)(begun.groups),
-            active=jnp.ones(num_groups, bool) if begun.active is None else begun.active,
-            assignment=(
-                jnp.full(data.num_clients, -1, jnp.int32)
-                if begun.assignment is None
-                else begun.assignment
-            ),
-            traffic=traffic.make_traffic() if begun.traffic is None else begun.traffic,
-            memory=begun.memory,
-        )
+    def init(key, data: FederatedData) -> State:
+        return init_state(parts, start(derive_key(key, START), data), data)
 
-    def round(key, state, data):
-        moved, walked = jnp.zeros((), jnp.int32), traffic.make_traffic()
-        streams = jax.vmap(derive_key, (None, 0, None))(
-            key, jnp.arange(PURPOSES), state.round
-        )  # at once: each would be compiled by itself
-        if migrate:
-            state, moved, walked = migrate(streams[MIGRATE], state, data)
-        ids = select(streams[SELECT], state.round, data.num_clients)
-        cohort = make_cohort(ids, data, local, client_cost(task, local, data.max_client_samples))
-        gid, asked = assign(streams[ASSIGN], state, data, cohort)
-        client_extra = prepare(streams[PREPARE], state, data, cohort, gid) if prepare else ()
-        share = effort(streams[PREPARE], data, cohort) if effort else jnp.ones(gid.shape)
-        share = faults.apply_stragglers(fault_model, streams[FAULTS], cohort, share)
-        attackers = faults.draw_byzantine(fault_model, derive_key(key, BYZANTINE), data.num_clients)
-        seen = faults.flip_labels(fault_model, attackers, data)
-        received = streams[TRAIN], state.groups
-        upload, lost = solve(
-            cohort, seen, (received, (streams[FAULTS], attackers)), Work(gid, share, client_extra)
-        )
-        lost = faults.sum_fault_counts(lost, cohort)
-        if regroup:
-            state, gid = regroup(streams[REGROUP], state, data, cohort, gid, upload)
-        met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
-        step, mass = aggregate(upload, gid, cohort, client_extra, met)
-        groups, server_state = apply_server_optimizer(server, state, step, mass)
-        sent = traffic.make_traffic(units_down=ids.size, units_up=ids.size - lost.dropped)
-        if mix:
-            groups, exchanged = mix(
-                groups, jnp.any(met.assignment[:, None] == jnp.arange(state.active.size), axis=0)
-            )
-            sent = traffic.add_traffic(sent, exchanged)
-        info = make_info(state, groups, cohort, gid, upload, mass).replace(
-            shifted=jnp.sum(data.shifted), migrated=moved, fault_counts=lost
-        )
-        memory = remember(met, groups, cohort, gid, upload) if remember else state.memory
-        total = traffic.add_traffic(state.traffic, walked, asked, sent)
-        return (
-            met.replace(
-                round=state.round + 1,
-                groups=groups,
-                server=server_state,
-                traffic=total,
-                memory=memory,
-            ),
-            info,
-        )
+    def round(key, state: State, data: FederatedData) -> tuple[State, Info]:
+        keys = derive_keys(key, state.round)
+        state, moves = migrate(parts, keys, state, data)
+        cohort = draw_cohort(parts, keys, state, data)
+        work, asked = plan_work(parts, keys, state, data, cohort)
+        upload, answers = train_cohort(parts, key, keys, state, data, cohort, work, asked)
+        sent = state.groups
+        state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
+        after, mass, mixed = update_groups(parts, state, cohort, work, gid, upload)
+        reports = add_reports(moves, asked, answers.report, make_report(mixed))
+        info = make_info(state, after.groups, cohort, gid, upload, mass, answers, reports)
+        after = finish_round(parts, sent, after, cohort, work, upload, answers, reports)
+        return after, info.replace(shifted=jnp.sum(data.shifted))
 
-    def reads(key, round, num_clients):
+    def data_clients(key, round, num_clients: int):
         if round is None:
-            return founders(derive_key(key, START), num_clients)
-        return select(derive_key(key, SELECT, round), round, num_clients)
+            return hooks.start_clients(derive_key(key, START), num_clients)
+        return select.draw(derive_key(key, SELECT, round), round, num_clients)
 
-    serve = serve_assigned if clustered else serve_global
     return Algorithm(
-        init, round, serve, clustered, reads if founders else None, nonfinite=fault_model.nonfinite
+        init,
+        round,
+        serve_assigned if hooks.assign else serve_global,
+        clustered=hooks.assign is not None,
+        data_clients=data_clients if hooks.start_clients and select.draw else None,
+        nonfinite=local.faults.nonfinite,
     )
 
 
-def no_clients(key, num_clients: int):
-    """The founders of a method whose start reads no samples."""
-    return jnp.zeros(0, jnp.int32)
+def init_state(parts: Parts, begun: Start, data: FederatedData) -> State:
+    """Returns the state before round 0."""
+    num_groups = jax.tree.leaves(begun.groups)[0].shape[0]
+    report = begun.report or make_report()
+    unknown = jnp.full(data.num_clients, -1, jnp.int32)
+    state = State(
+        round=jnp.zeros((), jnp.int32),
+        groups=begun.groups,
+        server=jax.vmap(parts.server.init)(begun.groups),
+        active=jnp.ones(num_groups, bool) if begun.active is None else begun.active,
+        assignment=unknown if begun.assignment is None else begun.assignment,
+        traffic=traffic.add_traffic(report.traffic),
+        memory=begun.memory,
+        selection=parts.select.init(data),
+        clock_ms=make_count(0),
+        received=(),
+        start_faults=report.fault_counts,
+    )
+    return keep_served(state) if parts.local.keep_received else state
+
+
+def keep_served(state: State) -> State:
+    """Lets every client have received the model of its group; group 0's if it has none."""
+    rows = jnp.maximum(state.assignment, 0)
+    return state.replace(received=jax.tree.map(lambda leaf: leaf[rows], state.groups))
+
+
+def migrate(parts: Parts, keys, state: State, data: FederatedData) -> tuple[State, Report]:
+    """Step 1: what happens to the groups before anybody is selected."""
+    if parts.hooks.migrate is None:
+        return state, make_report()
+    return parts.hooks.migrate(keys[MIGRATE], state, data)
+
+
+def draw_cohort(parts: Parts, keys, state: State, data: FederatedData) -> Cohort:
+    """Step 2: draws the clients and gives them slots, longest first. The ids are drawn
+    here and nowhere else.
+    """
+    ids = parts.select.select(keys[SELECT], state.selection, state, data)
+    cost = client_cost(parts.task, parts.local, data.max_client_samples)
+    return make_cohort(ids, data, parts.local, cost)
+
+
+def plan_work(
+    parts: Parts, keys, state: State, data: FederatedData, cohort: Cohort
+) -> tuple[Work, Report]:
+    """Step 3: the group that each client trains, how far, and what it needs besides."""
+    if parts.hooks.assign:
+        gid, asked = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
+    else:
+        gid, asked = jnp.zeros_like(cohort.ids), make_report()
+    work = full_work(gid, parts.local.lr_scale(state.round))
+    if parts.hooks.prepare:
+        work = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
+    fraction = faults.apply_stragglers(parts.local.faults, keys[FAULTS], cohort, work.step_fraction)
+    return work._replace(step_fraction=fraction), asked
+
+
+class Answers(NamedTuple):
+    """What came back from the cohort, besides the updates."""
+
+    report: Report  # models sent, and faults
+    seconds: jax.Array | None  # [S] float32, how long each client took; None: no clock
+    duration: jax.Array  # [] float32, simulated seconds of the round
+    late: jax.Array  # [] int32, clients that answered after its end
+
+
+def train_cohort(
+    parts: Parts, key, keys, state: State, data: FederatedData, cohort: Cohort, work: Work, asked
+) -> tuple[Upload, Answers]:
+    """Step 4: every client trains from its group's model; ragged, chunked, sharded.
+
+    Late clients count like those that never answered.
+    """
+    local = parts.local
+    attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
+    seen = faults.flip_labels(local.faults, attackers, data)
+    shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
+    upload, lost = parts.train(cohort, seen, shared, work)
+    real = cohort.ids < data.num_clients
+    answered = real & (lost.dropped == 0)
+    sent = traffic.make_traffic(units_down=real, units_up=answered)
+    report = make_report(sent, fault_counts=faults.sum_fault_counts(lost, cohort))
+    if local.clock is None:
+        return upload, Answers(report, None, jnp.zeros(()), jnp.zeros((), jnp.int32))
+    model_bytes = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
+    moved = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(asked.traffic, model_bytes)
+    seconds = jnp.where(real, local.clock.seconds(cohort, upload, moved), 0.0)
+    duration, late = clock.end_round(seconds, answered, local.clock.wait_for)
+    upload = faults.drop_updates(late, upload)
+    return upload, Answers(report, seconds, duration, jnp.sum(late).astype(jnp.int32))
+
+
+def regroup(
+    parts: Parts, keys, state: State, data: FederatedData, cohort: Cohort, work: Work, upload
+) -> tuple[State, Upload, jax.Array]:
+    """Step 5: clients may move to other groups by what they sent; returns their groups."""
+    if parts.hooks.regroup is None:
+        return state, upload, work.group
+    sent = state.groups
+    state, gid = parts.hooks.regroup(keys[REGROUP], state, data, cohort, work.group, upload)
+    return state, rebase(upload, sent, state.groups, gid), gid
+
+
+def rebase(upload: Upload, sent: Params, groups: Params, gid) -> Upload:
+    """Returns the upload with every delta relative to the model of the client's present
+    group `gid` [S]: start + delta - group.
+
+    A client that has moved trained from `sent` [m, ...] of another group. Its delta means
+    nothing to the new one, its model does.
+    """
+
+    def shift() -> Upload:
+        def moved(delta, sent, groups):
+            return delta + sent[upload.start_group] - groups[gid]
+
+        elsewhere = (gid != upload.start_group) & (upload.weight > 0)
+        delta = jax.tree.map(
+            partial(jax.vmap(jnp.where), elsewhere),
+            jax.tree.map(moved, upload.delta, sent, groups),
+            upload.delta,
+        )
+        return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
+
+    return jax.lax.cond(jnp.any(gid != upload.start_group), shift, lambda: upload)
+
+
+def update_groups(
+    parts: Parts, state: State, cohort: Cohort, work: Work, gid, upload: Upload
+) -> tuple[State, jax.Array, traffic.Traffic]:
+    """Steps 6 and 7: aggregates, takes the server's step, and finishes the method's own
+    business; returns (state, mass [m] behind each group's step, what finishing sent).
+    """
+    met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
+    step, mass = parts.hooks.aggregate(upload, gid, cohort, work.client_extra, met)
+    groups, server = apply_server_optimizer(parts.server, state, step, mass)
+    after = met.replace(groups=groups, server=server)
+    if parts.hooks.finish is None:
+        return after, mass, traffic.make_traffic()
+    after, sent = parts.hooks.finish(after, met, cohort, gid, upload)
+    return after, mass, sent
+
+
+def finish_round(
+    parts: Parts,
+    sent: Params,
+    state: State,
+    cohort: Cohort,
+    work: Work,
+    upload: Upload,
+    answers: Answers,
+    reports: Report,
+) -> State:
+    """Step 8: the ledger, the clock, and what is remembered of the cohort."""
+    received = state.received
+    if parts.local.keep_received:
+        received = jax.tree.map(
+            lambda old, groups: old.at[cohort.ids].set(groups[work.group], mode="drop"),
+            received,
+            sent,
+        )
+    milliseconds = make_count(jnp.round(answers.duration * 1000.0).astype(jnp.uint32))
+    return state.replace(
+        round=state.round + 1,
+        traffic=traffic.add_traffic(state.traffic, reports.traffic),
+        clock_ms=add_counts(state.clock_ms, milliseconds),
+        selection=parts.select.update(state.selection, state, cohort, upload, answers.seconds),
+        received=received,
+        start_faults=faults.no_faults(),
+    )
 
 
 def apply_server_optimizer(server: optax.GradientTransformation, state: State, step, mass):
@@ -228,7 +337,7 @@ def deviation(state: State, groups, gid, upload):
     )
 
 
-def make_info(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
+def make_info(state: State, groups, cohort: Cohort, gid, upload, mass, answers, reports) -> Info:
     """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new
     model||, whole and per group.
     """
@@ -248,10 +357,12 @@ def make_info(state: State, groups, cohort: Cohort, gid, upload, mass) -> Info:
         dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
         selected=real.sum().astype(jnp.int32),
         clients=trained.sum().astype(jnp.int32),
-        steps=upload.steps.sum(),
+        steps=sum_counts(make_count(upload.steps)),
         cold=jnp.sum(real & ~known).astype(jnp.int32),
         shifted=jnp.zeros((), jnp.int32),
-        migrated=jnp.zeros((), jnp.int32),
-        fault_counts=None,
+        migrated=reports.migrated,
+        fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
         idle_groups=jnp.sum(asked & (mass == 0)).astype(jnp.int32),
+        late=answers.late,
+        seconds=answers.duration,
     )

@@ -136,15 +136,19 @@ def guard_nonfinite(policy: str, upload: Upload):
     else:
         delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, whole)
+    loss, last_loss = losses
     return (
-        Upload(delta, weight, *losses, upload.steps, whole),
+        upload.replace(
+            delta=delta, weight=weight, loss=loss, last_loss=last_loss, squared_norm=whole
+        ),
         bad,
         jnp.where(bad, jnp.argmin(finite, axis=0), -1),
     )
 
 
 def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine):
-    """Lets faults happen to what the cohort sends, then screens it; returns (upload, Lost)."""
+    """Lets faults happen to what the cohort sends, then screens it; returns (upload,
+    FaultCounts)."""
     real = upload.weight > 0
     attackers = (
         real & byzantine[jnp.minimum(cohort.ids, byzantine.size - 1)]
@@ -162,9 +166,7 @@ def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine
         else jnp.zeros_like(real)
     )
     if faults.dropout:
-        upload = upload.replace(
-            delta=fill_rows(silent, 0.0, upload.delta), weight=jnp.where(silent, 0.0, upload.weight)
-        )
+        upload = drop_updates(silent, upload)
     upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
     first = jnp.argmin(
         jnp.where(bad, cohort.rank, cohort.rank.size)
@@ -176,10 +178,10 @@ def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine
 
 
 def with_faults(faults: Faults, solve):
-    """Returns visit(...) -> (Upload, Lost) of one client, whose faults happen while its
+    """Returns visit(...) -> (Upload, FaultCounts) of one client, whose faults happen while its
     update is still in the cache.
 
-    Its `sync_resume` is (that of `solve`, (the key and the attackers of
+    Its `shared` is (that of `solve`, (the key and the attackers of
     `inject_faults`)).
     """
 
@@ -204,6 +206,36 @@ def sum_fault_counts(lost: FaultCounts, cohort: Cohort) -> FaultCounts:
     )  # by selection, whatever the slots
     culprit = jnp.where(jnp.any(bad), lost.first_nonfinite[first], -1)
     return FaultCounts(lost.dropped.sum(), lost.nonfinite.sum(), lost.byzantine.sum(), culprit)
+
+
+def drop_updates(by, upload: Upload) -> Upload:
+    """Returns the upload without the updates of the slots `by` [S] bool."""
+    norm = upload.squared_norm
+    return upload.replace(
+        delta=fill_rows(by, 0.0, upload.delta),
+        weight=jnp.where(by, 0.0, upload.weight),
+        squared_norm=None if norm is None else jnp.where(by, 0.0, norm),
+    )
+
+
+def no_faults() -> FaultCounts:
+    """Returns the counts of a cohort in which nothing went wrong."""
+    zero = jnp.zeros((), jnp.int32)
+    return FaultCounts(zero, zero, zero, jnp.full(2, -1, jnp.int32))
+
+
+def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
+    """Returns the sum of counts; the first client with a bad update is that of the first
+    that has one.
+    """
+    culprits = jnp.stack([each.first_nonfinite for each in counts])
+    first = jnp.argmax(culprits[:, 0] >= 0)
+    return FaultCounts(
+        dropped=sum(each.dropped for each in counts),
+        nonfinite=sum(each.nonfinite for each in counts),
+        byzantine=sum(each.byzantine for each in counts),
+        first_nonfinite=culprits[first],
+    )
 
 
 def fill_rows(by, value, tree):

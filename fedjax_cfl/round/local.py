@@ -1,10 +1,12 @@
 """How clients train: the settings of local work, and what each client is asked to do."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import is_cpu, make_mesh
 from fedjax_cfl.validation import check_value
@@ -13,25 +15,32 @@ MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 
 
 class Local(NamedTuple):
-    """How clients train: plain SGD over reshuffled epochs; and how they fail."""
+    """How clients train: plain SGD over reshuffled epochs; how they fail; how long they
+    take.
+    """
 
     lr: float | jax.Array  # step size
     epochs: int  # E, passes over the client's samples
     batch_size: int  # B; the short last batch is kept
-    width: int | None = (
-        # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator
-        # all of its share
-        None
-    )
+    # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of
+    # its share
+    width: int | None = None
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
     # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the
     # cheaper
     first_layer: str = "auto"
     momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
-    vmap_runs: bool = (
-        False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
-    )
+    # True: under `vmap`, the cohorts of all runs are trained as one, see `members`
+    vmap_runs: bool = False
+    # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs
+    steps: int | None = None
+    weight_decay: float = 0.0  # added to every gradient, times the parameters
+    # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
+    schedule: Callable[[jax.Array], jax.Array] | None = None
+    clock: Clock | None = None  # simulated time; None: none passes
+    # True: the state keeps the model each client last received, and clients are tested on it
+    keep_received: bool = False
 
     def resolve(self) -> "Local":
         """Returns the same with mesh, width and first layer settled for the machine.
@@ -44,6 +53,8 @@ class Local(NamedTuple):
             "epochs",
             "batch_size",
             "first_layer",
+            "steps",
+            "weight_decay",
             *(("lr",) if isinstance(self.lr, int | float) else ()),
         ):
             check_value(f"local.{name}", getattr(self, name))
@@ -55,15 +66,20 @@ class Local(NamedTuple):
             first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer,
         )
 
+    def lr_scale(self, round) -> jax.Array:
+        """Returns the factor [] of the step size in a round."""
+        return jnp.ones(()) if self.schedule is None else jnp.asarray(self.schedule(round))
+
 
 class Work(NamedTuple):
     """What each client of a cohort is asked to do."""
 
     group: jax.Array  # [S] int32, the model it starts from
     step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
+    lr_scale: jax.Array  # [S] float32, the factor of its step size
     client_extra: Any = ()  # [S, ...], what `prepare` computed for it
 
 
-def full_work(group) -> Work:
+def full_work(group, lr_scale=1.0) -> Work:
     """Returns work without anything extra, all of it completed."""
-    return Work(group, jnp.ones(group.shape))
+    return Work(group, jnp.ones(group.shape), jnp.full(group.shape, lr_scale, jnp.float32))

@@ -1,4 +1,5 @@
-"""Which clients take part in a round: functions (key, round, num_clients) -> ids [k]
+"""Which clients take part in a round: a `Selection(init, select, update)`. Most remember
+nothing and are made by `stateless` of a function (key, round, num_clients) -> ids [k]
 int32, in order of selection, without repeats.
 """
 
@@ -10,28 +11,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Cohort, FederatedData, Selection, State, Upload
 from fedjax_cfl.validation import check_value
 
-Select = Callable[..., jax.Array]
+Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 MAX_SORTED = 2**16  # clients up to which a whole permutation is drawn
 
 
-def full_participation() -> Select:
+def stateless(draw: Draw) -> Selection:
+    """Selects by `draw(key, round, num_clients)`, which remembers nothing: its cohorts are
+    known before the run, so that samples on the host can be fetched ahead.
+    """
+    return Selection(
+        init=lambda data: (),
+        select=lambda key, memory, state, data: draw(key, state.round, data.num_clients),
+        update=lambda memory, state, cohort, upload, seconds: memory,
+        draw=draw,
+    )
+
+
+def full_participation() -> Selection:
     """Takes all clients every round, in the order of their ids (Sattler et al.)."""
-
-    def select(key, round, num_clients):
-        return jnp.arange(num_clients, dtype=jnp.int32)
-
-    return select
+    return stateless(lambda key, round, num_clients: jnp.arange(num_clients, dtype=jnp.int32))
 
 
-def uniform(clients_per_round: int) -> Select:
+def draw_uniform(clients_per_round: int) -> Draw:
     """Draws uniformly without replacement every round (FedAvg). Raises InputError for
     no client, later for more than there are.
     """
     check_value("clients_per_round", clients_per_round)
 
-    def select(key, round, num_clients):
+    def draw(key, round, num_clients):
         if clients_per_round > num_clients:
             raise InputError(
                 f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number"
@@ -41,7 +51,12 @@ def uniform(clients_per_round: int) -> Select:
             return sample_distinct(key, clients_per_round, num_clients)
         return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
 
-    return select
+    return draw
+
+
+def uniform(clients_per_round: int) -> Selection:
+    """Selects uniformly without replacement every round (FedAvg), see `draw_uniform`."""
+    return stateless(draw_uniform(clients_per_round))
 
 
 def sample_distinct(key, count: int, num_clients: int):
@@ -71,31 +86,27 @@ def sample_distinct(key, count: int, num_clients: int):
     return jax.vmap(inside)(jnp.arange(count, dtype=jnp.uint32)).astype(jnp.int32)
 
 
-def rr_then_random(clients_per_round: int) -> Select:
+def rr_then_random(clients_per_round: int) -> Selection:
     """Visits every client once in order, wrapping round, then draws uniformly (the
     clustered trainers of FlexCFL).
     """
-    draw = uniform(clients_per_round)
+    then = draw_uniform(clients_per_round)
 
-    def select(key, round, num_clients):
+    def draw(key, round, num_clients):
         turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
         return jnp.where(
             round * clients_per_round < num_clients,
             turn.astype(jnp.int32),
-            draw(key, round, num_clients),
+            then(key, round, num_clients),
         )
 
-    return select
+    return stateless(draw)
 
 
-def from_table(table: np.ndarray) -> Select:
+def from_table(table: np.ndarray) -> Selection:
     """Follows a table [T, k] of client ids; a run longer than the table starts over."""
-    table = jnp.asarray(table, jnp.int32)
-
-    def select(key, round, num_clients):
-        return table[round % table.shape[0]]
-
-    return select
+    rows = jnp.asarray(table, jnp.int32)
+    return stateless(lambda key, round, num_clients: rows[round % rows.shape[0]])
 
 
 def py_sample(
@@ -104,7 +115,7 @@ def py_sample(
     num_clients: int,
     seed: int = 2077,
     round_robin: bool = True,
-) -> Select:
+) -> Selection:
     """Repeats the FlexCFL code's draw: Python's `random.sample` re-seeded with round +
     seed, after round robin if asked for.
     """
@@ -118,12 +129,26 @@ def py_sample(
     return from_table(np.array([row(round) for round in range(rounds)]))
 
 
-def np_choice(clients_per_round: int, rounds: int, num_clients: int) -> Select:
-    """Repeats the FedProx and GrouProx codes' draw: NumPy's legacy generator seeded
-    with the round, `choice` without replacement.
+def power_of_choice(clients_per_round: int, candidates: int) -> Selection:
+    """Selects, of `candidates` clients drawn uniformly, those of highest last known training
+    loss (Cho, Wang, Joshi 2020, https://arxiv.org/abs/2010.01243, "rpow-d"): clients that
+    were never selected come first.
+
+    Raises InputError for fewer candidates than clients, later for more than there are.
     """
-    draws = [
-        np.random.RandomState(round).choice(num_clients, clients_per_round, replace=False)
-        for round in range(rounds)
-    ]
-    return from_table(np.array(draws))
+    check_value("clients_per_round", clients_per_round)
+    if candidates < clients_per_round:
+        raise InputError(
+            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
+        )
+    draw = draw_uniform(candidates)
+
+    def select(key, loss, state: State, data: FederatedData):
+        drawn = draw(key, state.round, data.num_clients)
+        return drawn[jnp.argsort(-loss[drawn], stable=True)[:clients_per_round]]
+
+    def update(loss, state: State, cohort: Cohort, upload: Upload, seconds):
+        answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
+        return loss.at[answered].set(upload.loss, mode="drop")
+
+    return Selection(lambda data: jnp.full(data.num_clients, jnp.inf), select, update)

@@ -3,24 +3,45 @@ everything else (FlexCFL Fig. 6).
 """
 
 import jax
-import jax.numpy as jnp
 
+from fedjax_cfl.round.counts import (
+    add_counts,
+    count_to_float,
+    count_to_int,
+    make_count,
+    sum_counts,
+)
 from fedjax_cfl.types import Traffic
 
 
 def make_traffic(units_down=0, units_up=0, words_down=0, words_up=0) -> Traffic:
-    """Returns one entry of the ledger; every count is a scalar."""
-    return Traffic(
-        *(jnp.asarray(count, jnp.int32) for count in (units_down, units_up, words_down, words_up))
-    )
+    """Returns one entry of the ledger. Each argument is a whole number, or one for each
+    slot of a cohort [S].
+    """
+    return Traffic(*(make_count(count) for count in (units_down, units_up, words_down, words_up)))
 
 
 def add_traffic(*entries: Traffic) -> Traffic:
-    """Returns the sum of ledger entries."""
-    return jax.tree.map(lambda *counts: sum(counts), *entries)
+    """Returns the sum of ledger entries, over their slots too."""
+    first, *rest = (jax.tree.map(sum_counts, entry) for entry in entries)
+    for entry in rest:
+        first = jax.tree.map(add_counts, first, entry)
+    return first
+
+
+def slot_bytes(entry: Traffic, model_bytes: int) -> jax.Array:
+    """Returns the bytes [S] float32, down and up together, of an entry's slots."""
+    units, words = (
+        count_to_float(down) + count_to_float(up)
+        for down, up in ((entry.units_down, entry.units_up), (entry.words_down, entry.words_up))
+    )
+    return units * model_bytes + 4.0 * words
 
 
 def count_bytes(entry: Traffic, model_bytes: int) -> tuple[int, int]:
     """Returns (bytes down, bytes up) as Python integers, which cannot overflow."""
-    down = int(entry.units_down) * model_bytes + 4 * int(entry.words_down)
-    return down, int(entry.units_up) * model_bytes + 4 * int(entry.words_up)
+    units_down, units_up, words_down, words_up = (
+        count_to_int(count)
+        for count in (entry.units_down, entry.units_up, entry.words_down, entry.words_up)
+    )
+    return units_down * model_bytes + 4 * words_down, units_up * model_bytes + 4 * words_up

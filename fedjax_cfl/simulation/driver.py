@@ -18,6 +18,7 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.round import traffic
+from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.sharding import make_mesh, replicate
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.compilation import (
@@ -247,7 +248,9 @@ def metrics_row(state: State, infos, found, before: dict[str, Any]) -> dict[str,
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the
     block's mean discrepancy, everything sent so far.
     """
-    state_round, sent, infos, found = jax.device_get((state.round, state.traffic, infos, found))
+    state_round, sent, clock_ms, infos, found = jax.device_get(
+        (state.round, state.traffic, state.clock_ms, infos, found)
+    )
     model_bytes = sum(
         leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.groups)
     )
@@ -268,10 +271,12 @@ def metrics_row(state: State, infos, found, before: dict[str, Any]) -> dict[str,
         "nonfinite_clients": int(infos.fault_counts.nonfinite.sum()),
         "hostile_clients": int(infos.fault_counts.byzantine.sum()),
         "idle_groups": int(infos.idle_groups.sum()),
-        "units_down": int(sent.units_down),
-        "units_up": int(sent.units_up),
+        "late_clients": int(infos.late.sum()),
+        "units_down": count_to_int(sent.units_down),
+        "units_up": count_to_int(sent.units_up),
         "bytes_down": down,
         "bytes_up": up,
         "client_updates": before["client_updates"] + int(infos.clients.sum()),
-        "local_steps": before["local_steps"] + int(np.sum(infos.steps, dtype=np.int64)),
+        "local_steps": before["local_steps"] + sum(map(count_to_int, infos.steps)),
+        "sim_time_s": count_to_int(clock_ms) / 1000,
     }

@@ -53,11 +53,12 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]
         rows = data.test.order[test]
-        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), data.x[rows])
+        x, y = data.gather(rows)
+        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x)
         return (
             jnp.where(slot < total, test, total),
             jnp.argmax(logits, -1).astype(jnp.int32),
-            cross_entropy(logits, data.y[rows]),
+            cross_entropy(logits, y),
         )
 
     def device_blocks(shared, numbers):
@@ -140,7 +141,9 @@ def evaluate_block(
     These are by default everybody, otherwise the clients from number `first` on.
     """
     served = algorithm.serve(state)
-    models, index = algorithm.eval_models(state) if algorithm.eval_models else served
+    models, index = served
+    if state.received:  # a client that is served no model is not tested
+        models, index = state.received, jnp.where(index >= 0, jnp.arange(index.size), -1)
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
     table, counts = evaluate_clients(task, mesh, ServedModels(models, index), data)

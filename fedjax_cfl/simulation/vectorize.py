@@ -180,13 +180,13 @@ def run_members(
         found, table = jax.block_until_ready(test(*given, state, data_state))
         ended = time.perf_counter()
         seconds = (trained - started) / len(places), (ended - trained) / len(places)
-        fetched = jax.device_get(((state.round, state.traffic), infos, found))
+        fetched = jax.device_get(((state.round, state.traffic, state.clock_ms), infos, found))
         for member, place in enumerate(places):
-            (round, sent), info, score = jax.tree.map(
+            (round, sent, clock_ms), info, score = jax.tree.map(
                 lambda leaf, place=place: leaf[place], fetched
             )
             info = jax.tree.map(lambda values, count=count: values[:count], info)
-            stand = state.replace(round=round, traffic=sent, groups=groups)
+            stand = state.replace(round=round, traffic=sent, clock_ms=clock_ms, groups=groups)
             raise_if_nonfinite(algorithm, stand, info)
             row = metrics_row(stand, info, score, counters[member])
             if algorithm.clustered and discards_accuracy(

@@ -1,0 +1,195 @@
+"""What the names in conf/algorithm/*.yaml mean: methods take functions, and these are the
+functions that a setting can name.
+"""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fedjax_cfl import algorithms
+from fedjax_cfl.algorithms import temperature
+from fedjax_cfl.algorithms.fesem import (
+    cluster_local_models,
+    e_step_of_all,
+    e_step_of_cohort,
+    full_distance,
+    last_layer_distance,
+    pull_by_size,
+    pull_plainly,
+    random_models,
+    stored_mean,
+)
+from fedjax_cfl.algorithms.fesem_ma import (
+    mean_over_cohort,
+    mean_over_stored,
+    weigh_classes,
+    weigh_plainly,
+)
+from fedjax_cfl.algorithms.flexcfl import (
+    edc,
+    edc_randomized,
+    found_alone,
+    join_nearest,
+    join_random,
+    madc,
+    start_from_founders,
+    start_from_initial,
+    train_epochs,
+    train_steps,
+)
+from fedjax_cfl.algorithms.ifca import (
+    random_groups,
+    reject_unbalanced,
+    spread_models,
+)
+from fedjax_cfl.clustering import distances, shift_detection
+from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
+from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.round import aggregate, sgd
+
+
+class Maker(NamedTuple):
+    """A function that is made from further settings of the same method."""
+
+    make: Callable[..., Any]
+    settings: tuple[str, ...]
+
+
+MEANS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
+DETECTORS = {
+    "tv": shift_detection.tv,
+    "label_w1": shift_detection.label_w1,
+    "counts_as_samples": shift_detection.counts_as_samples,
+}
+IFCA = {
+    "start": {
+        "random": random_groups,
+        "reject_unbalanced": Maker(reject_unbalanced, ("share",)),
+        "kmeanspp_loss": spread_models,
+    },
+    "solve": {"sgd": sgd.sgd, "gradient_step": sgd.gradient_step},
+    "aggregate": MEANS
+    | {"first_client": aggregate.first_client, "all_participants": aggregate.cohort_mean},
+    "detector": DETECTORS,
+    "charge": {"detected": charge_detected, "swapped": charge_swapped},
+}
+FLEXCFL = {
+    "measure": {
+        "edc": Maker(edc, ("restarts",)),
+        "edc_randomized": Maker(edc_randomized, ("restarts",)),
+        "madc": madc,
+        "none": found_alone,
+    },
+    "group_start": {
+        "pretrained": start_from_founders,
+        "initial": start_from_initial,
+    },
+    "newcomers": {"nearest": join_nearest, "random": join_random},
+    "mix": {"normalized": aggregate.inter_group, "paper": aggregate.add_inter_group},
+    "detector": DETECTORS,
+    "temperature": {
+        "none": None,
+        "step": temperature.step,
+        "linear": temperature.linear,
+        "lied": temperature.lied,
+        "eied": temperature.eied,
+    },
+    "temperature_bias": {
+        "discrepancy": temperature.discrepancy,
+        "dissimilarity": temperature.dissimilarity,
+    },
+}
+# by method and parameter, the functions that can be named
+CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
+    algorithms.cfl: {"aggregate": MEANS},
+    algorithms.fesem: {
+        "form": {"prox": pull_plainly, "eq8": pull_by_size},
+        "start": {
+            "local": Maker(cluster_local_models, ("restarts",)),
+            "random_models": random_models,
+        },
+        "estep": {"all": e_step_of_all, "selected": e_step_of_cohort},
+        "aggregate": MEANS
+        | {
+            "stored": stored_mean,
+            "cohort": aggregate.uniform_mean,
+            "first_client": aggregate.first_client,
+        },
+        "distance": {"full": full_distance, "last_layer": last_layer_distance},
+        "detector": DETECTORS,
+    },
+    algorithms.fesem_ma: {
+        "mean_over": {"stored": mean_over_stored, "cohort": mean_over_cohort},
+        "head": {"classes": weigh_classes, "plain": weigh_plainly},
+    },
+    algorithms.fl_hc: {
+        "metric": {
+            "L1": distances.manhattan,
+            "L2": distances.euclidean,
+            "cosine": distances.cosine_distance,
+        },
+        "aggregate": MEANS,
+    },
+    algorithms.flexcfl: FLEXCFL,
+    algorithms.fedgroup: FLEXCFL,
+    algorithms.ifca: IFCA,
+    algorithms.ifca_mig: IFCA,
+    algorithms.ifca_restarts: IFCA,
+}
+
+
+def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a method from its settings: names become the functions they
+    name, and settings that are fields of a tuple of options are put into it.
+
+    Raises InputError for a name that is not known.
+    """
+    settings, named = dict(settings), {}
+    for name, options in CHOICES.get(factory, {}).items():
+        value = settings.pop(name, inspect.Parameter.empty)
+        if isinstance(value, str):
+            require(f"algorithm.{name}", value, options)
+            named[name] = options[value]
+        elif value is not inspect.Parameter.empty:
+            named[name] = value
+    if isinstance(named.get("pretrain", settings.get("pretrain")), str):
+        named["pretrain"] = parse_pretrain(settings.pop("pretrain"))
+    spare = {key for table in CHOICES.get(factory, {}).values() for key in _makers_settings(table)}
+    for name, value in named.items():
+        if isinstance(value, Maker):
+            given = {key: settings[key] for key in value.settings if key in settings}
+            named[name] = value.make(**given)
+    settings = {key: value for key, value in settings.items() if key not in spare} | named
+    for name, options in option_tuples(factory).items():
+        own = {field: settings.pop(field) for field in options._fields if field in settings}
+        required = set(options._fields) - set(options._field_defaults)
+        if own and all(own.get(field) is not None for field in required):
+            settings[name] = options(**own)
+    return settings
+
+
+def parse_pretrain(text: str) -> Callable:
+    """Returns the local work of a first update: iters:N | epochs:N | epochs:E (D1)."""
+    kind, _, number = text.partition(":")
+    if kind == "epochs" and number == "E":
+        return train_epochs()
+    if kind not in ("iters", "epochs") or not number.isdecimal() or int(number) < 1:
+        raise InputError(f"algorithm.pretrain={text}: iters:N, epochs:N (N >= 1) or epochs:E")
+    return (train_epochs if kind == "epochs" else train_steps)(int(number))
+
+
+def option_tuples(factory: Callable) -> dict[str, type]:
+    """Returns the parameters of a method that are tuples of options, and their types."""
+    found = {}
+    for name, hint in typing.get_type_hints(factory).items():
+        for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+            if isinstance(kind, type) and hasattr(kind, "_field_defaults") and name != "local":
+                found[name] = kind
+    return found
+
+
+def _makers_settings(table: dict[str, Any]) -> list[str]:
+    makers = [value for value in table.values() if isinstance(value, Maker)]
+    return [name for maker in makers for name in maker.settings]

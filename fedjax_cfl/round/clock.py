@@ -1,0 +1,54 @@
+"""Simulated time: how long each client of a cohort takes, and when a round ends."""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.types import Cohort, Upload
+
+
+class ClockFn(Protocol):
+    """Says how long each client of a cohort takes, [S] float32 seconds. `slot_bytes` [S]
+    float32 are the bytes that it receives and sends in this round.
+    """
+
+    def __call__(self, cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array: ...
+
+
+class Clock(NamedTuple):
+    """Simulated time of a round."""
+
+    seconds: ClockFn
+    # the answers that end a round; later ones have weight 0 (over-commitment); None: all
+    wait_for: int | None = None
+
+
+def device_profiles(
+    step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None = None
+) -> Clock:
+    """Gives every client a device: `step_seconds` [K] for a local step, and the
+    `bytes_per_second` [K] of its connection, both ways.
+    """
+    compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
+
+    def seconds(cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array:
+        clients = jnp.minimum(cohort.ids, compute.size - 1)
+        return upload.steps * compute[clients] + slot_bytes / bandwidth[clients]
+
+    return Clock(seconds, wait_for)
+
+
+def end_round(seconds, answers, wait_for: int | None):
+    """Returns (duration [] float32 seconds, late [S] bool) of a round whose clients take
+    `seconds` [S].
+
+    `answers` [S] bool are the clients that answer at all. The round ends with the
+    `wait_for`-th answer, or with the last one if there are fewer.
+    """
+    count = jnp.sum(answers)
+    waited = count if wait_for is None else jnp.minimum(wait_for, count)
+    arrivals = jnp.sort(jnp.where(answers, seconds, jnp.inf))
+    duration = jnp.where(waited > 0, arrivals[jnp.maximum(waited - 1, 0)], 0.0)
+    return duration, answers & (seconds > duration)
