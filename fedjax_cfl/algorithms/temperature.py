@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.engine import deviation
 from fedjax_cfl.round.hooks import FinishFn, Hooks, chain_finish
+from fedjax_cfl.round.info import deviation
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, State, Upload

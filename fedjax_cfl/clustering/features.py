@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.clustering.distances import _divide, _dot, _rows, gram
+from fedjax_cfl.clustering.distances import _divide, _dot, _rows, _sum, gram
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key
 
@@ -36,7 +36,8 @@ def edc(gram: jax.Array, m: int) -> jax.Array:
     sqrt(G_ii), and no direction is ever formed. The largest entry of a column is
     positive; zero updates give zero rows, and columns beyond the rank are zero.
     """
-    return _features(*jnp.linalg.eigh(gram), jnp.diag(gram), m)
+    values, vectors = jnp.linalg.eigh(gram)
+    return _features(values, vectors, jnp.diag(gram), m)
 
 
 def edc_randomized(key: Key, delta: Any, m: int, oversample: int = 10, power: int = 2) -> jax.Array:
@@ -62,7 +63,7 @@ def edc_randomized(key: Key, delta: Any, m: int, oversample: int = 10, power: in
         sketch = sum(_dot(part, _dot(part.T, basis)) for part in rows)
     basis = jnp.linalg.qr(sketch)[0]
     values, vectors = jnp.linalg.eigh(gram([_dot(basis.T, part) for part in rows]))
-    square_norm = sum(jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows)
+    square_norm = _sum([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
     return _features(values, _dot(basis, vectors), square_norm, m)
 
 

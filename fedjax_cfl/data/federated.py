@@ -21,13 +21,14 @@ def federate(
     clients: int | None = None,
     on_host: bool = False,
 ) -> FederatedData:
-    """Gathers the held samples of a pool, N of them, and who holds them; a sample held
-    twice is there twice.
+    """Gathers the held samples of a pool, and the N holdings of them. A sample that several
+    clients hold is stored once, unless a concept changes it.
 
     `concept` is a function of `concept.py`, None: the groups are unknown, -1. K is
     `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
     result is a population for `run`, NumPy arrays whose views number the pool's own
-    samples (see `population`).
+    samples (see `prefetch`). Raises InputError for owners that there cannot be, or nobody
+    with a training sample.
     """
     owner = np.asarray(holdings.owner, np.int32)
     if not len(owner) or holdings.test.all():
@@ -38,33 +39,19 @@ def federate(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
     if on_host:
-        if concept is not None:
-            raise InputError(
-                "resident=host: a concept edits all samples at once; use concept=none, or"
-                " resident=device"
-            )
-        train, test = (
-            build_client_index(holdings.sample[rows], owner[rows], clients, np)
-            for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
-        )
-        unknown = np.full(clients, -1, np.int32)
-        return FederatedData(
-            pool.x,
-            pool.y,
-            None,
-            train,
-            test,
-            unknown,
-            None,
-            pool.num_classes,
-            int(train.size.max()),
-        )
-    x, y, groups = pool.x[holdings.sample], pool.y[holdings.sample], np.full(clients, -1, np.int32)
+        return federate_on_host(pool, holdings, concept, clients)
+    rows, sample = holdings.sample, None
+    groups = np.full(clients, -1, np.int32)
     if concept is not None:
-        x, y, groups = concept(x, y, owner, clients, pool.num_classes)
+        x, y, groups = concept(pool.x[rows], pool.y[rows], owner, clients, pool.num_classes)
+    else:
+        stored, number = np.unique(rows, return_inverse=True)
+        if stored.size < len(rows):
+            sample = jnp.asarray(number, jnp.int32)
+        x, y = pool.x[rows if sample is None else stored], pool.y[rows]
     train, test = (
-        build_client_index(np.flatnonzero(rows), owner[rows], clients)
-        for rows in (~holdings.test, holdings.test)
+        build_client_index(np.flatnonzero(mask), owner[mask], clients)
+        for mask in (~holdings.test, holdings.test)
     )
     return FederatedData(
         x=jnp.asarray(x),
@@ -74,6 +61,35 @@ def federate(
         test=test,
         concept=jnp.asarray(groups, jnp.int32),
         shifted=jnp.zeros(clients, bool),
+        num_classes=pool.num_classes,
+        max_client_samples=int(train.size.max()),
+        sample=sample,
+    )
+
+
+def federate_on_host(
+    pool: Pool, holdings: Partition, concept: Callable | None, clients: int
+) -> FederatedData:
+    """Returns a population whose samples stay on the host. Raises InputError for a concept,
+    which edits all samples at once.
+    """
+    if concept is not None:
+        raise InputError(
+            "resident=host: a concept edits all samples at once; use concept=none, or"
+            " resident=device"
+        )
+    train, test = (
+        build_client_index(holdings.sample[rows], holdings.owner[rows], clients, np)
+        for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
+    )
+    return FederatedData(
+        x=pool.x,
+        y=pool.y,
+        owner=None,
+        train=train,
+        test=test,
+        concept=np.full(clients, -1, np.int32),
+        shifted=None,
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
     )

@@ -1,9 +1,9 @@
 """How the clients of a cohort, of very different sizes, work side by side without
 padding anyone to the largest.
 
-A solver (`sgd`) is written for ONE client; `over_clients_of_members` adds the cohort
+A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort
 axis in one visible place. Chunks of up to `width` clients run one after another, within
-a chunk in ever fewer lanes (`staircase`): 1 on a CPU core (a client's weights stay in
+a chunk in ever fewer lanes (`ragged_loop`): 1 on a CPU core (a client's weights stay in
 its cache), as many as fit on an accelerator. Devices split the cohort.
 """
 
@@ -46,6 +46,8 @@ def over_clients(visit, local: Local):
     chunk mates share. A `visit` that depends on values which differ between the members
     of a vectorised run is a `Partial` of them.
     """
+    assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
+    width = local.width
     if local.vmap_runs:
         return members.over_clients_of_members(visit, local, in_chunks)
 
@@ -60,7 +62,7 @@ def over_clients(visit, local: Local):
         def one(client, bucket, own):
             return visit(client, bucket, data, shared, own)
 
-        return in_chunks(one, held, clients, own, data.max_client_samples, local.width)
+        return in_chunks(one, held, clients, own, data.max_client_samples, width)
 
     mapped = over_devices(block, local.mesh)
 
@@ -123,6 +125,7 @@ def make_cohort(ids, data: FederatedData, local: Local, load=cost_by_samples) ->
     """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are,
     `load(held [k])`.
     """
+    assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
     load = jnp.where(
         ids < data.num_clients, load(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0
     )

@@ -4,10 +4,12 @@ without 64-bit JAX.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 
-def make_count(value) -> jax.Array:
+def make_count(value: ArrayLike) -> jax.Array:
     """Returns whole numbers [...] from 0 to 2^31 - 1 as counts [..., 2] uint32."""
     low = jnp.asarray(value).astype(jnp.uint32)
     return jnp.stack([jnp.zeros_like(low), low], axis=-1)
@@ -25,9 +27,9 @@ def sum_counts(counts: jax.Array) -> jax.Array:
     return jnp.stack(lax.reduce(_words_of(counts), (zero, zero), _add_words, axes))
 
 
-def count_to_int(count) -> int:
+def count_to_int(count: ArrayLike) -> int:
     """Returns a count [2] as a Python integer."""
-    high, low = (int(word) for word in count)
+    high, low = (int(word) for word in np.asarray(count))
     return (high << 32) + low
 
 

@@ -16,32 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_cfl.round.local import Local, StepPlan
 from fedjax_cfl.round.objective import Objective, penalty
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
-from fedjax_cfl.types import Task
+from fedjax_cfl.types import FirstLayer, Params, Task
 
-MIN_DUAL_SAMPLES = (
-    64  # samples: steps of smaller clients take no longer, and each size is compiled anew
-)
-STEP_OVERHEAD, CLIENT_OVERHEAD = (
-    6e5,
-    4e7,
-)  # operations that take as long as what a step and a visit cost besides their products, about
-MIN_KERNEL_OPERATIONS = (
-    STEP_OVERHEAD / 4
-)  # operations of a step on the kernel, below which saving them saves no time
+# samples: steps of smaller clients take no longer, and each size is compiled anew
+MIN_DUAL_SAMPLES = 64
+# operations that take as long as what a step and a visit cost besides their products, about
+STEP_OVERHEAD, CLIENT_OVERHEAD = 6e5, 4e7
+# operations of a step on the kernel, below which saving them saves no time
+MIN_KERNEL_OPERATIONS = STEP_OVERHEAD / 4
 MATMUL_PRECISION = lax.Precision.HIGHEST  # G and Z are reused by every step
-
-
-class Velocity(NamedTuple):
-    """With momentum, what the last step was made of: u of the other parameters, and U =
-    scale W_0 + X^T rows of the kernel.
-    """
-
-    rest: Any
-    scale: jax.Array
-    rows: jax.Array  # [n, H]
-    products: tuple[jax.Array, ...]  # <U, U>, <U, V>, <U, W_0>
 
 
 def has_dual_form(task: Task, objective) -> bool:
@@ -84,12 +70,13 @@ def dual_sizes(
     `wanted` is `Local.first_layer`; `steps(size)` the most steps that a client of that
     size takes.
     """
-    if wanted == "direct" or not has_dual_form(task, objective):
+    if wanted == "direct" or task.first_layer is None or not has_dual_form(task, objective):
         return []
+    shape = task.first_layer.shape
     fitting = [
         size
         for size in buckets
-        if wanted == "dual" or is_dual_cheaper(size, *task.first_layer.shape, batch, steps(size))
+        if wanted == "dual" or is_dual_cheaper(size, *shape, batch, steps(size))
     ]
     return [size for size in fitting if size >= MIN_DUAL_SAMPLES] or fitting[-1:]
 
@@ -98,6 +85,7 @@ def dual_client_cost(task: Task, sizes: list[int], batch: int, held, steps):
     """Returns about the operations that training clients of `held` [k] samples for
     `steps` [k] steps takes, given `sizes`.
     """
+    assert task.first_layer is not None
     features, hidden = task.first_layer.shape
     way = jnp.searchsorted(jnp.array(sizes), held, method="compare_all")
     begin = jnp.array(
@@ -109,123 +97,203 @@ def dual_client_cost(task: Task, sizes: list[int], batch: int, held, steps):
     return CLIENT_OVERHEAD + begin[way] + steps * (STEP_OVERHEAD + each[way])
 
 
-def drop_kernel(params, name: str):
+class Samples(NamedTuple):
+    """One client's samples, up to n of them, and the order of its steps."""
+
+    x: jax.Array  # [n, ...]
+    y: jax.Array  # [n]
+    held: jax.Array  # [] int32, how many of them are real
+    order: jax.Array  # [passes * n], the passes over them, as positions
+
+
+class DualProblem(NamedTuple):
+    """What one client's steps need, made once."""
+
+    first: FirstLayer
+    objective: Objective
+    local: Local
+    samples: Samples
+    plan: StepPlan
+    client_extra: Any
+    key: jax.Array  # folded with the step for dropout
+    gram: jax.Array  # [n, n], G = X X^T
+    z_start: jax.Array  # [n, H], Z = X W_0
+    square: jax.Array  # [] ||W_0||^2
+    rest: Params  # the received model without the kernel
+    mu: Any  # weight of the proximal term, 0 if there is none
+    decay: Any  # of the kernel in every step: twice the model's L2, and weight decay
+
+
+class Velocity(NamedTuple):
+    """With momentum, what the last step was made of: u of the other parameters, and U =
+    scale W_0 + X^T rows of the kernel.
+    """
+
+    rest: Params
+    scale: jax.Array
+    rows: jax.Array  # [n, H]
+    products: tuple[jax.Array, ...]  # <U, U>, <U, V>, <U, W_0>
+
+
+class Position(NamedTuple):
+    """Where the training stands: the other parameters, and V = scale W_0 + X^T rows."""
+
+    rest: Params
+    scale: jax.Array
+    rows: jax.Array  # [n, H]
+    products: tuple[jax.Array, ...]  # <V, V>, <V, W_0>
+    velocity: Any  # a Velocity, () without momentum
+    losses: jax.Array  # [2] sums of the first and of the last epoch
+
+
+class Batch(NamedTuple):
+    """One mini-batch and its gradient."""
+
+    at: jax.Array  # [B], positions of its samples
+    gram: jax.Array  # [B, n]
+    z_start: jax.Array  # [B, H]
+    moved: jax.Array  # [B, H], X_b V
+    grad: Params  # of the other parameters
+    g: jax.Array  # [B, H], of the kernel's outputs: its gradient is X_b^T g
+
+
+def train_dual(
+    task: Task,
+    objective: Objective,
+    local: Local,
+    samples: Samples,
+    plan: StepPlan,
+    start: Params,
+    client_extra: Any,
+    key: jax.Array,
+) -> tuple[Params, jax.Array]:
+    """Returns (trained - start, loss sums [2] of the first and the last epoch) of one
+    client.
+    """
+    assert task.first_layer is not None
+    first = task.first_layer
+    kernel = start[first.name]["kernel"]
+    real = jnp.arange(samples.y.shape[0])[:, None] < samples.held
+    inputs = jnp.where(real, first.inputs(samples.x), 0.0)
+    mu = objective.weight(client_extra)
+    problem = DualProblem(
+        first,
+        objective,
+        local,
+        samples,
+        plan,
+        client_extra,
+        key,
+        gram=jnp.matmul(inputs, inputs.T, precision=MATMUL_PRECISION),
+        z_start=jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION),
+        square=jnp.sum(kernel**2),
+        rest=drop_kernel(start, first.name),
+        mu=0.0 if mu is None else mu,
+        decay=2 * first.l2 + local.weight_decay,
+    )
+
+    def step(t, position: Position) -> Position:
+        batch, losses = take_gradient(problem, t, position)
+        advance = step_with_momentum if local.momentum else step_plainly
+        return advance(problem, position, batch)._replace(losses=losses)
+
+    zero, still = jnp.zeros(()), jnp.zeros_like(problem.z_start)
+    velocity = ()
+    if local.momentum:
+        velocity = Velocity(jax.tree.map(jnp.zeros_like, problem.rest), zero, still, (zero,) * 3)
+    begin = Position(problem.rest, zero, still, (zero, zero), velocity, jnp.zeros(2))
+    end = ragged_fori_loop(plan.steps, step, begin)
+    delta = jax.tree.map(jnp.subtract, end.rest, problem.rest)
+    moved = jnp.matmul(inputs.T, end.rows, precision=MATMUL_PRECISION)
+    delta[first.name]["kernel"] = end.scale * kernel + moved
+    return delta, end.losses
+
+
+def drop_kernel(params: Params, name: str) -> Params:
     """Returns the parameters without the kernel of layer `name`."""
     return params | {
         name: {leaf: value for leaf, value in params[name].items() if leaf != "kernel"}
     }
 
 
-def train_dual(
-    task: Task, objective: Objective, local, x, y, count, order, plan, start, client_extra, key
-):
-    """Returns (trained - start, loss sums [2] of the first and the last epoch) of one
-    client of up to n samples.
+def take_gradient(problem: DualProblem, t, position: Position) -> tuple[Batch, jax.Array]:
+    """Returns the mini-batch of step t with its gradient, and the loss sums after it."""
+    samples, local, plan = problem.samples, problem.local, problem.plan
+    epoch, place = plan.locate_batch(t, local.batch_size)
+    size = samples.y.shape[0]
+    at = lax.dynamic_slice(samples.order, (epoch * size + place,), (local.batch_size,))
+    real = (place + jnp.arange(local.batch_size) < samples.held).astype(jnp.float32)
+    gram_b, z_b = problem.gram[at], problem.z_start[at]
+    moved = position.scale * z_b + gram_b @ position.rows
+    vv, vw = position.products
+    kernel_terms = (
+        problem.first.l2 * (problem.square + 2 * vw + vv) + 0.5 * problem.mu * vv
+    )  # of the objective, per sample
 
-    Args: `x` [n, ...], `y` [n] its samples, of which the first `count` are real;
-    `order` [passes * n] the passes over them, as positions; `plan` an `sgd.StepPlan`;
-    `start` the received model; `key` folded with the step for dropout.
+    def batch_loss(rest, z):
+        each = problem.first.loss(rest, z, samples.y[at], jax.random.fold_in(problem.key, t))
+        if problem.objective.weight(problem.client_extra) is not None:
+            each = each + penalty(problem.mu, rest, problem.rest)
+        total = jnp.sum(jnp.where(real > 0, each, 0.0))
+        return total / jnp.sum(real), total
+
+    (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(
+        position.rest, z_b + moved
+    )
+    if local.weight_decay:
+        grad = jax.tree.map(lambda d, p: d + local.weight_decay * p, grad, position.rest)
+    total = total + jnp.sum(real) * kernel_terms
+    losses = position.losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
+    return Batch(at, gram_b, z_b, moved, grad, g), losses
+
+
+def step_plainly(problem: DualProblem, position: Position, batch: Batch) -> Position:
+    """One step: V' = keep V - lr (decay W_0 + X_b^T g)."""
+    lr, decay, g = problem.local.lr, problem.decay, batch.g
+    rest, scale, rows, (vv, vw), *_ = position
+    rest = jax.tree.map(lambda p, d: p - lr * d, rest, batch.grad)
+    if problem.objective.weight(problem.client_extra) is not None or decay > 0:
+        keep = 1 - lr * (decay + problem.mu)
+        w = decay * problem.square + jnp.sum(batch.z_start * g)  # <W_0, decay W_0 + X_b^T g>
+        v = decay * vw + jnp.sum(batch.moved * g)  # <V, decay W_0 + X_b^T g>
+        gg = decay * (w + jnp.sum(batch.z_start * g)) + jnp.sum(
+            (batch.gram[:, batch.at] @ g) * g
+        )  # its square
+        vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
+        scale, rows = keep * scale - lr * decay, keep * rows
+    rows = rows.at[batch.at].add(-lr * g)
+    return position._replace(rest=rest, scale=scale, rows=rows, products=(vv, vw))
+
+
+def step_with_momentum(problem: DualProblem, position: Position, batch: Batch) -> Position:
+    """One step with momentum: u' = momentum u + decay W_0 + (decay + mu) V + A and V' = V -
+    lr u', where A = X_b^T g.
     """
-    first, lr, batch = task.first_layer, local.lr, local.batch_size
-    size = y.shape[0]
-    kernel = start[first.name]["kernel"]
-    inputs = jnp.where(jnp.arange(size)[:, None] < count, first.inputs(x), 0.0)
-    gram = jnp.matmul(inputs, inputs.T, precision=MATMUL_PRECISION)
-    z_start = jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION)
-    square = jnp.sum(kernel**2)  # ||W_0||^2
-    mu = objective.weight(client_extra)
-    pulled = mu is not None or first.l2 > 0 or local.weight_decay > 0
-    mu = 0.0 if mu is None else mu
-    decay = 2 * first.l2 + local.weight_decay
-    keep = 1 - lr * (decay + mu)
-    rest_start = drop_kernel(start, first.name)
-
-    def heavy(rest, scale, rows, products, velocity: Velocity, grad, batch):
-        """One step with momentum: u' = momentum u + decay W_0 + (decay + mu) V + A and
-        V' = V - lr u', where A = X_b^T g.
-        """
-        at, g, z_b, moved, gram_b = batch
-        (vv, vw), (uu, uv, uw), beta, pull = products, velocity.products, local.momentum, decay + mu
-        au = jnp.sum((velocity.scale * z_b + gram_b @ velocity.rows) * g)
-        aw, av, aa = jnp.sum(z_b * g), jnp.sum(moved * g), jnp.sum((gram_b[:, at] @ g) * g)
-        step_w, step_v = (
-            aw + decay * square + pull * vw,
-            av + decay * vw + pull * vv,
-        )  # <u' - momentum u, .>
-        step_u = au + decay * uw + pull * uv
-        step_step = (
-            aa + decay * (decay * square + 2 * aw) + pull * (pull * vv + 2 * av + 2 * decay * vw)
-        )
-        uu, uv, uw = (
-            beta**2 * uu + 2 * beta * step_u + step_step,
-            beta * uv + step_v,
-            beta * uw + step_w,
-        )
-        new = jax.tree.map(lambda u, d: beta * u + d, velocity.rest, grad)
-        scale_u, rows_u = (
-            beta * velocity.scale + decay + pull * scale,
-            (beta * velocity.rows + pull * rows).at[at].add(g),
-        )
-        rest = jax.tree.map(lambda p, u: p - lr * u, rest, new)
-        products = vv - 2 * lr * uv + lr**2 * uu, vw - lr * uw
-        return (
-            rest,
-            scale - lr * scale_u,
-            rows - lr * rows_u,
-            products,
-            Velocity(new, scale_u, rows_u, (uu, uv - lr * uu, uw)),
-        )
-
-    def step(t, carry):
-        (rest, scale, rows, (vv, vw), velocity), losses = carry  # s, D, <V, V>, <V, W_0>
-        epoch, place = plan.locate_batch(t, batch)
-        at = lax.dynamic_slice(order, (epoch * size + place,), (batch,))
-        real = (place + jnp.arange(batch) < count).astype(jnp.float32)
-        gram_b, z_b = gram[at], z_start[at]
-        moved = scale * z_b + gram_b @ rows  # X_b V
-        kernel_terms = (
-            first.l2 * (square + 2 * vw + vv) + 0.5 * mu * vv
-        )  # of the objective, per sample
-
-        def batch_loss(rest, z):
-            each = first.loss(rest, z, y[at], jax.random.fold_in(key, t))
-            if objective.weight(client_extra) is not None:
-                each = each + penalty(mu, rest, rest_start)
-            total = jnp.sum(jnp.where(real > 0, each, 0.0))
-            return total / jnp.sum(real), total
-
-        (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(
-            rest, z_b + moved
-        )
-        if local.weight_decay:
-            grad = jax.tree.map(lambda d, p: d + local.weight_decay * p, grad, rest)
-        total = total + jnp.sum(real) * kernel_terms
-        losses = losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
-        if local.momentum:
-            return (
-                heavy(rest, scale, rows, (vv, vw), velocity, grad, (at, g, z_b, moved, gram_b)),
-                losses,
-            )
-        rest = jax.tree.map(lambda p, d: p - lr * d, rest, grad)
-        if pulled:  # the products of V' = keep V - lr (decay W_0 + X_b^T g)
-            w = decay * square + jnp.sum(z_b * g)  # <W_0, decay W_0 + X_b^T g>
-            v = decay * vw + jnp.sum(moved * g)  # <V, decay W_0 + X_b^T g>
-            gg = decay * (w + jnp.sum(z_b * g)) + jnp.sum((gram_b[:, at] @ g) * g)  # its square
-            vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
-            scale, rows = keep * scale - lr * decay, keep * rows
-        rows = rows.at[at].add(-lr * g)
-        return (rest, scale, rows, (vv, vw), velocity), losses
-
-    zero, still = jnp.zeros(()), jnp.zeros_like(z_start)
-    velocity = (
-        Velocity(jax.tree.map(jnp.zeros_like, rest_start), zero, still, (zero,) * 3)
-        if local.momentum
-        else ()
+    lr, decay, g = problem.local.lr, problem.decay, batch.g
+    beta, pull = problem.local.momentum, problem.decay + problem.mu
+    rest, scale, rows, (vv, vw), velocity, _ = position
+    uu, uv, uw = velocity.products
+    au = jnp.sum((velocity.scale * batch.z_start + batch.gram @ velocity.rows) * g)
+    aw, av = jnp.sum(batch.z_start * g), jnp.sum(batch.moved * g)
+    aa = jnp.sum((batch.gram[:, batch.at] @ g) * g)
+    # <u' - momentum u, .>
+    step_w = aw + decay * problem.square + pull * vw
+    step_v = av + decay * vw + pull * vv
+    step_u = au + decay * uw + pull * uv
+    step_step = (
+        aa
+        + decay * (decay * problem.square + 2 * aw)
+        + pull * (pull * vv + 2 * av + 2 * decay * vw)
     )
-    begun = (rest_start, zero, still, (zero, zero), velocity), jnp.zeros(2)
-    (rest, scale, rows, _, _), losses = ragged_fori_loop(plan.steps, step, begun)
-    delta = jax.tree.map(jnp.subtract, rest, rest_start)
-    delta[first.name]["kernel"] = scale * kernel + jnp.matmul(
-        inputs.T, rows, precision=MATMUL_PRECISION
+    uu = beta**2 * uu + 2 * beta * step_u + step_step
+    uv, uw = beta * uv + step_v, beta * uw + step_w
+    new = jax.tree.map(lambda u, d: beta * u + d, velocity.rest, batch.grad)
+    scale_u = beta * velocity.scale + decay + pull * scale
+    rows_u = (beta * velocity.rows + pull * rows).at[batch.at].add(g)
+    return position._replace(
+        rest=jax.tree.map(lambda p, u: p - lr * u, rest, new),
+        scale=scale - lr * scale_u,
+        rows=rows - lr * rows_u,
+        products=(vv - 2 * lr * uv + lr**2 * uu, vw - lr * uw),
+        velocity=Velocity(new, scale_u, rows_u, (uu, uv - lr * uu, uw)),
     )
-    return delta, losses

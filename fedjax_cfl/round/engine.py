@@ -2,25 +2,30 @@
 other hooks.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.round import clock, faults, traffic
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.counts import add_counts, make_count, sum_counts
+from fedjax_cfl.round.counts import add_counts, make_count
 from fedjax_cfl.round.hooks import Hooks, Start, add_reports, make_report
+from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.sgd import client_cost
-from fedjax_cfl.round.tree import group_mean, squared_norms
+from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
+    FaultCounts,
     FederatedData,
     Info,
+    Key,
     Params,
     Report,
     Selection,
@@ -37,13 +42,13 @@ SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROU
 )
 
 
-def derive_key(key, purpose: int, round=None):
+def derive_key(key: Key, purpose: ArrayLike, round: ArrayLike | None = None) -> Key:
     """Returns the key of one purpose, in one round if given."""
     key = jax.random.fold_in(key, purpose)
     return key if round is None else jax.random.fold_in(key, round)
 
 
-def derive_keys(key, round):
+def derive_keys(key: Key, round: ArrayLike) -> Key:
     """Returns the keys [PURPOSES] of all purposes in one round; at once, for each would be
     compiled by itself.
     """
@@ -83,7 +88,7 @@ class Parts(NamedTuple):
     local: Local
     select: Selection
     hooks: Hooks
-    train: jax.tree_util.Partial  # the cohort's training, with faults
+    train: Callable[..., tuple[Upload, FaultCounts]]  # the cohort's training, with faults
     server: optax.GradientTransformation
 
 
@@ -113,23 +118,38 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, mixed = update_groups(parts, state, cohort, work, gid, upload)
         reports = add_reports(moves, asked, answers.report, make_report(mixed))
-        info = make_info(state, after.groups, cohort, gid, upload, mass, answers, reports)
-        after = finish_round(parts, sent, after, cohort, work, upload, answers, reports)
-        return after, info.replace(shifted=jnp.sum(data.shifted))
-
-    def data_clients(key, round, num_clients: int):
-        if round is None:
-            return hooks.start_clients(derive_key(key, START), num_clients)
-        return select.draw(derive_key(key, SELECT, round), round, num_clients)
+        info = make_info(state, after.groups, cohort, gid, upload, mass).replace(
+            shifted=jnp.sum(data.shifted),
+            migrated=reports.migrated,
+            fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
+            late=answers.late,
+            seconds=answers.duration,
+        )
+        return finish_round(parts, sent, after, cohort, work, upload, answers, reports), info
 
     return Algorithm(
         init,
         round,
         serve_assigned if hooks.assign else serve_global,
         clustered=hooks.assign is not None,
-        data_clients=data_clients if hooks.start_clients and select.draw else None,
+        data_clients=know_clients(hooks.start_clients, select.draw),
         nonfinite=local.faults.nonfinite,
     )
+
+
+def know_clients(start_clients: Callable | None, draw: Callable | None) -> Callable | None:
+    """Returns f(key, round, K): the clients whose samples a round reads, or for None the
+    start; None where that is not known before the run.
+    """
+    if start_clients is None or draw is None:
+        return None
+
+    def data_clients(key, round, num_clients: int):
+        if round is None:
+            return start_clients(derive_key(key, START), num_clients)
+        return draw(derive_key(key, SELECT, round), round, num_clients)
+
+    return data_clients
 
 
 def init_state(parts: Parts, begun: Start, data: FederatedData) -> State:
@@ -316,53 +336,3 @@ def apply_server_optimizer(server: optax.GradientTransformation, state: State, s
 
     keep = partial(jax.vmap(jnp.where), moved)
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
-
-
-def deviation(state: State, groups, gid, upload):
-    """Returns each trained model's distance [S] from its own group's new model, and the
-    cosine [S] of its delta to the group's step.
-
-    By one matrix product of all updates with all steps; squares are right to about 1e-7
-    of the update's own square, and a distance within 1/300 of its length is 0.
-    """
-    shift = jax.tree.map(jnp.subtract, groups, state.groups)
-    pairs = zip(jax.tree.leaves(upload.delta), jax.tree.leaves(shift), strict=True)
-    product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
-    own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
-    walked = squared_norms(shift).sum(0)[gid]
-    gap = upload.squared_norm - 2 * own + walked
-    norms = jnp.sqrt(upload.squared_norm * walked)
-    return jnp.sqrt(jnp.where(gap > 1e-5 * upload.squared_norm, gap, 0.0)), jnp.where(
-        norms > 0, own / jnp.where(norms > 0, norms, 1.0), 0.0
-    )
-
-
-def make_info(state: State, groups, cohort: Cohort, gid, upload, mass, answers, reports) -> Info:
-    """Returns the round's Info. Discrepancy: FlexCFL eq. 3, ||trained - own group's new
-    model||, whole and per group.
-    """
-    distance, cosine = deviation(state, groups, gid, upload)
-    trained = (upload.weight > 0).astype(jnp.float32)
-    (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)
-    known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0
-    real = cohort.ids < state.assignment.size
-    asked = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
-    clients = jnp.maximum(trained.sum(), 1.0)
-    samples = jnp.maximum(upload.weight.sum(), 1.0)
-    return Info(
-        loss=jnp.sum(upload.weight * upload.loss) / samples,
-        last_loss=jnp.sum(upload.weight * upload.last_loss) / samples,
-        discrepancy=jnp.sum(per_group * count) / clients,
-        group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
-        dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
-        selected=real.sum().astype(jnp.int32),
-        clients=trained.sum().astype(jnp.int32),
-        steps=sum_counts(make_count(upload.steps)),
-        cold=jnp.sum(real & ~known).astype(jnp.int32),
-        shifted=jnp.zeros((), jnp.int32),
-        migrated=reports.migrated,
-        fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
-        idle_groups=jnp.sum(asked & (mass == 0)).astype(jnp.int32),
-        late=answers.late,
-        seconds=answers.duration,
-    )

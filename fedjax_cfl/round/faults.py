@@ -230,12 +230,8 @@ def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
     """
     culprits = jnp.stack([each.first_nonfinite for each in counts])
     first = jnp.argmax(culprits[:, 0] >= 0)
-    return FaultCounts(
-        dropped=sum(each.dropped for each in counts),
-        nonfinite=sum(each.nonfinite for each in counts),
-        byzantine=sum(each.byzantine for each in counts),
-        first_nonfinite=culprits[first],
-    )
+    total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
+    return total.replace(first_nonfinite=culprits[first])
 
 
 def fill_rows(by, value, tree):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
@@ -140,7 +141,9 @@ class Hooks(NamedTuple):
 
 
 def make_report(
-    traffic: Traffic | None = None, migrated=0, fault_counts: FaultCounts | None = None
+    traffic: Traffic | None = None,
+    migrated: ArrayLike = 0,
+    fault_counts: FaultCounts | None = None,
 ) -> Report:
     """Returns a report; by default nothing was sent, nobody moved and nothing failed."""
     return Report(

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.faults import Faults
@@ -71,6 +73,38 @@ class Local(NamedTuple):
         return jnp.ones(()) if self.schedule is None else jnp.asarray(self.schedule(round))
 
 
+class StepPlan(NamedTuple):
+    """The steps of one client."""
+
+    steps: jax.Array  # [] int32, to take
+    per_epoch: jax.Array  # [] int32
+    last_epoch: jax.Array  # [] int32, the epoch of the last step
+    random_words: jax.Array  # [2] uint32, what its permutations are drawn from
+
+    def locate_batch(self, step, batch: int):
+        """Returns (epoch, first sample of the step within it)."""
+        return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
+
+    def seen(self, count, batch: int):
+        """Returns the samples [2] that were reached in the first and in the last epoch."""
+        last = self.steps - self.last_epoch * self.per_epoch
+        return jnp.stack([jnp.minimum(self.steps * batch, count), jnp.minimum(last * batch, count)])
+
+
+def count_steps(local: Local, size):
+    """Returns the most steps that a client of `size` samples takes."""
+    per_epoch = -(-size // local.batch_size)
+    return local.epochs * per_epoch if local.steps is None else 0 * per_epoch + local.steps
+
+
+def plan_steps(local: Local, count, fraction, random_words) -> StepPlan:
+    """Plans the steps of a client of `count` samples that completes `fraction` of them."""
+    per_epoch = jnp.maximum(lax.div(count + local.batch_size - 1, local.batch_size), 1)
+    planned = local.epochs * per_epoch if local.steps is None else local.steps
+    steps = jnp.where(count > 0, jnp.ceil(fraction * planned - 1e-3).astype(jnp.int32), 0)
+    return StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), random_words)
+
+
 class Work(NamedTuple):
     """What each client of a cohort is asked to do."""
 
@@ -80,6 +114,6 @@ class Work(NamedTuple):
     client_extra: Any = ()  # [S, ...], what `prepare` computed for it
 
 
-def full_work(group, lr_scale=1.0) -> Work:
+def full_work(group: jax.Array, lr_scale: ArrayLike = 1.0) -> Work:
     """Returns work without anything extra, all of it completed."""
     return Work(group, jnp.ones(group.shape), jnp.full(group.shape, lr_scale, jnp.float32))

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import core, lax
 
 
 def stage_widths(most: int) -> list[int]:
@@ -41,7 +41,7 @@ def ragged_fori_loop(count, body, begin):
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, begin))
 
     def step(own, i, carry):
-        return jax.core.eval_jaxpr(traced.jaxpr, own, i, *carry)
+        return core.eval_jaxpr(traced.jaxpr, own, i, *carry)
 
     @jax.custom_batching.custom_vmap
     def loop(count, own, carry):

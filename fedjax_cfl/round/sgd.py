@@ -5,7 +5,6 @@
 from bisect import bisect_left
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +21,11 @@ from fedjax_cfl.round.cohort import (
     cost_by_samples,
     make_int_array,
 )
-from fedjax_cfl.round.local import Local, Work
+from fedjax_cfl.round.local import Local, StepPlan, Work, count_steps, plan_steps
 from fedjax_cfl.round.objective import Objective, erm
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.shuffle import random_permutations, shuffle_table
 from fedjax_cfl.types import FederatedData, Task, Upload
-
-
-class StepPlan(NamedTuple):
-    """The steps of one client."""
-
-    steps: jax.Array  # [] int32, to take
-    per_epoch: jax.Array  # [] int32
-    last_epoch: jax.Array  # [] int32, the epoch of the last step
-    random_words: jax.Array  # [2] uint32, what its permutations are drawn from
-
-    def locate_batch(self, step, batch: int):
-        """Returns (epoch, first sample of the step within it)."""
-        return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
-
-    def seen(self, count, batch: int):
-        """Returns the samples [2] that were reached in the first and in the last epoch."""
-        last = self.steps - self.last_epoch * self.per_epoch
-        return jnp.stack([jnp.minimum(self.steps * batch, count), jnp.minimum(last * batch, count)])
 
 
 def sgd(task: Task, local: Local, objective=None) -> Partial:
@@ -95,14 +76,6 @@ def sgd(task: Task, local: Local, objective=None) -> Partial:
     return Partial(visit, as_pytree(objective), local.lr)
 
 
-def plan_steps(local: Local, count, fraction, random_words) -> StepPlan:
-    """Plans the steps of a client of `count` samples that completes `fraction` of them."""
-    per_epoch = jnp.maximum(lax.div(count + local.batch_size - 1, local.batch_size), 1)
-    planned = local.epochs * per_epoch if local.steps is None else local.steps
-    steps = jnp.where(count > 0, jnp.ceil(fraction * planned - 1e-3).astype(jnp.int32), 0)
-    return StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), random_words)
-
-
 def choose_train(task: Task, local: Local, objective, data: FederatedData, bucket):
     """Returns the ways to train that clients of these data need, and the number [] of the
     one for clients of size class `bucket`: in sample space by size, else directly.
@@ -128,12 +101,6 @@ def choose_train(task: Task, local: Local, objective, data: FederatedData, bucke
     if not sizes:
         return branches, 0
     return branches, make_int_array([bisect_left(sizes, size) for size in buckets])[bucket]
-
-
-def count_steps(local: Local, size):
-    """Returns the most steps that a client of `size` samples takes."""
-    per_epoch = -(-size // local.batch_size)
-    return local.epochs * per_epoch if local.steps is None else 0 * per_epoch + local.steps
 
 
 def client_cost(task: Task, local: Local, capacity: int):
@@ -208,24 +175,11 @@ def make_dual_train(task: Task, objective, local: Local, size: int, passes: int)
     def train(client, data, start, client_extra, key, plan: StepPlan):
         count, first = client_range(client, data)
         rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
-        order = (
-            random_permutations(plan.random_words, count, size, passes)
-            .astype(jnp.int32)
-            .reshape(-1)
-        )
-        order = jnp.pad(order, (0, local.batch_size))
-        return dual_sgd.train_dual(
-            task,
-            objective,
-            local,
-            *data.gather(rows),
-            count,
-            order,
-            plan,
-            start,
-            client_extra,
-            key,
-        )
+        order = random_permutations(plan.random_words, count, size, passes).astype(jnp.int32)
+        order = jnp.pad(order.reshape(-1), (0, local.batch_size))
+        x, y = data.gather(rows)
+        samples = dual_sgd.Samples(x, y, count, order)
+        return dual_sgd.train_dual(task, objective, local, samples, plan, start, client_extra, key)
 
     return train
 

@@ -3,6 +3,7 @@ everything else (FlexCFL Fig. 6).
 """
 
 import jax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.round.counts import (
     add_counts,
@@ -14,7 +15,12 @@ from fedjax_cfl.round.counts import (
 from fedjax_cfl.types import Traffic
 
 
-def make_traffic(units_down=0, units_up=0, words_down=0, words_up=0) -> Traffic:
+def make_traffic(
+    units_down: ArrayLike = 0,
+    units_up: ArrayLike = 0,
+    words_down: ArrayLike = 0,
+    words_up: ArrayLike = 0,
+) -> Traffic:
     """Returns one entry of the ledger. Each argument is a whole number, or one for each
     slot of a cohort [S].
     """
