@@ -13,7 +13,8 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.algorithms.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.algorithms.flexcfl import ColdStart, fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm

@@ -37,9 +37,9 @@ def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
             jax.tree.map(lambda p: jnp.full_like(p, tau**2), params),
         )
 
-    def update(gradient, state, params=None):
-        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first, gradient)
-        squares = jax.tree.map(lambda v, g: second(v, g**2), state.second, gradient)
+    def update(updates, state, params=None):
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first, updates)
+        squares = jax.tree.map(lambda v, g: second(v, g**2), state.second, updates)
         return jax.tree.map(lambda m, v: -lr * m / (jnp.sqrt(v) + tau), first, squares), Moments(
             first, squares
         )

@@ -17,6 +17,7 @@ All shapes are static, for use inside a round: `align_to_center` keeps the width
 all of whose weights are 0. W units of a layer, J models.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -86,7 +87,7 @@ def find_layers(task: Task) -> tuple[Layer, ...]:
     return tuple(chain)
 
 
-def _follows(kernel: tuple[int, ...], width: int) -> bool:
+def _follows(kernel: Sequence[int], width: int) -> bool:
     return (
         kernel[-2] == width if len(kernel) > 2 else kernel[0] % width == 0
     )  # a dense layer may see a flattened image [H W width]

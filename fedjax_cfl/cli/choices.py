@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import temperature
 from fedjax_cfl.algorithms.fesem import (
-    cluster_local_models,
     e_step_of_all,
     e_step_of_cohort,
     full_distance,
     last_layer_distance,
     pull_by_size,
     pull_plainly,
-    random_models,
     stored_mean,
 )
 from fedjax_cfl.algorithms.fesem_ma import (
@@ -27,13 +25,14 @@ from fedjax_cfl.algorithms.fesem_ma import (
     weigh_classes,
     weigh_plainly,
 )
-from fedjax_cfl.algorithms.flexcfl import (
-    edc,
-    edc_randomized,
+from fedjax_cfl.algorithms.fesem_start import cluster_local_models, random_models
+from fedjax_cfl.algorithms.founding import (
+    cluster_by_edc,
+    cluster_by_madc,
+    cluster_by_randomized_edc,
     found_alone,
     join_nearest,
     join_random,
-    madc,
     start_from_founders,
     start_from_initial,
     train_epochs,
@@ -77,9 +76,9 @@ IFCA = {
 }
 FLEXCFL = {
     "measure": {
-        "edc": Maker(edc, ("restarts",)),
-        "edc_randomized": Maker(edc_randomized, ("restarts",)),
-        "madc": madc,
+        "edc": Maker(cluster_by_edc, ("restarts",)),
+        "edc_randomized": Maker(cluster_by_randomized_edc, ("restarts",)),
+        "madc": cluster_by_madc,
         "none": found_alone,
     },
     "group_start": {

@@ -1,5 +1,7 @@
 """Agglomerative clustering from a distance matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -53,33 +55,6 @@ def agglomerate(
     valid = jnp.ones(index.shape, bool) if valid is None else valid
     distance = jnp.where(distance < FARTHEST, distance, FARTHEST).astype(jnp.float32)  # NaN too
 
-    def step(carry):
-        distance, (a, union), bound, size, label = carry
-        for axis in (
-            0,
-            1,
-            # the last step's write, made before anything is read: else XLA copies the matrix at
-            # every step
-        ):
-            distance = jax.lax.dynamic_update_index_in_dim(distance, union, a, axis)
-        i = jnp.argmin(bound)
-        row = jnp.where((size > 0) & (index != i), distance[i], jnp.inf)
-        j, nearest = jnp.argmin(row), jnp.min(row)
-        merge = nearest <= bound[i]
-        a, b = jnp.minimum(i, j), jnp.maximum(i, j)
-        union = jnp.where(
-            merge,
-            LINKAGES[linkage](distance[a], distance[b], size[a], size[b], distance[a, b], size),
-            distance[a],
-        )
-        others = jnp.where((size > 0) & (index != a) & (index != b), union, jnp.inf)
-        bound = jnp.where(
-            merge, bound.at[a].set(jnp.min(others)).at[b].set(jnp.inf), bound.at[i].set(nearest)
-        )
-        size = jnp.where(merge, size.at[a].add(size[b]).at[b].set(0), size)
-        label = jnp.where(merge & (label == b), a, label)
-        return distance, (a, union), bound, size, label
-
     def unfinished(carry):
         left = jnp.sum(carry[3] > 0)
         return (left > max(m, 1)) | (
@@ -94,6 +69,34 @@ def agglomerate(
         valid.astype(jnp.float32),
         index,
     )
-    label = jax.lax.while_loop(unfinished, step, start)[4]  # the lowest index of the cluster
+    merge = functools.partial(_merge_closest, LINKAGES[linkage])
+    label = jax.lax.while_loop(unfinished, merge, start)[4]  # the lowest index of the cluster
     number = jnp.cumsum(valid & (label == index)) - 1
     return jnp.where(valid, number[label], -1).astype(jnp.int32)
+
+
+def _merge_closest(update, carry):
+    """One step: tightens the lowest bound, or merges the two clusters it belongs to."""
+    distance, (a, union), bound, size, label = carry
+    index = jnp.arange(bound.size, dtype=jnp.int32)
+    # the last step's write, made before anything is read: else XLA copies the matrix at every
+    # step
+    for axis in (0, 1):
+        distance = jax.lax.dynamic_update_index_in_dim(distance, union, a, axis)
+    i = jnp.argmin(bound)
+    row = jnp.where((size > 0) & (index != i), distance[i], jnp.inf)
+    j, nearest = jnp.argmin(row), jnp.min(row)
+    merge = nearest <= bound[i]
+    a, b = jnp.minimum(i, j), jnp.maximum(i, j)
+    union = jnp.where(
+        merge,
+        update(distance[a], distance[b], size[a], size[b], distance[a, b], size),
+        distance[a],
+    )
+    others = jnp.where((size > 0) & (index != a) & (index != b), union, jnp.inf)
+    bound = jnp.where(
+        merge, bound.at[a].set(jnp.min(others)).at[b].set(jnp.inf), bound.at[i].set(nearest)
+    )
+    size = jnp.where(merge, size.at[a].add(size[b]).at[b].set(0), size)
+    label = jnp.where(merge & (label == b), a, label)
+    return distance, (a, union), bound, size, label

@@ -32,7 +32,7 @@ class RunView:
 
 
 def over_clients_of_members(visit, local, in_chunks):
-    """Returns what `local.over_clients_of_members` does, in a form that may be mapped
+    """Returns what `cohort.over_clients` does, in a form that may be mapped
     over members at the price of their clients alone.
     """
     fixed, structure = jax.tree.flatten(visit if isinstance(visit, Partial) else Partial(visit))
@@ -74,33 +74,17 @@ def over_clients_of_members(visit, local, in_chunks):
         def each(is_batched, leaf):
             return leaf if is_batched else jnp.broadcast_to(leaf, (count, *leaf.shape))
 
-        def fold(
-            leaf,
-        ):  # [members, S, ...] -> [members * S, ...], every device keeping its own slots
-            return (
-                leaf.reshape(count, devices, -1, *leaf.shape[2:])
-                .swapaxes(0, 1)
-                .reshape(-1, *leaf.shape[2:])
-            )
-
-        def unfold(leaf):
-            return (
-                leaf.reshape(devices, count, -1, *leaf.shape[1:])
-                .swapaxes(0, 1)
-                .reshape(count, -1, *leaf.shape[1:])
-            )
-
         def shifted(is_batched, stack, index):
             return index + jnp.arange(count)[:, None] * stack.shape[1] if is_batched else index
 
+        def flat(is_batched, leaf):
+            return leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf
+
         clients, index, own = jax.tree.map(each, tuple(mine_batched), (clients, index, own))
         index = jax.tree.map(shifted, stacks_batched, stacks, index)
-        stacks = jax.tree.map(
-            lambda is_batched, leaf: leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf,
-            stacks_batched,
-            stacks,
-        )
-        out = jax.tree.map(unfold, joined(stacks, *jax.tree.map(fold, (clients, index, own))))
+        stacks = jax.tree.map(flat, stacks_batched, stacks)
+        folded = jax.tree.map(lambda leaf: fold(leaf, devices), (clients, index, own))
+        out = jax.tree.map(lambda leaf: unfold(leaf, count, devices), joined(stacks, *folded))
         return out, jax.tree.map(lambda _: True, out)
 
     def run(cohort: Cohort, data: FederatedData, shared, client_inputs=()):
@@ -109,3 +93,15 @@ def over_clients_of_members(visit, local, in_chunks):
         return joined(stacks, cohort.ids, index, client_inputs)
 
     return run
+
+
+def fold(leaf, devices: int):
+    """Returns [members, S, ...] as [members * S, ...], every device keeping its own slots."""
+    count, rest = leaf.shape[0], leaf.shape[2:]
+    return leaf.reshape(count, devices, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
+
+
+def unfold(leaf, count: int, devices: int):
+    """Returns what `fold` has made of [members, S, ...]."""
+    rest = leaf.shape[1:]
+    return leaf.reshape(devices, count, -1, *rest).swapaxes(0, 1).reshape(count, -1, *rest)

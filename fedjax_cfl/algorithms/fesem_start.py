@@ -1,0 +1,122 @@
+"""How FeSEM begins: the models that the server keeps of every client, and the first
+centers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_cfl.clustering.distances import gram
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.round import engine
+from fedjax_cfl.round.cohort import make_cohort
+from fedjax_cfl.round.hooks import (
+    Start,
+    StartFn,
+    make_report,
+)
+from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.pretrain import train_aside
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import group_mean
+from fedjax_cfl.types import (
+    FederatedData,
+    Params,
+    Task,
+)
+
+# of the points that are clustered at the start: exact for up to as many clients, beyond that
+# their principal directions
+MAX_EMBEDDING_DIMENSIONS = 256
+
+MakeStart = Callable[[Task, Local, int], StartFn]
+
+
+class ClientModels(struct.PyTreeNode):
+    """What the server keeps of every client."""
+
+    models: Params  # [K, ...], W_i, the model it last sent
+    # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    known: jax.Array
+    shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
+
+
+def random_models(task: Task, local: Local, m: int) -> StartFn:
+    """Starts from m random models; every client's stored model is the same one more
+    (FeSEM as the FlexCFL code has it: D5, D6).
+    """
+
+    def start(key, data):
+        keys = jax.random.split(key)
+        common = task.init(keys[1])
+        models = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), common
+        )
+        memory = ClientModels(models, jnp.ones(data.num_clients, bool))
+        return engine.random_groups(task, m)(keys[0], data)._replace(memory=memory)
+
+    return start
+
+
+def cluster_local_models(restarts: int = 20) -> MakeStart:
+    """Starts from K-means of the models all clients have after one local update of a
+    common random model, the best of `restarts`.
+
+    (Training settings of the paper's experiments; it does not say what W_i is before
+    training.) It costs K models down and K up and meets everybody. A group without
+    members starts from the common model.
+    """
+
+    def make(task: Task, local: Local, m: int) -> StartFn:
+        local = local.resolve()
+        train = train_aside(sgd(task, local), local)
+
+        def start(key, data: FederatedData) -> Start:
+            keys, clients = jax.random.split(key, 3), data.num_clients
+            common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
+            cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
+            work = full_work(jnp.zeros_like(cohort.ids))
+            upload, faults = train(cohort, data, (keys[1], common), work)
+
+            def by_client(part):
+                whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
+                return whole.at[cohort.ids].set(part, mode="drop")
+
+            delta, known = jax.tree.map(by_client, (upload.delta, upload.weight > 0))
+            found = kmeans(keys[2], embed_deltas(delta, known), m, restarts, weight=known)
+            centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, m)
+            sent = make_traffic(units_down=clients, units_up=clients)
+            return Start(
+                groups=jax.tree.map(jnp.add, common, centers),
+                assignment=found.labels,
+                memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
+                report=make_report(sent, fault_counts=faults),
+            )
+
+        return start
+
+    return make
+
+
+def embed_deltas(delta, known):
+    """Returns points [K, min(K, DIMENSIONS)] with the distances of `delta [K, ...]`:
+    K-means needs no more, however large the models.
+
+    With G = Q diag(l) Q' the inner products of the centered updates, the rows of Q
+    sqrt(l) have the same inner products. The top directions alone lose next to nothing
+    of a K-means cost: at most a factor 1 + m / DIMENSIONS (Cohen et al. 2015,
+    https://arxiv.org/abs/1410.6801).
+    """
+    weight = known / jnp.maximum(jnp.sum(known), 1)
+
+    def centered(leaf):
+        return jax.vmap(jnp.where, (0, 0, None))(
+            known, leaf - jnp.tensordot(weight, leaf, axes=1), 0.0
+        )
+
+    values, vectors = jnp.linalg.eigh(gram(jax.tree.map(centered, delta)))
+    return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1][:, :MAX_EMBEDDING_DIMENSIONS]
