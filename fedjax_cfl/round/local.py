@@ -1,13 +1,13 @@
 """How clients train: the settings of local work, and what each client is asked to do."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import is_cpu, make_mesh
-from fedjax_cfl.validation import check_value
+from fedjax_cfl.validation import BelowOne, Epochs, PositiveFloat, PositiveInt, check_arguments
 
 MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 
@@ -15,10 +15,10 @@ MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 class Local(NamedTuple):
     """How clients train: plain SGD over reshuffled epochs; and how they fail."""
 
-    lr: float | jax.Array  # step size
-    epochs: int  # E, passes over the client's samples
-    batch_size: int  # B; the short last batch is kept
-    width: int | None = (
+    lr: PositiveFloat | jax.Array  # step size
+    epochs: Epochs  # E, passes over the client's samples
+    batch_size: PositiveInt  # B; the short last batch is kept
+    width: PositiveInt | None = (
         # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator
         # all of its share
         None
@@ -27,8 +27,10 @@ class Local(NamedTuple):
     faults: Faults = Faults()
     # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the
     # cheaper
-    first_layer: str = "auto"
-    momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    first_layer: Literal["auto", "direct", "dual"] = "auto"
+    momentum: BelowOne = (
+        0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    )
     vmap_runs: bool = (
         False  # True: under `vmap`, the cohorts of all members are trained as one, see `members`
     )
@@ -40,13 +42,7 @@ class Local(NamedTuple):
         Side by side, sample space would be padded to the largest client, so that there
         auto is direct.
         """
-        for name in (
-            "epochs",
-            "batch_size",
-            "first_layer",
-            *(("lr",) if isinstance(self.lr, int | float) else ()),
-        ):
-            check_value(f"local.{name}", getattr(self, name))
+        check_arguments(Local, self._asdict(), "local")
         mesh = self.mesh or make_mesh()
         width = self.width or (1 if is_cpu(mesh) else MAX_WIDTH)
         return self._replace(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import check_value
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Select = Callable[..., jax.Array]
 MAX_SORTED = 2**16  # clients up to which a whole permutation is drawn
@@ -25,11 +25,11 @@ def full_participation() -> Select:
     return select
 
 
-def uniform(clients_per_round: int) -> Select:
+def uniform(clients_per_round: PositiveInt) -> Select:
     """Draws uniformly without replacement every round (FedAvg). Raises InputError for
     no client, later for more than there are.
     """
-    check_value("clients_per_round", clients_per_round)
+    check_arguments(uniform, locals())
 
     def select(key, round, num_clients):
         if clients_per_round > num_clients:
@@ -71,7 +71,7 @@ def sample_distinct(key, count: int, num_clients: int):
     return jax.vmap(inside)(jnp.arange(count, dtype=jnp.uint32)).astype(jnp.int32)
 
 
-def rr_then_random(clients_per_round: int) -> Select:
+def rr_then_random(clients_per_round: PositiveInt) -> Select:
     """Visits every client once in order, wrapping round, then draws uniformly (the
     clustered trainers of FlexCFL).
     """
