@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import sys
 
 import hydra
 import jax
@@ -13,11 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 import fedjax_cfl as cfl
 from fedjax_cfl import distributed
 from fedjax_cfl.algorithms.received import evaluate_received
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_sizes
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.rules import PACKAGE
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
+from fedjax_cfl.validation import check_arguments
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -89,8 +93,12 @@ def build_algorithm(
         for name, value in (values or {}).items()
         if name.startswith("algorithm.")
     }
-    fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
-    select = instantiate_target("algorithm.select", config.algorithm.select, **fixed)
+    fixed = {"num_clients": data.num_clients, "rounds": resolved["rounds"]}
+    select = instantiate_target(
+        "algorithm.select",
+        config.algorithm.select,
+        **(fixed if config.algorithm.select.get("_partial_") else {}),
+    )
     rest = {
         name: value
         for name, value in resolved["algorithm"].items()
@@ -121,17 +129,33 @@ def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Loc
 
 def instantiate_target(field: str, node: DictConfig, *arguments, **options):
     """Calls the function that a node's `_target_` names, with the node's other values;
-    its own errors stay its own.
+    its own errors stay its own. Raises InputError for a name that cannot be imported and
+    for values that the function does not allow.
     """
-    target = node.get("_target_")
+    target = str(node.get("_target_"))
+    if not target.startswith(PACKAGE):
+        add_current_folder()
     try:
         function = instantiate(node, _partial_=True, _convert_="all")
     except HydraException as error:
-        while error.__cause__:
-            error = error.__cause__
-        raise InputError(f"{field}._target_={target}: cannot be imported: {error}") from None
+        cause: BaseException = error
+        while cause.__cause__:
+            cause = cause.__cause__
+        raise InputError(f"{field}._target_={target}: cannot be imported: {cause}") from None
+    given = function.keywords | options
     try:
-        inspect.signature(function.func).bind(*arguments, **function.keywords | options)
+        inspect.signature(function.func).bind(*arguments, **given)
     except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
         raise InputError(f"{field}._target_={target}: {error}") from None
+    check_arguments(function.func, given, field)
     return function(*arguments, **options)
+
+
+def add_current_folder() -> None:
+    """Lets a `_target_` of the user's own be imported from the current folder, which is
+    looked at last, so that it shadows nothing.
+
+    Only a run that names such a target imports anything from there.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
