@@ -48,8 +48,7 @@ def build(config: DictConfig, resolved: dict):
     InputError for data or sizes that do not fit.
     """
     distributed.connect(resolved["coordinator"], resolved["processes"], resolved["process"])
-    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
-        cfl.use_cpu_cores()
+    use_run_devices()
     jax.config.update(
         "jax_default_matmul_precision", config.precision
     )  # by default accelerators round inputs to TF32 or bfloat16
@@ -77,6 +76,12 @@ def build(config: DictConfig, resolved: dict):
     )
     prefetch.check_host_data(data, algorithm, drift)
     return algorithm, task, data, drift, mesh
+
+
+def use_run_devices() -> None:
+    """Makes every CPU core a device, unless another platform is asked for."""
+    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
+        cfl.use_cpu_cores()
 
 
 def build_algorithm(
