@@ -101,7 +101,7 @@ ANYTHING = Rule("anything", lambda value: True)
 # checks
 
 
-def rule_of(annotation) -> Rule | None:
+def rule_of(annotation: Any) -> Rule | None:
     """Returns the rule that an annotation carries, or None."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:

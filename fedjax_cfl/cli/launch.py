@@ -17,7 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fedjax_cfl.cli.build import build, build_algorithm
-from fedjax_cfl.cli.main import print_error
+from fedjax_cfl.cli.conf import resolve_config
+from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import grid
@@ -33,7 +34,7 @@ def run_config(config: DictConfig) -> None:
     """Builds and runs one configuration in its directory, or a grid below it. Exits with
     1 or 2 and one line on stderr where it cannot.
     """
-    resolved = resolve(config)
+    resolved = resolve_config(config)
     alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = Path(
         str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir
@@ -41,7 +42,7 @@ def run_config(config: DictConfig) -> None:
     try:
         use_compile_cache()
         axes = grid.grid_axes(resolved)
-        status = run_grid(config, axes, run_dir) if axes else run_one(config, resolved, run_dir)
+        status = run_grid(config, axes, run_dir) if axes else run_one(resolved, run_dir)
         if status:
             sys.exit(status)
     except (RunError, OSError) as error:
@@ -55,15 +56,6 @@ def run_config(config: DictConfig) -> None:
         sys.exit(print_error(error))
 
 
-def resolve(config: DictConfig) -> dict[str, Any]:
-    """Returns the settings of a run as a dict, without the published numbers of an
-    experiment.
-    """
-    resolved: Any = OmegaConf.to_container(config, resolve=True)
-    resolved.pop("paper", None)
-    return resolved
-
-
 def remove_unused_sweep(run_dir: Path) -> None:
     """Removes the folder of a sweep that never began: all it holds is what was there
     before its first run.
@@ -73,9 +65,9 @@ def remove_unused_sweep(run_dir: Path) -> None:
         shutil.rmtree(run_dir.parent)
 
 
-def run_one(config: DictConfig, resolved: dict, run_dir: Path) -> int:
+def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
-    algorithm, _, data, drift, mesh = parts = build(config, resolved)
+    algorithm, _, data, drift, mesh = parts = build(resolved)
     asked = list(HydraConfig.get().overrides.task)
     with contextlib.ExitStack() as locks:
 
@@ -95,12 +87,12 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     parts: dict[int, tuple] = {}  # of each seed
     for member in members:
         if member.config["seed"] not in parts:
-            parts[member.config["seed"]] = build(OmegaConf.create(member.config), member.config)
+            parts[member.config["seed"]] = build(member.config)
     first = members[0].config
     _, task, data, _, mesh = parts[first["seed"]]
 
     def make(values):
-        return build_algorithm(OmegaConf.create(first), first, task, data, mesh, values)
+        return build_algorithm(first, task, data, mesh, values)
 
     with contextlib.ExitStack() as locks:
         for member in members:
@@ -135,7 +127,7 @@ def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> li
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        members.append(grid.Member(resolve(own), overrides, folder))
+        members.append(grid.Member(resolve_config(own), overrides, folder))
     return members
 
 

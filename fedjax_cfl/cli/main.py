@@ -9,9 +9,11 @@ import importlib.metadata
 import io
 import sys
 import textwrap
+from collections.abc import Iterator
+from typing import Any
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.outputs import guard_outputs, report_lost_output
+from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
 from fedjax_cfl.errors import InputError
 
 COMMANDS = {
@@ -66,7 +68,7 @@ def run_arguments(arguments: list[str]) -> int:
     return 0
 
 
-def run_config(config) -> None:
+def run_config(config: Any) -> None:
     """Runs one configuration; Hydra calls it once, or once per run of a sweep, then maybe
     in another process.
     """
@@ -88,20 +90,14 @@ def run_command(name: str, *arguments: str) -> int:
 
 
 @contextlib.contextmanager
-def wrap_help():
+def wrap_help() -> Iterator[None]:
     """Folds what is printed meanwhile: Hydra gives each group of choices one line,
     however many there are.
     """
+    held = io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as held:
+        with contextlib.redirect_stdout(held):
             yield
     finally:  # Hydra exits by itself
         for line in held.getvalue().splitlines():
             print(textwrap.fill(line, 130, subsequent_indent="  ") if len(line) > 140 else line)
-
-
-def print_error(error: Exception | str) -> int:
-    """Prints bad input as one line and returns its exit status."""
-    if str(error):  # empty: process 0 has said it
-        print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
-    return 2

@@ -6,6 +6,7 @@ the same.
 import io
 import os
 import sys
+from typing import Any
 
 
 class ForgivingOutput(io.RawIOBase):
@@ -24,7 +25,7 @@ class ForgivingOutput(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self.descriptor)
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         if self.error is None:
             try:
                 return os.write(self.descriptor, data)
@@ -80,3 +81,10 @@ def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
     print(f"fedjax-cfl: stdout: {lost.strerror}; not all could be printed", file=sys.stderr)
     sys.stderr.flush()
     return True
+
+
+def print_error(error: Exception | str) -> int:
+    """Prints bad input as one line and returns its exit status."""
+    if str(error):  # empty: process 0 has said it
+        print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
+    return 2

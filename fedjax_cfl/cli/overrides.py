@@ -12,11 +12,10 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli import config_check
-from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.conf import CONF, resolve_config
 from fedjax_cfl.cli.config_check import check_name
 from fedjax_cfl.cli.rules import collect_rules
 from fedjax_cfl.cli.sweep import Sweep, list_points
@@ -114,7 +113,7 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
 def _values(override: Override, multirun: bool) -> list[str]:
     """Returns an override of a sweep once for each of its values, any other as it is."""
     if not override.is_sweep_override():
-        return [override.input_line]
+        return [_text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
         together = (
             f", or vectorize=[{override.key_or_group}]"
@@ -177,60 +176,54 @@ def _groups() -> dict[str, list[str]]:
 
 
 @functools.cache
-def _default(chosen: tuple[str, ...]) -> dict:
+def _default(chosen: tuple[str, ...]) -> dict[str, Any]:
     """Returns every setting by its dotted name, as it is when nothing but these options
     of groups is chosen.
     """
-    return dict(
-        flatten_settings(
-            OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)
-        )
-    )
+    return dict(flatten_settings(resolve_config(hydra.compose("config", list(chosen)))))
 
 
-def check_overrides(overrides: list[str]) -> dict:
+def check_overrides(overrides: list[str]) -> dict[str, Any]:
     """Returns a resolved configuration as a dict. Raises InputError for names that do
     not exist and values that are not allowed.
     """
-    groups, asked = _groups(), [parse_override(text) for text in overrides]
+    asked = [parse_override(text) for text in overrides]
+    chosen = _check_options(asked)
+    try:
+        default = _default(tuple(_text_of(override) for override in chosen))
+        for override in asked:
+            adds = override.is_add() or override.is_force_add() or override.is_hydra_override()
+            if override not in chosen and not adds:
+                known = [*default, *_groups()]
+                name, removed = override.key_or_group, override.is_delete()
+                check_name(_text_of(override), name, known, removed)
+        config = resolve_config(hydra.compose("config", overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ or error
+        key = getattr(cause, "full_key", None)
+        wrong = next((_text_of(o) for o in asked if o.key_or_group == key), None)
+        reason = str(cause).splitlines()[0]
+        raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
+    names = [override.key_or_group for override in asked]
+    config_check.check_settings(config, default, collect_rules(config), names)
+    return config
+
+
+def _check_options(asked: list[Override]) -> list[Override]:
+    """Returns the overrides that choose an option of a group. Raises InputError for an
+    option that does not exist.
+    """
+    groups = _groups()
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
-        name, value = override.key_or_group, override.input_line.partition("=")[2].strip("'\"")
+        name, value = override.key_or_group, _text_of(override).partition("=")[2].strip("'\"")
         if value not in groups[name]:
             raise InputError(
                 f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}"
             )
-    try:
-        default = _default(tuple(override.input_line for override in chosen))
-        for override in asked:
-            if not (
-                override in chosen
-                or override.is_add()
-                or override.is_force_add()
-                or override.is_hydra_override()
-            ):
-                check_name(
-                    override.input_line,
-                    override.key_or_group,
-                    [*default, *groups],
-                    override.is_delete(),
-                )
-        config = OmegaConf.to_container(hydra.compose("config", overrides), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ or error
-        wrong = next(
-            (o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)),
-            None,
-        )
-        reason = str(cause).splitlines()[0]
-        raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
-    return check_config(config, default, [override.key_or_group for override in asked])
+    return chosen
 
 
-def check_config(config: Any, default: dict, asked: list[str]) -> dict:
-    """Returns a composed configuration without the published numbers of an experiment,
-    which are no setting of a run. Raises InputError for a value that is not allowed.
-    """
-    config.pop("paper", None)
-    config_check.check_settings(config, default, collect_rules(config), asked)
-    return config
+def _text_of(override: Override) -> str:
+    """Returns an override as it was written."""
+    return override.input_line or ""

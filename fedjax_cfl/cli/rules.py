@@ -4,8 +4,8 @@ dotted name under which the configuration gives it.
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, NamedTuple
 
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
@@ -22,97 +22,116 @@ from fedjax_cfl.validation import (
     Seed,
     Trim,
     number,
-    one_of,
-    or_none,
     parameter_rules,
-    rule_of,
 )
 
 PACKAGE = "fedjax_cfl."
-# Nodes of a configuration without a `_target_`, and what takes their values.
-OWNERS: dict[str, Callable] = {"": check_plan, "local.": Local, "faults.": Faults}
-# Settings of the run itself.
-RUN_KINDS: dict[str, Any] = {
-    "seed": Seed,
-    "seeds": PositiveInt,
-    "clients_per_round": PositiveInt,
-    "devices": PositiveInt | None,
-    "processes": PositiveInt | None,
-    "process": NaturalInt | None,
-    "checkpoint.every": PositiveInt,
-    "checkpoint.minutes": PositiveFloat,
-    "checkpoint.keep": PositiveInt,
-    "model.l2": parameter_rules(as_task)["l2"],
-    "preset.l2": or_none(parameter_rules(as_task)["l2"]),
-    "precision": one_of("float32", "tensorfloat32", "bfloat16"),
-    "resume": one_of("auto", "must", "never"),
-    "resident": one_of("device", "host"),
-    "test_on": one_of("group", "received"),
-    "coordinator": Rule(
-        "null, auto or HOST:PORT",
-        lambda value: value in (None, "auto") or bool(re.fullmatch(r"\S+:\d{1,5}", str(value))),
-    ),
-    "run_dir": Rule(
-        "the name of a directory",
-        lambda value: type(value) in (str, int) and bool(str(value).strip()),
-    ),
-    "local.width": Rule(
-        "auto or a whole number >= 1",
-        lambda value: (
-            value == "auto" or (isinstance(value, int) and value is not True and value >= 1)
-        ),
-    ),
-}
-# Until the parameters of `fedjax_cfl.algorithms` are annotated themselves: an annotation wins,
-# and the line here goes.
-ALGORITHM_KINDS: dict[str, Any] = {
-    "m": PositiveInt,
-    "alpha": PositiveInt,
-    "eta_g": NonNegativeFloat,
-    "mu": NonNegativeFloat,
-    "q": NonNegativeFloat,
-    "server_lr": PositiveFloat,
-    "momentum": BelowOne,
-    "b1": BelowOne,
-    "b2": BelowOne,
-    "tau": PositiveFloat,
-    "drop_percent": Fraction,
-    "share": Fraction,
-    "restarts": PositiveInt,
-    "spare": BelowOne,
-    "restart_rounds": PositiveInt,
-    "temperature_max": number("a finite number > 1", lambda value: value > 1),
-    "epsilon": PositiveFloat | None,
-    "beta": Trim,
-    "theta": Trim,
-    "erm_epochs": Epochs | None,
-    "iterations": PositiveInt,
-    "eps1": NonNegativeFloat,
-    "eps2": NonNegativeFloat,
-    "gamma_max": Fraction,
-    "min_size": PositiveInt,
-    "warm_up": NaturalInt,
-    "threshold": PositiveFloat | None,
-}
+HOST = Rule(
+    "null, auto or HOST:PORT",
+    lambda value: value in (None, "auto") or bool(re.fullmatch(r"\S+:\d{1,5}", str(value))),
+)
+DIRECTORY = Rule(
+    "the name of a directory",
+    lambda value: type(value) in (str, int) and bool(str(value).strip()),
+)
+WIDTH = Rule(
+    "auto or a whole number >= 1",
+    lambda value: value == "auto" or (isinstance(value, int) and value is not True and value >= 1),
+)
 
 
-def _rules(kinds: Mapping[str, Any], prefix: str = "") -> dict[str, Rule]:
-    """Returns the rule of each kind; a rule may stand for itself."""
-    rules = {
-        name: kind if isinstance(kind, Rule) else rule_of(kind) for name, kind in kinds.items()
-    }
-    return {f"{prefix}{name}": rule for name, rule in rules.items() if rule}
+class RunSettings(NamedTuple):
+    """Settings of the run itself, which no function of the library takes."""
+
+    seed: Seed
+    seeds: PositiveInt
+    clients_per_round: PositiveInt
+    devices: PositiveInt | None
+    precision: Literal["float32", "tensorfloat32", "bfloat16"]
+    resident: Literal["device", "host"]
+    test_on: Literal["group", "received"]
+    resume: Literal["auto", "must", "never"]
+    run_dir: Annotated[str, DIRECTORY]
+    coordinator: Annotated[str | None, HOST]
+    processes: PositiveInt | None
+    process: NaturalInt | None
+
+
+class CheckpointSettings(NamedTuple):
+    """Settings under `checkpoint`."""
+
+    every: PositiveInt  # rounds
+    minutes: PositiveFloat
+    keep: PositiveInt
+
+
+class WidthSetting(NamedTuple):
+    """The setting under `local` that is settled before `Local` gets it."""
+
+    width: Annotated[int | str, WIDTH]
+
+
+class PresetSettings(NamedTuple):
+    """Settings under `preset` that are not handed on as they are."""
+
+    l2: NonNegativeFloat | None
+
+
+# Until the parameters of `fedjax_cfl.algorithms` are annotated themselves: an annotation there
+# wins, and the line here goes.
+class AlgorithmSettings(NamedTuple):
+    """Settings under `algorithm`."""
+
+    m: PositiveInt
+    alpha: PositiveInt
+    eta_g: NonNegativeFloat
+    mu: NonNegativeFloat
+    q: NonNegativeFloat
+    server_lr: PositiveFloat
+    momentum: BelowOne
+    b1: BelowOne
+    b2: BelowOne
+    tau: PositiveFloat
+    drop_percent: Fraction
+    share: Fraction
+    restarts: PositiveInt
+    spare: BelowOne
+    restart_rounds: PositiveInt
+    temperature_max: Annotated[float, number("a finite number > 1", lambda value: value > 1)]
+    epsilon: PositiveFloat | None
+    beta: Trim
+    theta: Trim
+    erm_epochs: Epochs | None
+    iterations: PositiveInt
+    eps1: NonNegativeFloat
+    eps2: NonNegativeFloat
+    gamma_max: Fraction
+    min_size: PositiveInt
+    warm_up: NaturalInt
+    threshold: PositiveFloat | None
 
 
 def collect_rules(config: dict) -> dict[str, Rule]:
-    """Returns the rules of a resolved configuration by dotted name: those of the run, and
-    those of the package's functions that its `_target_`s name.
+    """Returns the rules of a resolved configuration by dotted name: those of the package's
+    functions that its `_target_`s name, and those of the run.
     """
-    rules = _rules(ALGORITHM_KINDS, "algorithm.")
-    found = [*OWNERS.items(), *find_targets(config)]
-    for prefix, function in found:
-        rules |= {f"{prefix}{name}": rule for name, rule in parameter_rules(function).items()}
-    return rules | _rules(RUN_KINDS)
+    owners: list[tuple[str, Callable]] = [
+        ("algorithm.", AlgorithmSettings),
+        ("", check_plan),
+        ("local.", Local),
+        ("faults.", Faults),
+        *find_targets(config),
+        ("model.", as_task),
+        ("preset.", PresetSettings),
+        ("local.", WidthSetting),
+        ("checkpoint.", CheckpointSettings),
+        ("", RunSettings),
+    ]
+    return {
+        f"{prefix}{name}": rule
+        for prefix, owner in owners
+        for name, rule in parameter_rules(owner).items()
+    }
 
 
 def find_targets(node: dict, path: str = "") -> Iterator[tuple[str, Callable]]:

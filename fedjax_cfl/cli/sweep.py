@@ -24,12 +24,9 @@ def list_points(choices: Sequence[Sequence[str]]) -> list[dict[str, str]]:
 
     `choices` holds the values of every setting, each as KEY=VALUE.
     """
-    varying = [
-        [option.partition("=")[::2] for option in options]
-        for options in choices
-        if len(options) > 1
-    ]
-    return [dict(point) for point in itertools.product(*varying)]
+    varying = [options for options in choices if len(options) > 1]
+    points = [[option.partition("=") for option in point] for point in itertools.product(*varying)]
+    return [{name: value for name, _, value in point} for point in points]
 
 
 def write_index(folder: Path, points: Sequence[Mapping[str, Any]]) -> None:
