@@ -1,24 +1,32 @@
-"""Clustered federated learning in JAX. Start with `types.py`, then `round/engine.py`."""
+"""Clustered federated learning in JAX. Start with `types.py`, then `round/engine.py`.
 
-from fedjax_cfl import algorithms, models
-from fedjax_cfl.data import concept, datasets, drift, federate, partition
-from fedjax_cfl.errors import InputError
-from fedjax_cfl.models import as_task
-from fedjax_cfl.round import Faults, Local, federated, select
-from fedjax_cfl.sharding import make_mesh, use_cpu_cores
-from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
-from fedjax_cfl.types import (
-    Algorithm,
-    ClientIndex,
-    FederatedData,
-    Info,
-    Partition,
-    Pool,
-    ServedModels,
-    State,
-    Task,
-    Upload,
-)
+What is listed here is imported when it is first asked for, so that `fedjax-cfl --help`
+need not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedjax_cfl import algorithms, models
+    from fedjax_cfl.data import concept, datasets, drift, federate, partition
+    from fedjax_cfl.errors import InputError
+    from fedjax_cfl.models import as_task
+    from fedjax_cfl.round import Faults, Local, federated, select
+    from fedjax_cfl.sharding import make_mesh, use_cpu_cores
+    from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
+    from fedjax_cfl.types import (
+        Algorithm,
+        ClientIndex,
+        FederatedData,
+        Info,
+        Partition,
+        Pool,
+        ServedModels,
+        State,
+        Task,
+        Upload,
+    )
 
 __version__ = "0.1.0"
 
@@ -53,3 +61,25 @@ __all__ = [
     "select",
     "use_cpu_cores",
 ]
+HOMES = {  # where each of them is from, for Python what stands above for type checkers
+    "data": ("concept", "datasets", "drift", "federate", "partition"),
+    "errors": ("InputError",),
+    "models": ("as_task",),
+    "round": ("Faults", "Local", "federated", "select"),
+    "sharding": ("make_mesh", "use_cpu_cores"),
+    "simulation": ("choose_k", "make_block_fn", "make_run_fn", "run"),
+}
+
+
+def __getattr__(name: str):
+    """Imports one of `__all__`."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("algorithms", "models"):
+        return importlib.import_module(f"fedjax_cfl.{name}")
+    home = next((room for room, names in HOMES.items() if name in names), "types")
+    return getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

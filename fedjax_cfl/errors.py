@@ -4,6 +4,7 @@ value and what is allowed.
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class InputError(ValueError):
@@ -22,7 +23,7 @@ class NonFiniteUpdate(RunError):
     """
 
 
-def require(field: str, value, options: Iterable[str]) -> None:
+def require(field: str, value: Any, options: Iterable[str]) -> None:
     """Raises InputError unless `value` is one of `options`."""
     if value not in options:
         raise InputError(

@@ -1,29 +1,45 @@
-"""What a setting may be: rules, and the one line that says what is allowed."""
+"""What a value may be: the kinds of values, and the one line that says what is allowed.
 
+The range of a setting stands in the annotation of the parameter that takes it:
+
+    def tkm(task, local, select, *, m: PositiveInt, beta: Trim = 0.2) -> Algorithm:
+        check_arguments(tkm, locals(), "algorithm")
+
+`check_arguments` reads it for callers from Python. The command line reads it from every
+`_target_` of a configuration, with `parameter_rules`, before anything is loaded.
+"""
+
+import functools
 import math
-import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
 
 from fedjax_cfl.errors import InputError
 
+# What arrays on a device hold: larger numbers are infinite there, smaller ones may be 0.
+FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_MIN = 1.1754943508222875e-38
+
 
 class Rule(NamedTuple):
-    """What one setting may be."""
+    """What one value may be."""
 
-    allowed: str
+    allowed: str  # completes "must be ..."
     holds: Callable[[Any], bool]
 
 
-def _whole(low: int, high: int | None = None, or_none: bool = False) -> Rule:
-    text = (
-        "a whole number"
-        f" {'from ' + str(low) + ' to ' + str(high) if high is not None else '>= ' + str(low)}"
-    )
+# kinds of rules
 
-    def holds(value):
-        if value is None:
-            return or_none
+
+def whole(low: int, high: int | None = None) -> Rule:
+    """Allows whole numbers from `low` on, or from `low` to `high`."""
+    text = f"from {low} to {high}" if high is not None else f">= {low}"
+
+    def holds(value) -> bool:
         return (
             isinstance(value, int)
             and not isinstance(value, bool)
@@ -31,126 +47,115 @@ def _whole(low: int, high: int | None = None, or_none: bool = False) -> Rule:
             and (high is None or value <= high)
         )
 
-    return Rule(text + (" or null" if or_none else ""), holds)
+    return Rule(f"a whole number {text}", holds)
 
 
-def _number(text: str, inside: Callable[[float], bool]) -> Rule:
-    def holds(value):
+def number(text: str, inside: Callable[[float], bool]) -> Rule:
+    """Allows the numbers `inside`, which `text` describes, if they are finite and not
+    lost in float32.
+    """
+
+    def holds(value) -> bool:
         return (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and math.isfinite(value)
+            and abs(value) <= FLOAT32_MAX
+            and (value == 0 or abs(value) >= FLOAT32_MIN)
             and inside(value)
         )
 
     return Rule(text, holds)
 
 
-def _one_of(*options) -> Rule:
+def one_of(*options) -> Rule:
+    """Allows the given values."""
     return Rule("one of " + ", ".join(map(str, options)), lambda value: value in options)
 
 
-_positive = _number("a finite number > 0", lambda value: value > 0)
-_not_negative = _number("a finite number >= 0", lambda value: value >= 0)
-_fraction = _number("a number between 0 and 1", lambda value: 0 <= value <= 1)
-_trim = _number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
-_flag = Rule("true or false", lambda value: isinstance(value, bool))
-_text = Rule("text", lambda value: isinstance(value, str) and bool(value))
-_any_number = _number("a finite number", lambda value: True)
-_below_one = _number("a number from 0 to below 1", lambda value: 0 <= value < 1)
-_list = Rule("a list, as [1,2]", lambda value: isinstance(value, list))
-_anything = Rule("anything", lambda value: True)
-RULES = {
-    "seed": _whole(0, 2**31 - 1),
-    "seeds": _whole(1),
-    "rounds": _whole(1),
-    "clients_per_round": _whole(1),
-    "eval_every": _whole(1),
-    "devices": _whole(1, or_none=True),
-    "precision": _one_of("float32", "tensorfloat32", "bfloat16"),
-    "coordinator": Rule(
-        "null, auto or HOST:PORT",
-        lambda value: value in (None, "auto") or re.fullmatch(r"\S+:\d{1,5}", str(value)),
-    ),
-    "processes": _whole(1, or_none=True),
-    "process": _whole(0, or_none=True),
-    "run_dir": Rule(
-        "the name of a directory",
-        lambda value: type(value) in (str, int) and bool(str(value).strip()),
-    ),
-    "resume": _one_of("auto", "must", "never"),
-    "checkpoint.every": _whole(1),
-    "checkpoint.minutes": _positive,
-    "checkpoint.keep": _whole(1),
-    "faults.dropout": _fraction,
-    "faults.straggler": _fraction,
-    "faults.nan": _fraction,
-    "faults.byzantine": _fraction,
-    "faults.scale": _not_negative,
-    "resident": _one_of("device", "host"),
-    "discard": _one_of("rounds", "met", "none"),
-    "test_on": _one_of("group", "received"),
-    "local.lr": _positive,
-    "local.epochs": _whole(1, 100_000),
-    "local.batch_size": _whole(1),
-    "local.momentum": _below_one,
-    "local.steps": _whole(1, or_none=True),
-    "local.weight_decay": _not_negative,
-    "local.width": Rule(
-        "auto or a whole number >= 1", lambda value: value == "auto" or _whole(1).holds(value)
-    ),
-    "local.first_layer": _one_of("auto", "direct", "dual"),
-    "model.l2": _not_negative,
-    "preset.l2": Rule(
-        "null or a finite number >= 0", lambda value: value is None or _not_negative.holds(value)
-    ),
-    "algorithm.m": _whole(1),
-    "algorithm.alpha": _whole(1),
-    "algorithm.eta_g": _not_negative,
-    "algorithm.mu": _not_negative,
-    "algorithm.q": _not_negative,
-    "algorithm.server_lr": _positive,
-    "algorithm.momentum": _below_one,
-    "algorithm.b1": _below_one,
-    "algorithm.b2": _below_one,
-    "algorithm.tau": _positive,
-    "algorithm.drop_percent": _fraction,
-    "algorithm.share": _fraction,
-    "algorithm.restarts": _whole(1),
-    "algorithm.spare": _below_one,
-    "algorithm.restart_rounds": _whole(1),
-    "algorithm.temperature_max": _number("a finite number > 1", lambda value: value > 1),
-    "algorithm.epsilon": Rule(
-        "null or a finite number > 0", lambda value: value is None or _positive.holds(value)
-    ),
-    "algorithm.beta": _trim,
-    "algorithm.theta": _trim,
-    "algorithm.erm_epochs": _whole(1, 100_000, or_none=True),
-    "algorithm.iterations": _whole(1),
-    "algorithm.eps1": _not_negative,
-    "algorithm.eps2": _not_negative,
-    "algorithm.gamma_max": _fraction,
-    "algorithm.min_size": _whole(1),
-    "algorithm.warm_up": _whole(0),
-    "algorithm.threshold": Rule(
-        "null or a finite number > 0", lambda value: value is None or _positive.holds(value)
-    ),
-    "dataset.source.num_classes": _whole(1, or_none=True),
-    "dataset.source.users": _whole(1, or_none=True),
-    "dataset.source.match_total": _whole(1, or_none=True),
-    "dataset.source.alpha": _not_negative,
-    "dataset.source.beta": _not_negative,
-    "partition.clients": _whole(1),
-    "partition.alpha": _positive,
-    "partition.test_fraction": _below_one,
-    "partition.classes_per_client": _whole(1),
-    "partition.shards_per_client": _whole(1),
-    "partition.samples_per_client": _whole(1),
-    "partition.seed_samples": _whole(1),
-    "partition.min_samples": _whole(0),
-    "partition.sigma": _positive,
-    "concept.groups": _whole(1),
-}
+def or_none(rule: Rule) -> Rule:
+    """Allows None as well, which the command line writes null."""
+    return Rule(f"null or {rule.allowed}", lambda value: value is None or rule.holds(value))
+
+
+# ready kinds, for annotations; `PositiveInt | None` allows None, `Literal["a", "b"]` names choices
+
+PositiveInt = Annotated[int, whole(1)]
+NaturalInt = Annotated[int, whole(0)]
+Epochs = Annotated[int, whole(1, 100_000)]
+Seed = Annotated[int, whole(0, 2**31 - 1)]
+PositiveFloat = Annotated[float, number("a finite number > 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, number("a finite number >= 0", lambda value: value >= 0)]
+FiniteFloat = Annotated[float, number("a finite number", lambda value: True)]
+Fraction = Annotated[float, number("a number between 0 and 1", lambda value: 0 <= value <= 1)]
+BelowOne = Annotated[float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)]
+Trim = Annotated[
+    float, number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
+]
+
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+TEXT = Rule("text", lambda value: isinstance(value, str) and bool(value))
+LIST = Rule("a list, as [1,2]", lambda value: isinstance(value, list))
+ANYTHING = Rule("anything", lambda value: True)
+
+
+# checks
+
+
+def rule_of(annotation: Any) -> Rule | None:
+    """Returns the rule that an annotation carries, or None."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return next((part for part in parts[1:] if isinstance(part, Rule)), None)
+    if origin is typing.Literal:
+        return one_of(*parts)
+    if origin in (typing.Union, types.UnionType):
+        rules = [rule for rule in map(rule_of, parts) if rule]
+        if len(rules) == 1:
+            return or_none(rules[0]) if type(None) in parts else rules[0]
+    return None
+
+
+@functools.cache
+def parameter_rules(function: Callable) -> Mapping[str, Rule]:
+    """Returns the rule of every parameter of a function, or field of a class, whose
+    annotation carries one.
+    """
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):  # names that only a type checker sees, or no function at all
+        hints = getattr(function, "__annotations__", {})
+    found = {name: rule_of(hint) for name, hint in hints.items() if name != "return"}
+    return {name: rule for name, rule in found.items() if rule}
+
+
+def check_arguments(function: Callable, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises InputError for the first of `values` that the annotation of `function`'s
+    parameter of that name does not allow.
+
+    `prefix` is what the message calls the owner: `m` of "algorithm" is algorithm.m.
+    Arrays, traced ones among them, and values without a rule are not looked at.
+    """
+    for name, rule in parameter_rules(function).items():
+        value = values.get(name)
+        if isinstance(value, np.generic):
+            value = value.item()
+        if name in values and not hasattr(value, "dtype"):
+            check_value(f"{prefix}.{name}" if prefix else name, value, rule)
+
+
+def check_value(name: str, value: Any, rule: Rule) -> None:
+    """Raises InputError for a value that a rule does not allow."""
+    if not rule.holds(value):
+        raise InputError(f"{name}={format_value(value)}: must be {rule.allowed}{_lost(value)}")
+
+
+def _lost(value: Any) -> str:
+    """Returns what float32 makes of a number that it cannot hold, in brackets."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return ""
+    if FLOAT32_MAX < abs(value) < math.inf:
+        return " (in float32, which runs compute in, this one is infinite)"
+    return " (in float32, which runs compute in, this one is 0)" if abs(value) < FLOAT32_MIN else ""
 
 
 def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,24 +167,8 @@ def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
-def check_value(name: str, value: Any, rule: Rule | None = None) -> None:
-    """Raises InputError for a value that a setting may not have, by default by its rule
-    in RULES.
-    """
-    rule = rule or RULES[name]
-    if not rule.holds(value):
-        raise InputError(f"{name}={_format_value(value)}: must be {rule.allowed}")
-
-
-def _like(default: Any) -> Rule:
-    kinds = {bool: _flag, int: _any_number, float: _any_number, str: _text, list: _list}
-    return kinds.get(type(default), _anything)
-
-
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns a value as the command line writes it."""
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, bool | None)
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 
 # what is typed -> words of the one line that answers
 REFUSED = {
@@ -65,6 +66,15 @@ REFUSED = {
     "algorithm.restarts=0": "algorithm.restarts=0: >= 1",
     "algorithm.eta_g=-1": "algorithm.eta_g=-1: >= 0",
     "algorithm.eta_g=inf": "algorithm.eta_g=inf: finite",
+    "algorithm.eta_g=1e39": "algorithm.eta_g=1e+39: finite float32 infinite",
+    "algorithm=fedadam algorithm.server_lr=1e39": "server_lr=1e+39: finite float32 infinite",
+    "algorithm=fedadam algorithm.tau=1e-50": "algorithm.tau=1e-50: finite float32 0",
+    "-m algorithm.eta_g=0,1e39": "algorithm.eta_g=1e+39: float32",
+    "vectorize=[algorithm.eta_g] algorithm.eta_g=0,1e39": "algorithm.eta_g=1e+39: float32",
+    "drift=swap_all drift.p=2": "drift.p=2: between 0 and 1",
+    "concept=rotate concept.seed=-1": "concept.seed=-1: from 0",
+    "paper.title=x": "paper.title=x: unknown setting",
+    "experiment=flexcfl_table3 paper.title=x": "paper.title=x: unknown setting",
     "algorithm=fedprox algorithm.mu=-0.1": "algorithm.mu=-0.1: >= 0",
     "algorithm=fedprox algorithm.drop_percent=1.5": "algorithm.drop_percent=1.5: between 0 and 1",
     "algorithm=qfedavg algorithm.q=-1": "algorithm.q=-1: >= 0",

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
+from omegaconf import OmegaConf
 
 from fedjax_cfl.cli.build import assemble
 
@@ -120,7 +121,44 @@ def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
         and "fedsgd" in out
         and (tmp_path / "sweep" / "compare.csv").is_file()
     )
+    index = (tmp_path / "sweep" / "index.csv").read_text().splitlines()
+    assert index[0] == "run,algorithm,seed" and len(index) == 5
+    for number, line in enumerate(index[1:]):
+        assert line == f"{number},{runs[number]['algorithm']},{runs[number]['seed']}"
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another
+
+
+def test_a_grid_says_what_its_runs_differ_in(fedjax_cfl, tmp_path):
+    line = f"dataset.clients=8 {BARE} vectorize=[seed,local.lr] seed=3,4 local.lr=0.1,0.2"
+    assert fedjax_cfl(f"{line} rounds=1 run_dir=grid")[0] == 0
+    assert (tmp_path / "grid" / "index.csv").read_text() == (
+        "run,seed,local.lr\n0,3,0.1\n1,3,0.2\n2,4,0.1\n3,4,0.2\n"
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "flexcfl"])
+def test_a_run_of_the_reference_code_can_go_on(algorithm, fedjax_cfl, tmp_path):
+    """No setting but `rounds` says how many rounds there are, so that more can be asked for."""
+    line = f"{SMALL} preset=ref algorithm={algorithm} discard=none"
+    line = line if algorithm == "flexcfl" else line.replace(" algorithm.pretrain=iters:2", "")
+    line = line if algorithm == "flexcfl" else line.replace(" algorithm.alpha=2", "")
+    for run_dir, rounds in (("two", 2), ("two", 4), ("whole", 4)):
+        status, _, error = fedjax_cfl(f"{line} rounds={rounds} run_dir={run_dir}")
+        assert status == 0, error
+    pairs = zip(rows(tmp_path / "two"), rows(tmp_path / "whole"), strict=True)
+    assert all(one | {"wall_s": 0} == other | {"wall_s": 0} for one, other in pairs)
+
+
+def test_what_was_asked_for_is_written_down_as_values(fedjax_cfl, tmp_path):
+    """Every setting has its value, and a published table is none of them."""
+    status, _, error = fedjax_cfl(
+        f"experiment=planted_clusters dataset.clients=8 {BARE} run_dir=run"
+    )
+    assert status == 0, error
+    text = (tmp_path / "run" / ".hydra" / "config.yaml").read_text()
+    written = OmegaConf.create(text)
+    assert "${" not in text and "paper" not in written
+    assert (written.rounds, written.partition.clients) == (2, 8)
 
 
 def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, tmp_path):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
@@ -79,10 +78,9 @@ def build(toy_pool, tmp_path_factory):
     def build(algorithm, preset="clean", members=False):
         resolved = check_overrides([*settings, f"algorithm={algorithm}", f"preset={preset}"])
         assert resolved["algorithm"]["name"] == algorithm
-        config = OmegaConf.create(resolved)
-        algorithm, task, data, *_, mesh = parts.build(config, resolved)
+        algorithm, task, data, *_, mesh = parts.build(resolved)
         return (
-            parts.build_algorithm(config, resolved, task, data, mesh, {}) if members else algorithm,
+            parts.build_algorithm(resolved, task, data, mesh, {}) if members else algorithm,
             task,
             data,
             mesh,

@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl.cli import overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
-from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.data.datasets import files, readers
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.errors import InputError
@@ -308,7 +309,7 @@ def test_overrides(names, tmp_path, monkeypatch):
     )
     def search(lines, flags):
         try:
-            overrides.precheck([*flags, *lines], COMMANDS)
+            overrides.precheck(parse_flags([*flags, *lines])[0], COMMANDS)
         except InputError as error:
             assert str(error) and not list(tmp_path.iterdir())
         assert not [

@@ -9,7 +9,7 @@ import sys
 import hydra
 import pytest
 
-from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.runs.results import read_summary
 
 SMALL = [

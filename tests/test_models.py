@@ -159,7 +159,7 @@ def test_l2_is_a_thousandth_of_the_squared_kernels():
         1e-4,
     )
     np.testing.assert_array_equal(with_l2["head"]["bias"], without["head"]["bias"])
-    with pytest.raises(InputError, match="l2 -1: a number >= 0"):
+    with pytest.raises(InputError, match="l2=-1: must be a finite number >= 0"):
         as_task(MCLR(3), (7,), 3, l2=-1)
 
 

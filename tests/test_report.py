@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from fedjax_cfl.cli import doctor
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import compare, plot
 from fedjax_cfl.runs.display import final_table, progress
@@ -367,8 +368,13 @@ def test_compare_errors(tmp_path):
 
 
 def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
-    (tmp_path / "femnist").mkdir()
-    (tmp_path / "femnist" / "train.json").write_text("{}")
+    for name in ("femnist/data/all.json", "fashion_mnist/fashion_mnist_clients00-24.npz"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "fashion_mnist" / "fashion_mnist_clients25-49.npz").write_text("")
+    (tmp_path / "sent140" / "data" / "train").mkdir(parents=True)  # a folder without files
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare" / "all_data.json").write_text("{}")
     monkeypatch.setenv("FEDJAX_CFL_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert doctor.main([]) == 0
@@ -379,6 +385,22 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
         and "the package can run here" in printed
     )
     assert "download femnist" not in printed and "download cifar10" not in printed
+    found = {row[0]: row for row in doctor._data()}
+    assert found["data: femnist"][1] == f"{tmp_path}/femnist/data (1 file)"
+    assert found["data: fashion_mnist"][1:3] == (f"{tmp_path}/fashion_mnist (2 files)", "ok")
+    assert found["data: sent140"][1] == "not here" and "data: shakespeare" not in found
+
+
+def test_doctor_knows_every_data_set_that_is_read_from_files():
+    elsewhere = {"digits", "synthetic", "npz", "npy", "leaf"}  # generated, or the user's own
+    options = {path.stem for path in (CONF / "dataset").glob("*.yaml")}
+    assert set(doctor.FILES) == options - elsewhere
+
+
+def test_doctor_shows_the_devices_of_a_run(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor, "use_run_devices", lambda: asked.append(True))
+    assert {row[0] for row in doctor._machine()} == {"platform", "cores", "devices"} and asked
 
 
 def test_doctor_fails_when_something_essential_is_missing(monkeypatch, capsys):

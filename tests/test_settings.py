@@ -1,15 +1,29 @@
 """The checks of a configuration: what each setting may be, and what is said when it is not."""
 
 from functools import partial
+from typing import Literal
 
+import hydra
 import jax
+import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_name, check_settings
+from fedjax_cfl.cli.rules import collect_rules
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
-from fedjax_cfl.validation import RULES
+from fedjax_cfl.validation import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_arguments,
+    check_value,
+    parameter_rules,
+    rule_of,
+)
 
 KNOWN = [
     "rounds",
@@ -31,30 +45,83 @@ def refusal(function, *arguments) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_says_what_is_allowed_and_refuses_nonsense(name):
-    for value in (float("nan"), float("inf"), -1, True, "nonsense", [], ""):
-        if name == "run_dir" and value in (-1, "nonsense"):
-            continue
-        assert not RULES[name].holds(value), value
-    assert RULES[name].allowed
+@pytest.fixture(scope="module")
+def rules():
+    """Returns the rules of every algorithm, partition, drift, concept and source of conf/."""
+    found = {}
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        for group in ("algorithm", "partition", "concept", "drift", "dataset", "preset"):
+            for path in sorted((CONF / group).glob("*.yaml")):
+                config = hydra.compose("config", [f"{group}={path.stem}"])
+                OmegaConf.update(config, "dataset.source.path", "x", force_add=True)
+                found |= collect_rules(OmegaConf.to_container(config, resolve=True))
+    return found
+
+
+def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
+    for name, rule in rules.items():
+        for value in (float("nan"), float("inf"), -1, True, "nonsense", [], ""):
+            if name != "run_dir" or value not in (-1, "nonsense"):
+                assert not rule.holds(value), (name, value)
+        assert rule.allowed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rounds", "seed", "devices", "resume", "checkpoint.every", "discard", "model.l2"),
+        *("local.lr", "local.momentum", "local.width", "faults.nan", "faults.scale"),
+        *(
+            "algorithm.m",
+            "algorithm.select.clients_per_round",
+            "preset.select_single.clients_per_round",
+        ),
+        *("dataset.source.num_classes", "dataset.source.users", "dataset.source.alpha"),
+        *("partition.clients", "partition.sigma", "partition.test_fraction", "concept.groups"),
+        "drift.p",
+    ],
+)
+def test_ranges_come_from_what_takes_the_value(name, rules):
+    assert name in rules
+
+
+def test_a_range_stands_in_the_annotation_of_a_parameter():
+    def method(m: PositiveInt, epsilon: PositiveFloat | None, mix: Literal["a", "b"], free, mu=0.0):
+        check_arguments(method, locals(), "algorithm")
+
+    method(1, None, "a", "anything", mu="anything")
+    method(np.int32(3), np.float32(0.5), "b", None)
+    jax.jit(lambda epsilon: method(2, epsilon, "a", None))(-1.0)  # traced values are not known
+    for values, said in (
+        ((0, None, "a", 1), "algorithm.m=0: must be a whole number >= 1"),
+        ((np.int32(0), None, "a", 1), "algorithm.m=0: must be a whole number >= 1"),
+        ((1, 0.0, "a", 1), "algorithm.epsilon=0.0: must be null or a finite number > 0"),
+        ((1, 1, "c", 1), "algorithm.mix=c: must be one of a, b"),
+    ):
+        assert refusal(method, *values) == said
+
+
+def test_what_only_a_type_checker_can_resolve_has_no_rule():
+    def method(m, q): ...
+
+    method.__annotations__ = {"m": "NoSuchName", "q": PositiveInt}
+    assert set(parameter_rules(method)) == {"q"}
+
+
+@pytest.mark.parametrize("value, said", [(1e39, "infinite"), (-1e300, "infinite"), (1e-50, "0")])
+def test_numbers_that_float32_loses_are_refused(value, said):
+    """Runs compute in float32, where 1e39 is infinite: such a run reported an accuracy."""
+    line = refusal(check_value, "algorithm.eta_g", value, rule_of(NonNegativeFloat))
+    assert line.startswith(f"algorithm.eta_g={value}: must be a finite number >= 0 (in float32")
+    assert line.endswith(f"this one is {said})")
+    check_value("x", 3e38, rule_of(NonNegativeFloat))
+    check_value("x", 0, rule_of(NonNegativeFloat))
 
 
 def test_a_setting_without_a_rule_keeps_its_kind():
     default = {"a.flag": True, "a.number": 1.5, "a.word": "x", "a.list": [1], "a.free": None}
-    check_settings(
-        {
-            "a": {
-                "flag": False,
-                "number": 2,
-                "word": "y",
-                "list": [],
-                "free": "anything",
-                "new": [3],
-            }
-        },
-        default,
-    )
+    kept = {"flag": False, "number": 2, "word": "y", "list": [], "free": "anything", "new": [3]}
+    check_settings({"a": kept}, default, {})
     for name, value, shown in (
         ("flag", "no", "no"),
         ("number", True, "true"),
@@ -62,21 +129,22 @@ def test_a_setting_without_a_rule_keeps_its_kind():
         ("word", 3, "3"),
         ("list", 3, "3"),
     ):
-        assert refusal(check_settings, {"a": {name: value}}, default).startswith(
+        assert refusal(check_settings, {"a": {name: value}}, default, {}).startswith(
             f"a.{name}={shown}: must be "
         )
 
 
 def test_what_was_asked_for_is_blamed_first():
     config = {"rounds": 0, "dataset": {"rounds": "none"}}
-    assert refusal(check_settings, config, {"dataset.rounds": 3}).startswith("rounds=0")
-    assert refusal(check_settings, config, {"dataset.rounds": 3}, ["dataset.rounds"]).startswith(
+    rules, default = {"rounds": rule_of(PositiveInt)}, {"dataset.rounds": 3}
+    assert refusal(check_settings, config, default, rules).startswith("rounds=0")
+    assert refusal(check_settings, config, default, rules, ["dataset.rounds"]).startswith(
         "dataset.rounds=none"
     )
 
 
 def test_a_missing_value_is_asked_for():
-    assert refusal(check_settings, {"path": "???"}, {}) == "path: must be given, as path=VALUE"
+    assert refusal(check_settings, {"path": "???"}, {}, {}) == "path: must be given, as path=VALUE"
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,28 @@
 import functools
 import inspect
 import os
+import sys
+from typing import Any
 
 import hydra
 import jax
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from jax.sharding import Mesh
 
 import fedjax_cfl as cfl
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.choices import name_arguments
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_sizes
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.rules import PACKAGE
 from fedjax_cfl.data import prefetch
+from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
+from fedjax_cfl.types import Algorithm, FederatedData, Pool, Task
+from fedjax_cfl.validation import check_arguments
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -28,60 +35,70 @@ def resolve_settings(overrides: list[str]) -> dict:
         return check_overrides(overrides)
 
 
-def assemble(overrides: list[str]) -> tuple:
+def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local]:
     """Returns (settings as a dict, task, data, local) of the run that these overrides
     describe, without running it.
     """
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        resolved = check_overrides(overrides)
-        config = hydra.compose("config", overrides)
-    _, task, data, _, mesh = build(config, resolved)
-    return resolved, task, data, build_local(config, resolved, task, data, mesh)
+    config = resolve_settings(overrides)
+    _, task, data, _, mesh = build(config)
+    return config, task, data, build_local(config, task, data, mesh)
 
 
-def build(config: DictConfig, resolved: dict):
-    """Returns (algorithm, task, data, drift, mesh) from a configuration. Raises
+def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift, Mesh]:
+    """Returns (algorithm, task, data, drift, mesh) from a resolved configuration. Raises
     InputError for data or sizes that do not fit.
     """
-    distributed.connect(resolved["coordinator"], resolved["processes"], resolved["process"])
-    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
-        cfl.use_cpu_cores()
-    jax.config.update(
-        "jax_default_matmul_precision", config.precision
-    )  # by default accelerators round inputs to TF32 or bfloat16
-    mesh = cfl.make_mesh(config.devices)
-    pool = instantiate_target("dataset.source", config.dataset.source)
-    concept = (
-        functools.partial(instantiate_target, "concept", config.concept) if config.concept else None
-    )
+    distributed.connect(config["coordinator"], config["processes"], config["process"])
+    use_run_devices()
+    # by default accelerators round inputs to TF32 or bfloat16
+    jax.config.update("jax_default_matmul_precision", config["precision"])
+    mesh = cfl.make_mesh(config["devices"])
+    pool = instantiate_target("dataset.source", config["dataset"]["source"])
     data = cfl.federate(
         pool,
-        instantiate_target("partition", config.partition, pool),
-        concept,
-        on_host=config.resident == "host",
+        instantiate_target("partition", config["partition"], pool),
+        functools.partial(instantiate_target, "concept", config["concept"])
+        if config["concept"]
+        else None,
+        on_host=config["resident"] == "host",
     )
-    check_sizes(resolved, data.num_clients, int(data.test.size.sum()))
-    module = instantiate_target("model.module", config.model.module, num_classes=pool.num_classes)
-    l2 = config.model.get("l2", 0.0) if config.preset.l2 is None else config.preset.l2
-    try:
-        task = cfl.as_task(module, pool.x.shape[1:], pool.num_classes, l2=l2)
-    except InputError as error:
-        raise InputError(f"model={config.model.name}: {error}") from None
-    algorithm, drift = (
-        build_algorithm(config, resolved, task, data, mesh),
-        instantiate_target("drift", config.drift),
-    )
+    check_sizes(config, data.num_clients, int(data.test.size.sum()))
+    task = build_task(config, pool)
+    algorithm = build_algorithm(config, task, data, mesh)
+    drift = instantiate_target("drift", config["drift"])
     prefetch.check_host_data(data, algorithm, drift)
     return algorithm, task, data, drift, mesh
 
 
+def build_task(config: dict[str, Any], pool: Pool) -> Task:
+    """Returns the model as a task on the samples of a pool."""
+    model, l2 = config["model"], config["preset"]["l2"]
+    module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
+    try:
+        return cfl.as_task(
+            module, pool.x.shape[1:], pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
+        )
+    except InputError as error:
+        raise InputError(f"model={model['name']}: {error}") from None
+
+
+def use_run_devices() -> None:
+    """Makes every CPU core a device, unless another platform is asked for."""
+    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
+        cfl.use_cpu_cores()
+
+
 def build_algorithm(
-    config: DictConfig, resolved: dict, task, data, mesh, values: dict | None = None
-):
+    config: dict[str, Any],
+    task: Task,
+    data: FederatedData,
+    mesh: Mesh,
+    values: dict[str, Any] | None = None,
+) -> Algorithm:
     """Returns the algorithm; `values` replace those of the settings in which the runs
     of a grid differ, and may be traced.
     """
-    local = build_local(config, resolved, task, data, mesh)
+    local = build_local(config, task, data, mesh)
     if values is not None:
         local = local._replace(vmap_runs=True, lr=values.get("local.lr", local.lr))
     own = {
@@ -89,50 +106,60 @@ def build_algorithm(
         for name, value in (values or {}).items()
         if name.startswith("algorithm.")
     }
-    fixed = {"num_clients": data.num_clients} if config.algorithm.select.get("_partial_") else {}
-    select = instantiate_target("algorithm.select", config.algorithm.select, **fixed)
-    rest = {
-        name: value
-        for name, value in resolved["algorithm"].items()
-        if name not in ("name", "select")
-    }
-    return instantiate_target("algorithm", OmegaConf.create(rest), task, local, select, **own)
+    node = {name: value for name, value in config["algorithm"].items() if name != "name"}
+    draw = node.pop("select")
+    # a table of all rounds; not in the settings, so that a run can be asked for more of them
+    sizes = {"num_clients": data.num_clients, "rounds": config["rounds"]}
+    select = instantiate_target("algorithm.select", draw, **(sizes if "_partial_" in draw else {}))
+    return instantiate_target("algorithm", node, task, local, select, **own)
 
 
-def build_local(config: DictConfig, resolved: dict, task, data, mesh) -> cfl.Local:
+def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> cfl.Local:
     """Returns how clients train."""
-    width = memory.choose_width(resolved["local"], task, data, mesh)
-    batch_size = min(
-        config.local.batch_size, data.max_client_samples
-    )  # more than anybody has is a full batch, and memory is taken for B samples
-    faults = cfl.Faults(**resolved["faults"])
+    local = config["local"]
     return cfl.Local(
-        config.local.lr,
-        config.local.epochs,
-        batch_size,
-        width,
+        local["lr"],
+        local["epochs"],
+        # more than anybody has is a full batch, and memory is taken for B samples
+        min(local["batch_size"], data.max_client_samples),
+        memory.choose_width(local, task, data, mesh),
         mesh,
-        faults,
-        config.local.first_layer,
-        config.local.momentum,
-        keep_received=config.test_on == "received",
+        cfl.Faults(**config["faults"]),
+        local["first_layer"],
+        local["momentum"],
+        keep_received=config["test_on"] == "received",
     )
 
 
-def instantiate_target(field: str, node: DictConfig, *arguments, **options):
+def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:
     """Calls the function that a node's `_target_` names, with the node's other values;
-    its own errors stay its own.
+    its own errors stay its own. Raises InputError for a name that cannot be imported and
+    for values that the function does not allow.
     """
-    target = node.get("_target_")
+    target = str(node.get("_target_"))
+    if not target.startswith(PACKAGE):
+        add_current_folder()
     try:
         function = instantiate(node, _partial_=True, _convert_="all")
     except HydraException as error:
-        while error.__cause__:
-            error = error.__cause__
-        raise InputError(f"{field}._target_={target}: cannot be imported: {error}") from None
-    named = name_arguments(function.func, function.keywords | options)
+        cause: BaseException = error
+        while cause.__cause__:
+            cause = cause.__cause__
+        raise InputError(f"{field}._target_={target}: cannot be imported: {cause}") from None
+    given = name_arguments(function.func, function.keywords | options)
     try:
-        inspect.signature(function.func).bind(*arguments, **named)
+        inspect.signature(function.func).bind(*arguments, **given)
     except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
         raise InputError(f"{field}._target_={target}: {error}") from None
-    return function.func(*arguments, **named)
+    check_arguments(function.func, given, field)
+    return function.func(*arguments, **given)
+
+
+def add_current_folder() -> None:
+    """Lets a `_target_` of the user's own be imported from the current folder, which is
+    looked at last, so that it shadows nothing.
+
+    Only a run that names such a target imports anything from there.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

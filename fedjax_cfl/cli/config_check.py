@@ -4,7 +4,26 @@ from collections.abc import Collection
 from typing import Any
 
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.validation import RULES, _format_value, _like, check_value, flatten_settings
+from fedjax_cfl.validation import (
+    ANYTHING,
+    FLAG,
+    LIST,
+    TEXT,
+    FiniteFloat,
+    Rule,
+    check_value,
+    flatten_settings,
+    format_value,
+    rule_of,
+)
+
+KEPT_KINDS = {
+    bool: FLAG,
+    int: rule_of(FiniteFloat),
+    float: rule_of(FiniteFloat),
+    str: TEXT,
+    list: LIST,
+}
 
 
 def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
@@ -35,18 +54,22 @@ def check_name(given: str, name: str, known: Collection[str], removed: bool = Fa
     raise InputError(f"{given}: unknown setting{hint}{listed}")
 
 
-def check_settings(config: dict, default: dict[str, Any], asked: Collection[str] = ()) -> None:
+def check_settings(
+    config: dict, default: dict[str, Any], rules: dict[str, Rule], asked: Collection[str] = ()
+) -> None:
     """Raises InputError for the first setting of a resolved configuration that is not
     allowed, beginning with those `asked` for.
 
-    `default` holds the value of every dotted name before it was changed: a setting
-    without a rule of its own keeps its kind.
+    `rules` and `default` go by dotted name; `default` holds the values before anything
+    was changed: a setting without a rule of its own keeps its kind.
     """
     check_nesting(config, default)
     for name, value in sorted(flatten_settings(config), key=lambda leaf: leaf[0] not in asked):
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
-        check_value(name, value, RULES.get(name) or _like(default.get(name)))
+        check_value(
+            name, value, rules.get(name) or KEPT_KINDS.get(type(default.get(name))) or ANYTHING
+        )
 
 
 def check_nesting(config: dict, default: dict[str, Any]) -> None:
@@ -58,7 +81,7 @@ def check_nesting(config: dict, default: dict[str, Any]) -> None:
         for part in name.split("."):
             if not isinstance(value, dict):
                 raise InputError(
-                    f"{path}={_format_value(value)}: is a group of settings; change one of them, as"
+                    f"{path}={format_value(value)}: is a group of settings; change one of them, as"
                     f" {path}.{part}=VALUE"
                 )
             if part not in value:

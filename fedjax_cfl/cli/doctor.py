@@ -3,6 +3,7 @@ and what is there.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -14,20 +15,48 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedjax_cfl.cli.build import use_run_devices
+from fedjax_cfl.data.datasets import images
+from fedjax_cfl.data.datasets.celeba import FOLDERS, IMAGES
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.errors import InputError
 
+
+def registered_paths(name: str) -> tuple[str, ...]:
+    """Returns the files of a data set that can be downloaded."""
+    return tuple(f"{name}/{file}" for file in REGISTRY[name].files)
+
+
 ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "hydra-core")
-DATASETS = (
-    "mnist",
-    "fashion_mnist",
-    "femnist",
-    "sent140",
-    "shakespeare",
-    "synthetic_fedprox",
-    "cifar10",
-    "celeba",
+Paths = tuple[str, ...]  # files, or folders of files, below a data root
+FEMNIST_FILES: tuple[Paths, ...] = (
+    (images.FEMNIST,),
+    *(
+        tuple(f"femnist/{folder}/{part}" for part in parts)
+        for folder in ("data", "leaf_json")
+        for parts in (("train", "test"), ("",))
+    ),
 )
+# The ways in which a data set that is read from files may be here, the first that is.
+FILES: dict[str, tuple[Paths, ...]] = {
+    "mnist": (registered_paths("mnist"),),
+    "fashion_mnist": (registered_paths("fashion_mnist"), images.FASHION),
+    "femnist": FEMNIST_FILES,
+    "femnist_writers": FEMNIST_FILES,
+    "sent140": tuple(
+        tuple(f"{folder}/{part}" for part in parts)
+        for folder in ("sent140/data", "sent140")
+        for parts in (("train", "test"), ("all_data",), ("train",), ("test",), ("",))
+    ),
+    "cifar10": (images.CIFAR, (images.CIFAR_PART,)),
+    "celeba": tuple(
+        (*(f"{folder}/{part}" for part in parts), photos)
+        for folder in FOLDERS
+        for parts in (("train", "test"), ("all_data",))
+        for photos in IMAGES
+    ),
+}
+READ = (".json", ".json.gz", ".jpg")  # what is read of a folder
 Row = tuple[str, str, str, str]  # what, found, state (ok, note or missing), remedy
 
 
@@ -61,6 +90,8 @@ def _machine() -> list[Row]:
     try:
         import jax
 
+        with contextlib.suppress(InputError):  # JAX has started: it shows what a run here gets
+            use_run_devices()
         devices = [
             f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
         ]
@@ -80,21 +111,26 @@ def _machine() -> list[Row]:
     return [*rows, ("devices", ", ".join(devices), "note" if idle else "ok", remedy)]
 
 
-def _place(name: str, folders: list[Path]) -> Path | None:
-    """Returns the folder that holds a data set: complete if its files are known, else
-    simply not empty.
-    """
-    if name in REGISTRY:
-        files = locate(*(f"{name}/{file}" for file in REGISTRY[name].files))
-        return files[0].parent if files else None
-    return next(
-        (
-            folder / name
-            for folder in folders
-            if (folder / name).is_dir() and any((folder / name).iterdir())
-        ),
-        None,
-    )
+def find_files(name: str) -> list[Path]:
+    """Returns the files that a data set would be read from, [] if they are not all here."""
+    for paths in FILES[name]:
+        found = [list_files(place) for place in locate(*paths) or [Path()]]
+        if all(found):
+            return [file for files in found for file in files]
+    return []
+
+
+def list_files(place: Path) -> list[Path]:
+    """Returns a file, or those files of a folder that are read."""
+    if place == Path() or not place.is_dir():
+        return [place] if place.is_file() else []
+    return [file for file in place.iterdir() if file.name.endswith(READ) and file.is_file()]
+
+
+def describe_files(files: list[Path]) -> str:
+    """Returns the folder that holds the files, and their number."""
+    folder = os.path.commonpath([file.parent for file in files])
+    return f"{folder} ({len(files)} file{'s' * (len(files) > 1)})"
 
 
 def _data() -> list[Row]:
@@ -119,16 +155,16 @@ def _data() -> list[Row]:
                 *found,
             )
         )
-    for name in DATASETS:
-        place = _place(name, folders)
+    for name in FILES:
+        files = find_files(name)
+        folder = folders[0] / FILES[name][0][0].partition("/")[0]
         remedy = (
             f"fedjax-cfl download {name}"
             if name in REGISTRY
-            else f"only if you need it: put its files into {folders[0] / name}"
+            else f"only if you need it: put its files into {folder}"
         )
-        rows.append(
-            (f"data: {name}", *((str(place), "ok", "") if place else ("not here", "note", remedy)))
-        )
+        row = (describe_files(files), "ok", "") if files else ("not here", "note", remedy)
+        rows.append((f"data: {name}", *row))
     return rows
 
 

@@ -2,91 +2,89 @@
 values, several values, directories.
 """
 
+import argparse
 import functools
+import time
 from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli import config_check
+from fedjax_cfl.cli.conf import CONF, resolve_config
 from fedjax_cfl.cli.config_check import check_name
+from fedjax_cfl.cli.rules import collect_rules
+from fedjax_cfl.cli.sweep import Sweep, list_points
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
 from fedjax_cfl.validation import flatten_settings
 
-HERE = Path(__file__).resolve().parents[1]
-CONF = (
-    HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"
-)  # inside a wheel, or a checkout
-INFO_FLAGS = (
-    "help",
-    "hydra_help",
-    "shell_completion",
-    "info",
-)  # flags that show something instead of running
 
-
-def precheck(arguments: list[str], verbs: Iterable[str]) -> list[str]:
-    """Returns the arguments as Hydra wants them, flags first. Raises InputError if
-    anything they ask for is not allowed.
+def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str], Sweep | None]:
+    """Returns the overrides as Hydra wants them, and the sweep they ask for, if any.
+    Raises InputError if anything they ask for is not allowed.
     """
-    parser = get_args_parser()
-    parser.error = _bad_flag
-    given = parser.parse_intermixed_args(arguments)
-    if given.run + given.multirun + bool(given.cfg) > 1 or (given.resolve and not given.cfg):
-        raise InputError(
-            "--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see"
-            " --help"
-        )
-    flags = [argument for argument in arguments if argument not in given.overrides]
-    if any(getattr(given, flag) for flag in INFO_FLAGS):
-        return flags + given.overrides
     asked = [parse_override(text, verbs) for text in given.overrides]
+    overrides = list(given.overrides)
     together = _vectorized_names(asked)
     choices = [
         _values(override, given.multirun or override.key_or_group in together) for override in asked
     ]
     for number, override in enumerate(asked):  # what is trained as one program is one run to Hydra
         if override.key_or_group in together:
-            given.overrides[number] = choices[number][0]
+            overrides[number] = choices[number][0]
         elif override.key_or_group == "vectorize":
-            given.overrides[number] = f"vectorize={_vectorized_values(asked, choices, together)}"
-            choices[number] = [given.overrides[number]]
-    first = [options[0] for options in choices]
+            overrides[number] = f"vectorize={_vectorized_values(asked, choices, together)}"
+            choices[number] = [overrides[number]]
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = check_overrides(first)
-        axes = grid.grid_axes(config)
-        for number, options in enumerate(
-            choices
-        ):  # a sweep: each value in turn, with the first of all others
-            for other in options[1:]:
-                check_overrides([*first[:number], other, *first[number + 1 :]])
-    # the runs of a sweep are numbered folders of one directory, which Hydra knows by another
-    # name
+        config, axes = _check_choices(choices)
     if given.multirun:
-        for number, override in enumerate(asked):
-            if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
-                make_dir(check_run_dir(str(override.value()), "never"))
-                given.overrides[number] = f"hydra.sweep.dir={override.get_value_string()}"
-    elif not given.cfg:
+        apart = [
+            choice[:1] if override.key_or_group in together else choice
+            for override, choice in zip(asked, choices, strict=True)
+        ]
+        return _place_sweep(overrides, asked, apart)
+    if not given.cfg:
         folders = grid.run_folders(config["run_dir"], axes) if axes else [config["run_dir"]]
         for folder in folders:
             check_run_dir(str(folder), config["resume"])
-    return flags + given.overrides
+    return overrides, None
 
 
-def _bad_flag(message: str):
-    raise InputError(
-        f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE"
-        " without dashes; see --help"
-    )
+def _check_choices(choices: list[list[str]]) -> tuple[dict, dict[str, list]]:
+    """Checks each value of a sweep in turn, with the first of all others; returns the
+    first configuration and the axes of its grid.
+    """
+    first = [options[0] for options in choices]
+    config = check_overrides(first)
+    axes = grid.grid_axes(config)
+    for number, options in enumerate(choices):
+        for other in options[1:]:
+            check_overrides([*first[:number], other, *first[number + 1 :]])
+    return config, axes
+
+
+def _place_sweep(
+    overrides: list[str], asked: list[Override], choices: list[list[str]]
+) -> tuple[list[str], Sweep]:
+    """Makes the directory of a sweep, whose runs are numbered folders in it, and returns
+    the overrides with the name that Hydra has for it.
+    """
+    folder: Any = time.strftime("multirun/%Y%m%d-%H%M%S")
+    for number, override in enumerate(asked):
+        if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
+            overrides[number] = f"hydra.sweep.dir={override.get_value_string()}"
+            folder = override.value()
+            break
+    else:
+        overrides.append(f"hydra.sweep.dir={folder}")
+    path = make_dir(check_run_dir(str(folder), "never"))
+    return overrides, Sweep(path, list_points(choices))
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
@@ -115,7 +113,7 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
 def _values(override: Override, multirun: bool) -> list[str]:
     """Returns an override of a sweep once for each of its values, any other as it is."""
     if not override.is_sweep_override():
-        return [override.input_line]
+        return [_text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
         together = (
             f", or vectorize=[{override.key_or_group}]"
@@ -178,52 +176,54 @@ def _groups() -> dict[str, list[str]]:
 
 
 @functools.cache
-def _default(chosen: tuple[str, ...]) -> dict:
+def _default(chosen: tuple[str, ...]) -> dict[str, Any]:
     """Returns every setting by its dotted name, as it is when nothing but these options
     of groups is chosen.
     """
-    return dict(
-        flatten_settings(
-            OmegaConf.to_container(hydra.compose("config", list(chosen)), resolve=True)
-        )
-    )
+    return dict(flatten_settings(resolve_config(hydra.compose("config", list(chosen)))))
 
 
-def check_overrides(overrides: list[str]) -> dict:
+def check_overrides(overrides: list[str]) -> dict[str, Any]:
     """Returns a resolved configuration as a dict. Raises InputError for names that do
     not exist and values that are not allowed.
     """
-    groups, asked = _groups(), [parse_override(text) for text in overrides]
+    asked = [parse_override(text) for text in overrides]
+    chosen = _check_options(asked)
+    try:
+        default = _default(tuple(_text_of(override) for override in chosen))
+        for override in asked:
+            adds = override.is_add() or override.is_force_add() or override.is_hydra_override()
+            if override not in chosen and not adds:
+                known = [*default, *_groups()]
+                name, removed = override.key_or_group, override.is_delete()
+                check_name(_text_of(override), name, known, removed)
+        config = resolve_config(hydra.compose("config", overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ or error
+        key = getattr(cause, "full_key", None)
+        wrong = next((_text_of(o) for o in asked if o.key_or_group == key), None)
+        reason = str(cause).splitlines()[0]
+        raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
+    names = [override.key_or_group for override in asked]
+    config_check.check_settings(config, default, collect_rules(config), names)
+    return config
+
+
+def _check_options(asked: list[Override]) -> list[Override]:
+    """Returns the overrides that choose an option of a group. Raises InputError for an
+    option that does not exist.
+    """
+    groups = _groups()
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
-        name, value = override.key_or_group, override.input_line.partition("=")[2].strip("'\"")
+        name, value = override.key_or_group, _text_of(override).partition("=")[2].strip("'\"")
         if value not in groups[name]:
             raise InputError(
                 f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}"
             )
-    try:
-        default = _default(tuple(override.input_line for override in chosen))
-        for override in asked:
-            if not (
-                override in chosen
-                or override.is_add()
-                or override.is_force_add()
-                or override.is_hydra_override()
-            ):
-                check_name(
-                    override.input_line,
-                    override.key_or_group,
-                    [*default, *groups],
-                    override.is_delete(),
-                )
-        config = OmegaConf.to_container(hydra.compose("config", overrides), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ or error
-        wrong = next(
-            (o.input_line for o in asked if o.key_or_group == getattr(cause, "full_key", None)),
-            None,
-        )
-        reason = str(cause).splitlines()[0]
-        raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
-    config_check.check_settings(config, default, [override.key_or_group for override in asked])
-    return config
+    return chosen
+
+
+def _text_of(override: Override) -> str:
+    """Returns an override as it was written."""
+    return override.input_line or ""

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.validation import PositiveInt, Seed
 
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -22,9 +23,9 @@ def rotate(
     clients: int,
     num_classes: int,
     *,
-    groups: int = 4,
+    groups: PositiveInt = 4,
     shuffle: bool = True,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> ConceptArrays:
     """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180
     and 270 (rotated MNIST of IFCA).
@@ -57,9 +58,9 @@ def permute_labels(
     clients: int,
     num_classes: int,
     *,
-    groups: int = 2,
+    groups: PositiveInt = 2,
     shuffle: bool = True,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> ConceptArrays:
     """Renames the classes of each group by a fixed permutation of its own; group 0
     keeps its labels, no two groups agree.

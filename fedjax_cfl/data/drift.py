@@ -22,6 +22,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from fedjax_cfl import validation
 from fedjax_cfl.data.federated import label_counts, update_client_index
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import FederatedData
@@ -82,7 +83,7 @@ def none() -> Drift:
     return Drift(_no_memory, apply, moves=False)
 
 
-def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
+def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
     """Pairs the pool's clients at random; each pair exchanges all its training and test
     samples with probability p.
     """
@@ -109,7 +110,9 @@ def swap_all(p: float = 0.05, pool: str = "all") -> Drift:
     return Drift(_no_memory, apply)
 
 
-def swap_part(p: float = 0.05, pool: str = "all", on_impossible: str = "skip") -> Drift:
+def swap_part(
+    p: validation.Fraction = 0.05, pool: str = "all", on_impossible: str = "skip"
+) -> Drift:
     """Pairs the pool's clients at random; with probability p each gives the other all
     its samples of one label the other lacks.
 

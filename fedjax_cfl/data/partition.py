@@ -14,6 +14,7 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
+from fedjax_cfl.validation import BelowOne, NaturalInt, PositiveFloat, PositiveInt, Seed
 
 MAX_REDRAWS = 1000  # redraws of a random split before giving up
 MAX_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack of memory
@@ -22,12 +23,12 @@ MAX_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack 
 def power_law(
     pool: Pool,
     *,
-    clients: int,
-    classes_per_client: int = 2,
-    sigma: float = 2.0,
-    seed_samples: int = 5,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    classes_per_client: PositiveInt = 2,
+    sigma: PositiveFloat = 2.0,
+    seed_samples: PositiveInt = 5,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals classes in a ring with lognormal sizes: FedProx's MNIST recipe (1000
     clients, 2 classes), for any pool.
@@ -89,11 +90,11 @@ def _scaled_lognormal(
 def femnist_power_law(
     pool: Pool,
     *,
-    clients: int = 200,
-    classes_per_client: int = 3,
+    clients: PositiveInt = 200,
+    classes_per_client: PositiveInt = 3,
     variant: str = "disjoint",
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals classes in a ring, about lognormal(4, 1) + 5 samples a client: FedProx's
     FEMNIST recipe (200 clients, 3 classes).
@@ -125,7 +126,7 @@ def femnist_power_law(
 
 
 def ditto(
-    pool: Pool, *, clients: int = 500, seed: int = 233, classes_per_client: int = 5
+    pool: Pool, *, clients: PositiveInt = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
 ) -> Partition:
     """Deals the pool's own train and test parts: Ditto's Fashion-MNIST recipe (500
     clients, 5 classes, seed 233).
@@ -166,7 +167,7 @@ def ditto(
     return _collect(*([np.concatenate(parts) for parts in side] for side in held))
 
 
-def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Partition:
+def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals each sample to its natural owner; the pool's own test split is kept where
     it has one.
     """
@@ -188,11 +189,11 @@ def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Partiti
 def auto(
     pool: Pool,
     *,
-    clients: int,
-    alpha: float,
-    min_samples: int = 10,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    alpha: PositiveFloat,
+    min_samples: NaturalInt = 10,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals as `by_user` where the pool names natural owners, else as `dirichlet`."""
     if pool.client is not None:
@@ -207,7 +208,9 @@ def auto(
     )
 
 
-def iid(pool: Pool, *, clients: int, seed: int = 0, test_fraction: float = 0.1) -> Partition:
+def iid(
+    pool: Pool, *, clients: PositiveInt, seed: Seed = 0, test_fraction: BelowOne = 0.1
+) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = _check(clients, seed, test_fraction)
     _check_clients(clients, len(pool.y), "at least 1 sample per client")
@@ -217,10 +220,10 @@ def iid(pool: Pool, *, clients: int, seed: int = 0, test_fraction: float = 0.1) 
 def shards(
     pool: Pool,
     *,
-    clients: int,
-    shards_per_client: int = 2,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    shards_per_client: PositiveInt = 2,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Sorts the samples by label, cuts them into K x `shards_per_client` shards and
     deals these at random (McMahan et al. 2017).
@@ -243,11 +246,11 @@ def shards(
 def dirichlet(
     pool: Pool,
     *,
-    clients: int,
-    alpha: float,
-    min_samples: int = 10,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    alpha: PositiveFloat,
+    min_samples: NaturalInt = 10,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals each class over the clients in proportions ~ Dir(alpha), redrawn until
     every client has `min_samples`.
@@ -295,11 +298,11 @@ def _dirichlet_cuts(
 def dirichlet_per_client(
     pool: Pool,
     *,
-    clients: int,
-    alpha: float,
-    samples_per_client: int,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    alpha: PositiveFloat,
+    samples_per_client: PositiveInt,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Draws a label distribution p ~ Dir(alpha / C) for each client, then its samples
     (MD-ICFL); samples ARE shared between clients.
@@ -353,11 +356,11 @@ def _draw(
 def quantity_skew(
     pool: Pool,
     *,
-    clients: int,
-    sigma: float = 1.0,
-    min_samples: int = 10,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    clients: PositiveInt,
+    sigma: PositiveFloat = 1.0,
+    min_samples: NaturalInt = 10,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals all samples at random with uneven sizes: min_samples each, the rest in
     proportion to lognormal(0, sigma).

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
+from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
 def as_float(x: jax.Array) -> jax.Array:
@@ -18,7 +19,7 @@ def as_float(x: jax.Array) -> jax.Array:
 
 
 def as_task(
-    module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, l2: float = 0.001
+    module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, l2: NonNegativeFloat = 0.001
 ) -> Task:
     """Makes a Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the
     layers the module calls `decayed`.
@@ -30,8 +31,7 @@ def as_task(
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"model {module!r}: a flax.linen.Module is allowed")
-    if not l2 >= 0:
-        raise InputError(f"l2 {l2}: a number >= 0 is allowed")
+    check_arguments(as_task, {"l2": l2})
     takes_train = "train" in inspect.signature(module.__call__).parameters
     decayed = getattr(module, "decayed", ()) if l2 else ()
 

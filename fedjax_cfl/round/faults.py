@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import require
 from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Upload
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 ATTACKS = ("sign_flip", "noise", "label_flip")
 POLICIES = ("skip", "raise", "zero")
@@ -26,25 +27,21 @@ class Faults(NamedTuple):
     what the server does about it.
     """
 
-    dropout: float = 0.0  # never answers: downloads, but uploads nothing
-    straggler: float = 0.0  # only manages a uniformly drawn part of its local steps
-    nan: float = 0.0  # sends an update that is not finite
-    byzantine: float = 0.0  # share of ALL clients that attack in every round they take part in
+    dropout: Fraction = 0.0  # never answers: downloads, but uploads nothing
+    straggler: Fraction = 0.0  # only manages a uniformly drawn part of its local steps
+    nan: Fraction = 0.0  # sends an update that is not finite
+    byzantine: Fraction = 0.0  # share of ALL clients that attack in every round they take part in
     # sign_flip: -scale * delta | noise: delta + scale * ||delta|| * unit noise | label_flip:
     # trains on C - 1 - y
     attack: str = "sign_flip"
-    scale: float = 1.0
+    scale: NonNegativeFloat = 1.0
     # update not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the run
     # stops, naming it)
     nonfinite: str = "skip"
 
     def validate(self) -> "Faults":
         """Returns itself. Raises InputError for a value that is not allowed."""
-        for name in ("dropout", "straggler", "nan", "byzantine"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(
-                    f"faults.{name}={getattr(self, name)}: must be a number from 0 to 1"
-                )
+        check_arguments(Faults, self._asdict(), "faults")
         require("faults.attack", self.attack, ATTACKS)
         require("faults.nonfinite", self.nonfinite, POLICIES)
         return self

@@ -1,7 +1,7 @@
 """How clients train: the settings of local work, and what each client is asked to do."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,14 @@ from jax.typing import ArrayLike
 from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import is_cpu, make_mesh
-from fedjax_cfl.validation import check_value
+from fedjax_cfl.validation import (
+    BelowOne,
+    Epochs,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_arguments,
+)
 
 MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 
@@ -21,23 +28,24 @@ class Local(NamedTuple):
     take.
     """
 
-    lr: float | jax.Array  # step size
-    epochs: int  # E, passes over the client's samples
-    batch_size: int  # B; the short last batch is kept
+    lr: PositiveFloat | jax.Array  # step size
+    epochs: Epochs  # E, passes over the client's samples
+    batch_size: PositiveInt  # B; the short last batch is kept
     # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of
     # its share
-    width: int | None = None
+    width: PositiveInt | None = None
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
     # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the
     # cheaper
-    first_layer: str = "auto"
-    momentum: float = 0.0  # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    first_layer: Literal["auto", "direct", "dual"] = "auto"
+    # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    momentum: BelowOne = 0.0
     # True: under `vmap`, the cohorts of all runs are trained as one, see `members`
     vmap_runs: bool = False
     # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs
-    steps: int | None = None
-    weight_decay: float = 0.0  # added to every gradient, times the parameters
+    steps: PositiveInt | None = None
+    weight_decay: NonNegativeFloat = 0.0  # added to every gradient, times the parameters
     # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
     schedule: Callable[[jax.Array], jax.Array] | None = None
     clock: Clock | None = None  # simulated time; None: none passes
@@ -51,15 +59,7 @@ class Local(NamedTuple):
         Side by side, sample space would be padded to the largest client, so that there
         auto is direct.
         """
-        for name in (
-            "epochs",
-            "batch_size",
-            "first_layer",
-            "steps",
-            "weight_decay",
-            *(("lr",) if isinstance(self.lr, int | float) else ()),
-        ):
-            check_value(f"local.{name}", getattr(self, name))
+        check_arguments(Local, self._asdict(), "local")
         mesh = self.mesh or make_mesh()
         width = self.width or (1 if is_cpu(mesh) else MAX_WIDTH)
         return self._replace(

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Cohort, FederatedData, Selection, State, Upload
-from fedjax_cfl.validation import check_value
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 MAX_SORTED = 2**16  # clients up to which a whole permutation is drawn
@@ -35,11 +35,11 @@ def full_participation() -> Selection:
     return stateless(lambda key, round, num_clients: jnp.arange(num_clients, dtype=jnp.int32))
 
 
-def draw_uniform(clients_per_round: int) -> Draw:
+def draw_uniform(clients_per_round: PositiveInt) -> Draw:
     """Draws uniformly without replacement every round (FedAvg). Raises InputError for
     no client, later for more than there are.
     """
-    check_value("clients_per_round", clients_per_round)
+    check_arguments(draw_uniform, locals())
 
     def draw(key, round, num_clients):
         if clients_per_round > num_clients:
@@ -54,7 +54,7 @@ def draw_uniform(clients_per_round: int) -> Draw:
     return draw
 
 
-def uniform(clients_per_round: int) -> Selection:
+def uniform(clients_per_round: PositiveInt) -> Selection:
     """Selects uniformly without replacement every round (FedAvg), see `draw_uniform`."""
     return stateless(draw_uniform(clients_per_round))
 
@@ -86,7 +86,7 @@ def sample_distinct(key, count: int, num_clients: int):
     return jax.vmap(inside)(jnp.arange(count, dtype=jnp.uint32)).astype(jnp.int32)
 
 
-def rr_then_random(clients_per_round: int) -> Selection:
+def rr_then_random(clients_per_round: PositiveInt) -> Selection:
     """Visits every client once in order, wrapping round, then draws uniformly (the
     clustered trainers of FlexCFL).
     """
@@ -129,14 +129,14 @@ def py_sample(
     return from_table(np.array([row(round) for round in range(rounds)]))
 
 
-def power_of_choice(clients_per_round: int, candidates: int) -> Selection:
+def power_of_choice(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:
     """Selects, of `candidates` clients drawn uniformly, those of highest last known training
     loss (Cho, Wang, Joshi 2020, https://arxiv.org/abs/2010.01243, "rpow-d"): clients that
     were never selected come first.
 
     Raises InputError for fewer candidates than clients, later for more than there are.
     """
-    check_value("clients_per_round", clients_per_round)
+    check_arguments(power_of_choice, locals())
     if candidates < clients_per_round:
         raise InputError(
             f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, require
@@ -122,7 +123,8 @@ def train_grid(
     config = members[0].config
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
     console.print(
-        f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}: {len(members)}"
+        f"[bold]{escape(str(config['algorithm']['name']))}[/] on"
+        f" {escape(str(config['dataset']['name']))}: {len(members)}"
         f" runs as one, {said}"
     )
     console.print(f"the first: {format_description(parts[0][2])}, {describe_machine(mesh)}")

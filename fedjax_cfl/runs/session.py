@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
@@ -66,7 +67,8 @@ def train_run(
     key = jax.random.key(config["seed"])
     try:
         console.print(
-            f"[bold]{config['algorithm']['name']}[/] on {config['dataset']['name']}:"
+            f"[bold]{escape(str(config['algorithm']['name']))}[/] on"
+            f" {escape(str(config['dataset']['name']))}:"
             f" {format_description(data)}, {describe_machine(mesh)}"
         )
         with catch_signals() as asked:

@@ -7,7 +7,7 @@ that numbers appear while the run goes on.
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from fedjax_cfl.simulation.compilation import (
 )
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.types import Algorithm, FederatedData, State, Task
-from fedjax_cfl.validation import check_value
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 def make_block_fn(
@@ -110,10 +110,12 @@ COUNTERS = {
 TIMES = ("compile_s", "train_s", "eval_s")
 
 
-def check_plan(rounds: int, eval_every: int, discard: str) -> None:
+Discard = Literal["rounds", "met", "none"]  # see `run`
+
+
+def check_plan(rounds: PositiveInt, eval_every: PositiveInt, discard: Discard) -> None:
     """Raises InputError for a number of rounds, or a way to test them, that there cannot be."""
-    for name, value in (("rounds", rounds), ("eval_every", eval_every), ("discard", discard)):
-        check_value(name, value)
+    check_arguments(check_plan, locals())
 
 
 def run(

@@ -17,6 +17,7 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import read_users, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import PositiveInt, Seed
 
 SIZE = 84  # pixels of a side, as in LEAF's model
 FOLDERS = ("celeba/data", "celeba")
@@ -24,7 +25,7 @@ IMAGES = ("celeba/data/raw/img_align_celeba", "celeba/img_align_celeba")
 LARGEST = 4096  # pixels of a side of an image file; CelebA's have 178 x 218
 
 
-def celeba(users: int | None = None, seed: int = 0, keep_split: bool = False) -> Pool:
+def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = False) -> Pool:
     """Returns the faces of CelebA, 84x84x3 uint8, y 1 where smiling; `client` is the
     celebrity, in order of names.
 

@@ -9,9 +9,10 @@ from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import PositiveInt
 
 
-def npz(path: str, num_classes: int | None = None) -> Pool:
+def npz(path: str, num_classes: PositiveInt | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client`
     [N] and `split` [N] (0 train, 1 test).
 
@@ -26,7 +27,7 @@ def npz(path: str, num_classes: int | None = None) -> Pool:
     )
 
 
-def leaf(path: str, num_classes: int | None = None) -> Pool:
+def leaf(path: str, num_classes: PositiveInt | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
     with train/ and test/ (then `test` is set).
     """
@@ -54,7 +55,7 @@ def leaf(path: str, num_classes: int | None = None) -> Pool:
 CHECK_BYTES = 2**27  # bytes checked at once
 
 
-def npy(path: str, num_classes: int | None = None) -> Pool:
+def npy(path: str, num_classes: PositiveInt | None = None) -> Pool:
     """Returns `x.npy` [N, ...] (uint8, read as x / 255, or float32), which stays on the
     disk, and `y.npy`, `client.npy`, `split.npy` [N].
 

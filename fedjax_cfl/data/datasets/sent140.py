@@ -15,12 +15,13 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, read_users, shorten
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed
 
 
 def sent140(
-    users: int | None = None,
-    min_tweets: int = 30,
-    seed: int = 0,
+    users: PositiveInt | None = None,
+    min_tweets: NaturalInt = 30,
+    seed: Seed = 0,
     embedding: str | None = None,
     lower: bool = False,
     pad: str = "front",

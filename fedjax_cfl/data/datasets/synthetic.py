@@ -5,16 +5,17 @@ import numpy as np
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, Seed, check_arguments
 
 FEATURES, CLASSES = 60, 10  # of the synthetic data
 
 
 def synthetic(
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    clients: int = 100,
-    match_total: int | None = 75_349,
-    seed: int = 0,
+    alpha: NonNegativeFloat = 1.0,
+    beta: NonNegativeFloat = 1.0,
+    clients: PositiveInt = 100,
+    match_total: PositiveInt | None = 75_349,
+    seed: Seed = 0,
     iid: bool = False,
 ) -> Pool:
     """Returns Synthetic(alpha, beta) of FedProx: 60 features, 10 classes; `client` is
@@ -26,6 +27,7 @@ def synthetic(
     0. Unless `match_total` is None, the sizes are redrawn until they sum to it within 1
     % (75,349: FedGroup, Table 2).
     """
+    check_arguments(synthetic, locals(), "dataset.source")
     rng = np.random.RandomState(seed)
     sizes = _synthetic_sizes(rng, clients, match_total)
     scale = np.arange(1, FEATURES + 1) ** -0.6

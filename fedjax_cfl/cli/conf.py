@@ -1,0 +1,18 @@
+"""Where the configuration files are, and what of them are settings of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+HERE = Path(__file__).resolve().parents[1]
+CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
+
+
+def resolve_config(config: DictConfig) -> dict[str, Any]:
+    """Returns the settings of a run as a dict: every value instead of where it comes from,
+    without the published numbers that an experiment's file also holds.
+    """
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    resolved.pop("paper", None)
+    return resolved

@@ -1,0 +1,146 @@
+"""Builds, runs and records what one configuration describes: a run, or a grid of runs.
+
+The only file, with `overrides` and `build`, that sees a configuration object; nothing
+below `cli` does.
+"""
+
+import contextlib
+import copy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from fedjax_cfl.cli.build import build, build_algorithm
+from fedjax_cfl.cli.conf import resolve_config
+from fedjax_cfl.cli.outputs import print_error
+from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
+from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.runs import grid
+from fedjax_cfl.runs.lock import lock
+from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.resume import resume_run, sync_resume
+from fedjax_cfl.runs.run_dir import make_dir
+from fedjax_cfl.runs.session import train_run
+from fedjax_cfl.simulation.compilation import use_compile_cache
+
+
+def run_config(config: DictConfig) -> None:
+    """Builds and runs one configuration in its directory, or a grid below it. Exits with
+    1 or 2 and one line on stderr where it cannot.
+    """
+    resolved = resolve_config(config)
+    alone = HydraConfig.get().mode == RunMode.RUN
+    run_dir = Path(
+        str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir
+    ).absolute()
+    try:
+        use_compile_cache()
+        axes = grid.grid_axes(resolved)
+        status = run_grid(config, axes, run_dir) if axes else run_one(resolved, run_dir)
+        if status:
+            sys.exit(status)
+    except (RunError, OSError) as error:
+        print_error(
+            f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error
+        )
+        sys.exit(1)
+    except InputError as error:
+        if not alone:
+            remove_unused_sweep(run_dir)
+        sys.exit(print_error(error))
+
+
+def remove_unused_sweep(run_dir: Path) -> None:
+    """Removes the folder of a sweep that never began: all it holds is what was there
+    before its first run.
+    """
+    left = {path.name for path in run_dir.parent.rglob("*")}
+    if left == {"multirun.yaml", INDEX_FILE, run_dir.name}:
+        shutil.rmtree(run_dir.parent)
+
+
+def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
+    """Builds and runs one configuration in its directory; returns the exit status."""
+    algorithm, _, data, drift, mesh = parts = build(resolved)
+    asked = list(HydraConfig.get().overrides.task)
+    with contextlib.ExitStack() as locks:
+
+        def begin():
+            locks.enter_context(lock(make_dir(run_dir)))
+            start = resume_run(resolved, run_dir, *parts)
+            record(resolved, asked, run_dir)
+            return start
+
+        start = sync_resume(begin, algorithm, data, drift, mesh, jax.random.key(resolved["seed"]))
+        return train_run(resolved, HydraConfig.get().runtime.choices, asked, run_dir, *parts, start)
+
+
+def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
+    """Builds the runs of a grid and trains them as one program; returns the exit status."""
+    members = list_members(config, axes, run_dir)
+    parts: dict[int, tuple] = {}  # of each seed
+    for member in members:
+        if member.config["seed"] not in parts:
+            parts[member.config["seed"]] = build(member.config)
+    first = members[0].config
+    _, task, data, _, mesh = parts[first["seed"]]
+
+    def make(values):
+        return build_algorithm(first, task, data, mesh, values)
+
+    with contextlib.ExitStack() as locks:
+        for member in members:
+            locks.enter_context(lock(make_dir(member.run_dir)))
+        until, starts = grid.common_step(grid.run_folders(run_dir, axes)), []
+        for member in members:
+            built = parts[member.config["seed"]]
+            starts.append(resume_run(member.config, member.run_dir, *built, until=until))
+            record(member.config, member.overrides, member.run_dir)
+        write_index(run_dir, grid.grid_points(axes))
+        return grid.train_grid(
+            members,
+            HydraConfig.get().runtime.choices,
+            axes,
+            list(parts.values()),
+            make,
+            starts,
+            run_dir,
+        )
+
+
+def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> list[grid.Member]:
+    """Returns the runs of a grid with the settings that each would have alone."""
+    shared = [
+        text
+        for text in HydraConfig.get().overrides.task
+        if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")
+    ]
+    members = []
+    for point, folder in zip(grid.grid_points(axes), grid.run_folders(run_dir, axes), strict=True):
+        own = copy.deepcopy(config)
+        for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
+            OmegaConf.update(own, name, value)
+        overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
+        members.append(grid.Member(resolve_config(own), overrides, folder))
+    return members
+
+
+def record(resolved: dict[str, Any], overrides: list[str], run_dir: Path) -> None:
+    """Writes what was asked for to .hydra/, as Hydra itself would, with every setting's
+    value instead of where it comes from.
+    """
+    folder = run_dir / ".hydra"
+    folder.mkdir(exist_ok=True)
+    for name, value in (
+        ("config", OmegaConf.create(resolved)),
+        ("overrides", OmegaConf.create(overrides)),
+        ("hydra", HydraConfig.get()),
+    ):
+        with atomic_write(folder / f"{name}.yaml") as temporary:
+            OmegaConf.save(value, temporary)

@@ -1,0 +1,90 @@
+"""Standard output and error that cannot end a run: where nobody reads them or nothing
+can be written, the rest of what is said is dropped, and the run's files are written all
+the same.
+"""
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class ForgivingOutput(io.RawIOBase):
+    """Writes to a file descriptor until that fails, and nothing from then on."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self.descriptor)
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                return os.write(self.descriptor, data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+
+def open_standard_files() -> None:
+    """Opens those of the first three file descriptors that are closed, so that no file of
+    a run becomes standard output or error.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))
+
+
+def guard_outputs() -> dict[str, ForgivingOutput]:
+    """Replaces sys.stdout and sys.stderr, where they are the process's own, by ones that
+    never fail; returns what they write to by name.
+    """
+    open_standard_files()
+    guarded = {}
+    for name in ("stdout", "stderr"):
+        stream, own = getattr(sys, name), getattr(sys, f"__{name}__")
+        if stream is not own and own is not None:
+            continue  # a test's, or a notebook's
+        stream.flush()
+        guarded[name] = ForgivingOutput(stream.fileno())
+        text = io.TextIOWrapper(
+            io.BufferedWriter(guarded[name]),
+            stream.encoding,
+            stream.errors,
+            line_buffering=stream.line_buffering,
+        )
+        setattr(sys, name, text)
+    return guarded
+
+
+def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
+    """Writes what is still held back; returns whether some of stdout was lost, and says
+    so, unless only its reader has gone, as in `| head`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    lost = guarded["stdout"].error if "stdout" in guarded else None
+    if lost is None or isinstance(lost, BrokenPipeError):
+        return False
+    print(f"fedjax-cfl: stdout: {lost.strerror}; not all could be printed", file=sys.stderr)
+    sys.stderr.flush()
+    return True
+
+
+def print_error(error: Exception | str) -> int:
+    """Prints bad input as one line and returns its exit status."""
+    if str(error):  # empty: process 0 has said it
+        print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
+    return 2

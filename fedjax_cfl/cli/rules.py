@@ -1,0 +1,157 @@
+"""What every setting of a configuration may be: the range of each parameter, by the
+dotted name under which the configuration gives it.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, NamedTuple
+
+from fedjax_cfl.models import as_task
+from fedjax_cfl.round import Faults, Local
+from fedjax_cfl.simulation.driver import check_plan
+from fedjax_cfl.validation import (
+    BelowOne,
+    Epochs,
+    Fraction,
+    NaturalInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Seed,
+    Trim,
+    number,
+    parameter_rules,
+)
+
+PACKAGE = "fedjax_cfl."
+HOST = Rule(
+    "null, auto or HOST:PORT",
+    lambda value: value in (None, "auto") or bool(re.fullmatch(r"\S+:\d{1,5}", str(value))),
+)
+DIRECTORY = Rule(
+    "the name of a directory",
+    lambda value: type(value) in (str, int) and bool(str(value).strip()),
+)
+WIDTH = Rule(
+    "auto or a whole number >= 1",
+    lambda value: value == "auto" or (isinstance(value, int) and value is not True and value >= 1),
+)
+
+
+class RunSettings(NamedTuple):
+    """Settings of the run itself, which no function of the library takes."""
+
+    seed: Seed
+    seeds: PositiveInt
+    clients_per_round: PositiveInt
+    devices: PositiveInt | None
+    precision: Literal["float32", "tensorfloat32", "bfloat16"]
+    resident: Literal["device", "host"]
+    test_on: Literal["group", "received"]
+    resume: Literal["auto", "must", "never"]
+    run_dir: Annotated[str, DIRECTORY]
+    coordinator: Annotated[str | None, HOST]
+    processes: PositiveInt | None
+    process: NaturalInt | None
+
+
+class CheckpointSettings(NamedTuple):
+    """Settings under `checkpoint`."""
+
+    every: PositiveInt  # rounds
+    minutes: PositiveFloat
+    keep: PositiveInt
+
+
+class WidthSetting(NamedTuple):
+    """The setting under `local` that is settled before `Local` gets it."""
+
+    width: Annotated[int | str, WIDTH]
+
+
+class PresetSettings(NamedTuple):
+    """Settings under `preset` that are not handed on as they are."""
+
+    l2: NonNegativeFloat | None
+
+
+# Until the parameters of `fedjax_cfl.algorithms` are annotated themselves: an annotation there
+# wins, and the line here goes.
+class AlgorithmSettings(NamedTuple):
+    """Settings under `algorithm`."""
+
+    m: PositiveInt
+    alpha: PositiveInt
+    eta_g: NonNegativeFloat
+    mu: NonNegativeFloat
+    q: NonNegativeFloat
+    server_lr: PositiveFloat
+    momentum: BelowOne
+    b1: BelowOne
+    b2: BelowOne
+    tau: PositiveFloat
+    drop_percent: Fraction
+    share: Fraction
+    restarts: PositiveInt
+    spare: BelowOne
+    restart_rounds: PositiveInt
+    temperature_max: Annotated[float, number("a finite number > 1", lambda value: value > 1)]
+    epsilon: PositiveFloat | None
+    beta: Trim
+    theta: Trim
+    erm_epochs: Epochs | None
+    iterations: PositiveInt
+    eps1: NonNegativeFloat
+    eps2: NonNegativeFloat
+    gamma_max: Fraction
+    min_size: PositiveInt
+    warm_up: NaturalInt
+    threshold: PositiveFloat | None
+
+
+def collect_rules(config: dict) -> dict[str, Rule]:
+    """Returns the rules of a resolved configuration by dotted name: those of the package's
+    functions that its `_target_`s name, and those of the run.
+    """
+    owners: list[tuple[str, Callable]] = [
+        ("algorithm.", AlgorithmSettings),
+        ("", check_plan),
+        ("local.", Local),
+        ("faults.", Faults),
+        *find_targets(config),
+        ("model.", as_task),
+        ("preset.", PresetSettings),
+        ("local.", WidthSetting),
+        ("checkpoint.", CheckpointSettings),
+        ("", RunSettings),
+    ]
+    return {
+        f"{prefix}{name}": rule
+        for prefix, owner in owners
+        for name, rule in parameter_rules(owner).items()
+    }
+
+
+def find_targets(node: dict, path: str = "") -> Iterator[tuple[str, Callable]]:
+    """Yields (dotted name and a dot, function) of every `_target_` below a node that is
+    the package's own. Others are left alone: to look at them would run their code.
+    """
+    if str(node.get("_target_")).startswith(PACKAGE):
+        function = resolve_target(node["_target_"])
+        if function is not None:
+            yield path, function
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from find_targets(value, f"{path}{name}.")
+
+
+def resolve_target(target: str) -> Callable | None:
+    """Returns the function or class of a dotted name, or None if there is none."""
+    home, _, rest = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(home), rest)
+    except (ImportError, AttributeError, ValueError):
+        return None  # said, with the reason, when the parts are built
+    return found if callable(found) else None

@@ -1,0 +1,165 @@
+"""What the command line prints, and where it cannot: flags without JAX, closed, full and
+unread outputs, names that look like markup.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedjax_cfl.cli.outputs import ForgivingOutput
+
+SMALL = (
+    "dataset.clients=8 clients_per_round=3 rounds=1 local.epochs=1 algorithm=fedavg model=mclr"
+    " devices=1"
+)
+RUN_FILES = {"metrics.jsonl", "summary.json", "clients.parquet"}
+
+
+def shell(line: str, folder, status: int = 0) -> str:
+    """Runs a line of bash in which `fedjax-cfl` is the command; returns its stderr."""
+    command = f'set -o pipefail; fedjax-cfl() {{ {sys.executable} -m fedjax_cfl "$@"; }}; {line}'
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "Error" not in done.stderr + done.stdout, "nor an exception that Python ignored"
+    return done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version", "--info=config", "--shell-completion"])
+def test_what_only_shows_something_does_not_import_jax(flag, tmp_path):
+    code = (
+        "import sys; from fedjax_cfl.cli.main import main; status = main();"
+        " sys.exit(status if 'jax' not in sys.modules else 'imported JAX')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, flag], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "imported JAX" not in done.stderr
+    assert (done.returncode, bool(done.stdout)) == (
+        (2, False) if flag == "--shell-completion" else (0, True)
+    ), done.stderr
+
+
+def test_the_package_exports_what_type_checkers_see():
+    """Names are imported when asked for; `import *` and `dir` find all of them."""
+    import ast
+    from pathlib import Path
+
+    import fedjax_cfl as cfl
+
+    tree = ast.parse(Path(cfl.__file__).read_text())
+    shown = {
+        alias.name: (node.module, alias.name)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(shown) == set(cfl.__all__) == set(dir(cfl))
+    for name, (home, _) in shown.items():
+        found = getattr(cfl, name)
+        assert found is getattr(sys.modules[home], name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = cfl.nonsense
+
+
+def test_a_shell_completion_says_for_which_shell(tmp_path):
+    assert "install=bash" in shell("fedjax-cfl --shell-completion", tmp_path, status=2)
+    shell("fedjax-cfl --shell-completion install=bash", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fedjax-cfl --info | head -1",
+        "fedjax-cfl --help | head -1",
+        "fedjax-cfl --help | true",
+        "fedjax-cfl algorithm=ifca --cfg job | true",
+    ],
+)
+def test_a_reader_that_goes_is_no_error(line, tmp_path):
+    assert shell(line, tmp_path) == ""
+
+
+def test_bad_input_with_a_closed_stderr(tmp_path):
+    shell("fedjax-cfl rounds=x 2>&-", tmp_path, status=2)
+
+
+@pytest.mark.parametrize(
+    "sink, status, said",
+    [
+        ("| true", 0, ""),
+        (">&-", 0, ""),
+        (
+            ">/dev/full",
+            1,
+            "fedjax-cfl: stdout: No space left on device; not all could be printed\n",
+        ),
+    ],
+)
+def test_a_run_whose_output_is_lost_writes_its_files(sink, status, said, tmp_path):
+    """A run's results are its files; what cannot be printed is blamed on stdout."""
+    assert shell(f"fedjax-cfl {SMALL} run_dir=run {sink}", tmp_path, status) == said
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= RUN_FILES
+
+
+@pytest.mark.parametrize("grid", ["", " seeds=2"])
+def test_names_that_look_like_markup_are_printed(grid, fedjax_cfl):
+    status, out, error = fedjax_cfl(f"{SMALL}{grid} run_dir=run \"dataset.name='[/x]'\"")
+    assert status == 0 and error == "" and "fedavg on [/x]: " in out
+
+
+def test_an_output_that_fails_is_not_written_to_again():
+    reader, writer = os.pipe()
+    output = ForgivingOutput(writer)
+    assert output.write(b"read") == 4 and os.read(reader, 4) == b"read" and output.error is None
+    os.close(reader)
+    assert output.write(b"lost") == 4 and isinstance(output.error, BrokenPipeError)
+    os.close(writer)
+    assert output.write(b"lost") == 4 and isinstance(output.error, BrokenPipeError)
+
+
+# code from elsewhere
+
+
+def test_a_pickle_is_not_rerun(fedjax_cfl):
+    for flag in ("--experimental-rerun x.pickle", "--experimental-rerun=x.pickle"):
+        status, _, error = fedjax_cfl(flag)
+        assert status == 2 and "a pickle can run any code" in error
+
+
+TRAPS = ("hydra_plugins/trap.py", "pandas.py", "libtpu.py", "jax_plugins/trap/__init__.py")
+
+
+@pytest.mark.parametrize(
+    "way, line",
+    [("script", "--info=plugins"), ("script", "doctor"), ("script", SMALL), ("module", SMALL)],
+)
+def test_nothing_in_the_current_folder_runs_unasked(way, line, tmp_path):
+    for trap in TRAPS:
+        (tmp_path / trap).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / trap).write_text("open('sprung', 'w')")
+    command = [sys.executable, "-m", "fedjax_cfl"]
+    if way == "script":  # as pip installs it
+        (tmp_path / "bin").mkdir()
+        script = tmp_path / "bin" / "fedjax-cfl"
+        script.write_text("import sys\nfrom fedjax_cfl.cli.main import main\nsys.exit(main())")
+        command = [sys.executable, str(script)]
+    subprocess.run([*command, *line.split()], cwd=tmp_path, capture_output=True, check=False)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_target_of_ones_own_is_found_last(tmp_path, monkeypatch):
+    from fedjax_cfl.cli.build import instantiate_target
+
+    (tmp_path / "my_parts.py").write_text("def make():\n    return 'mine'")
+    (tmp_path / "csv.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    instantiate_target("drift", {"_target_": "fedjax_cfl.data.drift.none"})
+    assert str(tmp_path) not in sys.path
+    assert instantiate_target("concept", {"_target_": "my_parts.make"}) == "mine"
+    assert sys.path[-1] == str(tmp_path)

@@ -1,0 +1,215 @@
+"""The house: which room may import from which, what conf/ names, and how long, wide and
+annotated functions are.
+"""
+
+import ast
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import fedjax_cfl
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.rules import resolve_target
+
+HOME = Path(fedjax_cfl.__file__).parent
+# Top to bottom: a room imports from its own modules and from rooms below.
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("papers",),
+    ("runs",),
+    ("algorithms", "simulation"),
+    ("clustering",),
+    ("round",),
+    ("data",),
+    ("models",),
+    ("types", "errors", "validation", "sharding", "distributed", "formatting"),
+)
+LINES, PARAMETERS = 60, 10
+# What breaks a rule today. Each list is exact: whoever mends something takes it off, and nothing
+# may be added.
+TOO_LONG = set(
+    """
+    algorithms.fesem.fesem algorithms.fesem_ma.fesem_ma algorithms.fesem_ma.store_matched_models
+    algorithms.fl_hc.fl_hc algorithms.flexcfl.flexcfl algorithms.ifca.ifca
+    clustering.hierarchical.agglomerate data.federated.federate models.task.as_task
+    papers.report.plot papers.runner.main round.dual_sgd.train_dual round.engine.federated
+    round.members.over_clients_of_members round.sgd.sgd runs.compare._plot runs.grid.train_grid
+    simulation.driver.run simulation.evaluate.predict_test_samples simulation.vectorize.run_members
+    """.split()
+)
+TOO_MANY_PARAMETERS = set(
+    """
+    algorithms.cfl.cfl algorithms.fesem.fesem algorithms.flexcfl.flexcfl algorithms.ifca.ifca
+    round.dual_sgd.train_dual round.engine.federated simulation.driver.run
+    simulation.vectorize.run_members
+    """.split()
+)
+NOT_ANNOTATED = {
+    "algorithms": 94,
+    "round": 65,
+    "simulation": 37,
+    "clustering": 16,
+    "runs": 13,
+    "data": 7,
+    "papers": 4,
+    "sharding": 3,
+    "distributed": 1,
+}  # functions of each room
+
+
+class Function(NamedTuple):
+    """A function of the package, with the node of its definition."""
+
+    name: str  # module.function, or module.Class.function
+    node: ast.FunctionDef
+    public: bool  # neither it nor its class nor its module is private, nor is it inside another
+
+
+def module_name(path: Path) -> str:
+    """Returns the dotted name of a module of the package, without the package's own."""
+    parts = path.relative_to(HOME).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(HOME.rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """Returns the package's modules that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [
+                name if name.removeprefix("fedjax_cfl.") in MODULES else str(node.module)
+                for name in full
+            ]
+        else:
+            continue
+        own = (name for name in names if name.partition(".")[0] == "fedjax_cfl")
+        found |= {name.removeprefix("fedjax_cfl").lstrip(".") for name in own}
+    return found - {""}  # `import fedjax_cfl as cfl`: the public names, see the package's own file
+
+
+def floor_of(module: str) -> int:
+    """Returns the number of a module's floor, 0 at the top."""
+    room = module.partition(".")[0]
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def upward(module: str, path: Path) -> list[str]:
+    """Returns the imports of a module that run up, or sideways into another room."""
+    room, floor = module.partition(".")[0], floor_of(module)
+    return [
+        f"{module} imports {other}"
+        for other in sorted(imported(path))
+        if other.partition(".")[0] != room
+        and (floor_of(other) < floor or (floor_of(other) == floor and floor < len(FLOORS) - 1))
+    ]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_no_import_runs_up(module):
+    assert upward(module, MODULES[module]) == []
+
+
+def test_the_search_for_imports_finds_them(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "def f():\n    from fedjax_cfl.runs import grid\nimport fedjax_cfl.cli.main\n"
+        "from fedjax_cfl.errors import InputError\nfrom fedjax_cfl import types, papers\n"
+    )
+    assert imported(tmp_path / "x.py") == {"runs.grid", "cli.main", "errors", "types", "papers"}
+    assert upward("round.engine", tmp_path / "x.py") == [
+        "round.engine imports cli.main",
+        "round.engine imports papers",
+        "round.engine imports runs.grid",
+    ]
+
+
+def test_no_circle():
+    """A package's own file imports its modules, which do not import it: a circle there
+    only works by luck of the order.
+    """
+    arrows = {module: imported(path) for module, path in MODULES.items() if module}
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        raise AssertionError(f"imports run in a circle: {' -> '.join(error.args[1])}") from None
+
+
+def targets(node, path: str):
+    """Yields (where, dotted name) of every `_target_` in a configuration file."""
+    for name in node:
+        value = OmegaConf.to_container(node, resolve=False)[name]
+        if name == "_target_":
+            yield path, str(value)
+        elif isinstance(value, dict):
+            yield from targets(OmegaConf.create(value), f"{path}.{name}")
+
+
+def test_every_target_of_conf_exists():
+    found = {}
+    for file in sorted(CONF.rglob("*.yaml")):
+        node = OmegaConf.load(file)
+        assert isinstance(node, DictConfig)
+        found |= dict(targets(node, file.relative_to(CONF).as_posix()))
+    assert len(found) > 60
+    missing = {where: name for where, name in found.items() if resolve_target(name) is None}
+    assert not missing
+
+
+def functions():
+    """Yields every function of the package but lambdas."""
+    for module, path in MODULES.items():
+        pending = [(module, child, True) for child in ast.parse(path.read_text()).body]
+        while pending:
+            prefix, node, outside = pending.pop()
+            inside = isinstance(node, ast.FunctionDef)
+            name = f"{prefix}.{node.name}" if isinstance(node, ast.ClassDef) or inside else prefix
+            if inside:
+                public = outside and not any(part.startswith("_") for part in name.split("."))
+                yield Function(name, node, public)
+            pending += [
+                (name, child, outside and not inside) for child in ast.iter_child_nodes(node)
+            ]
+
+
+def parameters(node: ast.FunctionDef) -> list[ast.arg]:
+    """Returns a function's parameters, without self and *arguments."""
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [parameter for parameter in named if parameter.arg not in ("self", "cls")]
+
+
+FUNCTIONS = list(functions())
+
+
+def test_functions_fit_a_screen():
+    found = {
+        name for name, node, _ in FUNCTIONS if (node.end_lineno or 0) - node.lineno + 1 > LINES
+    }
+    assert found == TOO_LONG
+
+
+def test_functions_take_few_parameters():
+    found = {name for name, node, _ in FUNCTIONS if len(parameters(node)) > PARAMETERS}
+    assert found == TOO_MANY_PARAMETERS
+
+
+def test_public_functions_are_annotated():
+    """Every parameter and what is returned has a type."""
+    found = [
+        name
+        for name, node, public in FUNCTIONS
+        if public
+        and (node.returns is None or any(given.annotation is None for given in parameters(node)))
+    ]
+    counts = Counter(name.partition(".")[0] for name in found)
+    assert counts == NOT_ANNOTATED, found
