@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedjax_cfl.cli.build import assemble, build, build_algorithm, resolve_settings
 from fedjax_cfl.cli.overrides import CONF, precheck
 from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
@@ -74,7 +75,7 @@ def run_command(name: str, *arguments: str) -> int:
     """
     own = importlib.import_module(COMMANDS[name])
     return (
-        own.main(list(arguments), CONF, resolve_settings, assemble)
+        own.main(list(arguments), resolve_settings, assemble)
         if name == "paper"
         else own.main(list(arguments))
     )
@@ -96,7 +97,7 @@ def wrap_help():
 def print_error(error: Exception | str) -> int:
     """Prints bad input as one line and returns its exit status."""
     if str(error):  # empty: process 0 has said it
-        print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
+        print("fedjax-cfl: " + escape_text(" ".join(str(error).split())), file=sys.stderr)
     return 2
 
 
