@@ -412,6 +412,21 @@ def test_a_cell_that_runs_elsewhere_is_left_alone(verb, capsys):
     assert verb("--rows", "first-a") == 0 and log.read_text().startswith("alive\n--- ")
 
 
+def test_a_table_does_not_look_into_live_runs(verb, monkeypatch):
+    """Their folders come and go while they save."""
+    (verb.out / "first-a" / "Avg" / "seed0" / "checkpoints").mkdir(parents=True)
+    scan = os.scandir
+
+    def scandir(path="."):
+        if "checkpoints" in str(path):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert verb("--rows", "second-b", "--seeds", "2") == 0
+    assert table(verb.out)["second-b", "Avg"]["seeds"] == "2"
+
+
 def test_an_error_is_that_of_the_last_attempt(verb, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "fedavg")
     assert verb("--rows", "first-a", "--columns", "Avg") == 1

@@ -177,14 +177,12 @@ def find_finished(
     column), seeds in order; rounds may differ.
     """
     found: dict[tuple[str, str], list[Path]] = {}
-    seeds = sorted(
-        {
-            int(path.name[4:])
-            for path in out.glob("**/seed*")
-            if path.is_dir() and path.name[4:].isdecimal()
-        }
-    )
-    for cell in make_cells(name, table, out, list(table["rows"]), None, seeds, extra):
+    rows = list(table["rows"])
+    # not out.glob("**/..."): inside live runs folders come and go
+    places = {cell.folder.parent for cell in make_cells(name, table, out, rows, None, [0], extra)}
+    names = {path.name[4:] for place in places for path in place.glob("seed*") if path.is_dir()}
+    seeds = sorted(int(name) for name in names if name.isdecimal())
+    for cell in make_cells(name, table, out, rows, None, seeds, extra):
         summary = read_summary(cell.folder)
         if summary is not None and filter_overrides(
             summary.get("overrides") or []

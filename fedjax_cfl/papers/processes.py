@@ -143,6 +143,8 @@ def read_error(cell: Cell) -> str:
 
 def read_last_round(cell: Cell) -> int:
     """Returns the last round that a cell has evaluated so far, 0 if none."""
-    metrics = cell.folder / METRICS_FILE
-    written = metrics.read_bytes() if metrics.exists() else b""
+    try:
+        written = (cell.folder / METRICS_FILE).read_bytes()
+    except FileNotFoundError:
+        written = b""
     return int([b"0", *re.findall(rb'^{"round": (\d+)', written, re.MULTILINE)][-1])
