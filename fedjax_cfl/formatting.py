@@ -1,11 +1,52 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them; texts from files cannot act on what shows them."""
 
-# the terminal
+from rich.markup import escape
+
+# numbers
 
 
 def format_si(value: float, unit: str) -> str:
-    """Formats with a decimal prefix: scaled(3.2e9, "B") is "3.20 GB"."""
+    """Formats with a decimal prefix: format_si(3.2e9, "B") is "3.20 GB"."""
     for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= power:
             return f"{value / power:.2f} {prefix}{unit}"
     return f"{value:g} {unit}"
+
+
+# texts from files: labels, names of data sets, groups, folders and runs
+
+
+def escape_text(text: object) -> str:
+    r"""Replaces what a terminal would obey or cannot show by its escape: ESC is \x1b, a
+    newline \n.
+    """
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape", "surrogatepass").decode()
+        for sign in str(text)
+    )
+
+
+def escape_markup(text: object) -> str:
+    """Escapes a text for rich, which reads [red] as a colour."""
+
+    return escape(escape_text(text))
+
+
+def escape_markdown(text: object) -> str:
+    """Escapes a text for one cell of a Markdown table."""
+    return escape_text(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def escape_csv(value: object) -> object:
+    """Escapes a text for one cell of a CSV file: a spreadsheet would compute what begins
+    with = + - or @, but not after a quote. Numbers stay numbers.
+    """
+    if not isinstance(value, str):
+        return value
+    text = escape_text(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def escape_plot(text: object) -> str:
+    """Escapes a text for matplotlib, which reads formulas between dollars."""
+    return escape_text(text).replace("$", r"\$")

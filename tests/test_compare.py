@@ -1,14 +1,19 @@
 """Comparing runs: files that no run wrote end in one line and nothing is written; names
-are drawn as they are.
+are drawn as they are; seeds are pooled, bests are over the same tests.
 """
 
+import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from fedjax_cfl import formatting
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import compare
+from fedjax_cfl.runs import compare, compare_inputs, plot
+from fedjax_cfl.runs.labels import name_parts
+from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
 
 NESTED = b"[" * 10_000 + b"]" * 10_000
 
@@ -78,7 +83,7 @@ def test_hostile_files_are_refused_in_one_line(name, tmp_path):
 
 def test_other_files_are_refused(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run", SUMMARY, None)
-    monkeypatch.setattr(compare, "MAX_RUN_FILE_BYTES", 150)
+    monkeypatch.setattr(compare_inputs, "MAX_RUN_FILE_BYTES", 150)
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" * 200)
     refuses("expected at most 150", run)
     (run / "metrics.jsonl").unlink()
@@ -108,3 +113,129 @@ def test_names_are_drawn_as_they_are(tmp_path):
         "compare.md",
         "compare.png",
     ]
+
+
+def run_with(folder, overrides, accuracy=(0.5,), **fields):
+    """Writes a finished run with an accuracy a round."""
+    rows = [ROW | {"round": r, "accuracy": a} for r, a in enumerate(accuracy, 1)]
+    metrics = "".join(json.dumps(row) + "\n" for row in rows)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return run_of(folder, SUMMARY | {"overrides": overrides} | fields, metrics)
+
+
+def test_seeds_are_pooled_wherever_and_however_they_ran(tmp_path):
+    elsewhere = "devices=1 resume=never checkpoint.every=5 offline=true local.width=4"
+    elsewhere += " local.first_layer=direct +logger=csv vectorize=[] seeds=1 coordinator=auto"
+    elsewhere += " processes=2 process=0 hydra/launcher=cores hydra.sweep.dir=x"
+    run_with(tmp_path / "0", ["rounds=3", "run_dir=0", "seed=0"])
+    run_with(tmp_path / "1", ["rounds=3", "run_dir=1", "seed=1", *elsewhere.split()], seed=1)
+    run_with(tmp_path / "2", ["rounds=3", "seed=2", "local.lr=0.1"], seed=2)
+    groups = compare.compare([tmp_path])
+    assert [(group["label"], group["seeds"]) for group in groups] == [
+        ("fedavg", "0 1"),
+        ("fedavg local.lr=0.1", "2"),
+    ]
+
+
+def test_cells_of_a_table_are_pooled(tmp_path):
+    for column in ("fedavg", "ifca"):
+        for seed in range(2):
+            folder = tmp_path / "T" / "row" / column / f"seed{seed}"
+            asked = ["experiment=T", "dataset=digits", f"algorithm={column}", f"seed={seed}"]
+            asked.append(f"run_dir={folder}")
+            run_with(folder, asked, algorithm=column, seed=seed)
+    groups = compare.compare([tmp_path / "T"])
+    assert [(group["label"], group["runs"]) for group in groups] == [("fedavg", 2), ("ifca", 2)]
+
+
+def test_a_best_says_over_how_many_tests_and_is_given_over_the_same(tmp_path, capsys):
+    run_with(tmp_path / "a", [], [0.9, 0.2, 0.5, 0.4])
+    run_with(tmp_path / "i", [], [None, None, 0.3, 0.6], algorithm="ifca")
+    run_with(tmp_path / "f", [], [0.7], dataset="mnist")  # other data: not in the same window
+    found = {group["label"]: group for group in compare.compare([tmp_path])}
+    assert found["fedavg digits"]["best_accuracy"][0] == 0.9
+    assert found["fedavg digits"]["evaluations"][0] == 4
+    assert found["fedavg digits"]["shared_best_accuracy"][0] == 0.5
+    assert found["ifca digits"]["shared_best_accuracy"][0] == 0.6
+    assert found["ifca digits"]["evaluations"][0] == 2
+    assert found["ifca digits"]["shared_evaluations"][0] == 2
+    assert found["fedavg mnist"]["shared_best_accuracy"][0] == 0.7
+    assert "shared" in capsys.readouterr().out and "shared tests" in Path("compare.md").read_text()
+    compare.compare([tmp_path / "a"])  # one run: nothing to share
+    assert "shared" not in Path("compare.md").read_text()
+
+
+def test_a_run_that_never_counts_does_not_empty_the_window(tmp_path):
+    run_with(tmp_path / "a", [], [0.9, 0.2])
+    run_with(tmp_path / "i", [], [None, None], algorithm="ifca")
+    found = {group["label"]: group for group in compare.compare([tmp_path])}
+    assert found["fedavg"]["shared_best_accuracy"][0] == 0.9
+    assert math.isnan(found["ifca"]["shared_best_accuracy"][0])
+
+
+def test_labels_name_what_ran(tmp_path):
+    own = ["model.module._target_='my_file.MyModel'", "+algorithm._target_=mine.method"]
+    named = name_parts({"algorithm": "ifca", "model": "mclr", "dataset": "digits"}, own)
+    assert named == {"algorithm": "mine.method", "model": "my_file.MyModel", "dataset": "digits"}
+    run_with(tmp_path / "0", own, algorithm="ifca", model="mclr")
+    run_with(tmp_path / "1", [], algorithm="ifca", model="mclr")
+    labels = [group["label"] for group in compare.compare([tmp_path])]
+    assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
+
+
+LABELS = {
+    "one short": ["fedavg"],
+    "seven short": [f"method {i}" for i in range(7)],
+    "long": [f"flexcfl algorithm.eta_g={i} dataset.source.path=/a/{'b' * 60}" for i in range(5)],
+    "a whole screen": ["W" * 1000, "$" * 400, "é" * 400],
+}
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_legends_are_not_cut_off(tmp_path, labels):
+    figure = plot.new_figure(13, 5)
+    axes = figure.subplots()
+    lines = [axes.plot([0, 1])[0] for _ in labels]
+    plot.add_legend(figure, lines, labels)
+    plot.save_figure(figure, tmp_path / "legend.png")
+    box, (width, height) = figure.legends[0].get_window_extent(), figure.canvas.get_width_height()
+    assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0
+    assert axes.get_window_extent().height > 0.5 * height  # the figure grew with its legend
+
+
+def test_texts_from_files_do_nothing():
+    text = "=1+1|<b>\x1b[31m\n\ud800"
+    assert formatting.escape_text(text) == r"=1+1|<b>\x1b[31m\n\ud800"
+    assert formatting.escape_markdown(text) == r"=1+1\|&lt;b>\x1b[31m\n\ud800"
+    assert formatting.escape_markup("[red]x") == r"\[red]x"
+    assert [formatting.escape_csv(sign + "1") for sign in "=+-@1"] == [
+        "'=1",
+        "'+1",
+        "'-1",
+        "'@1",
+        "11",
+    ]
+    assert formatting.escape_csv(-1.5) == -1.5
+    assert formatting.escape_plot("$x$") == r"\$x\$"
+
+
+def test_hostile_run_directories_are_shown_as_text(tmp_path, capsys):
+    folder = tmp_path / "\x1b]0;taken\x07[bold]" / "run"
+    run_with(folder, [], algorithm="=cmd()|[red]<img>", dataset="@x")
+    (folder.parent / "half\x1b[2J\n").mkdir()
+    (folder.parent / "half\x1b[2J\n" / "metrics.jsonl").write_text("")
+    compare.compare([tmp_path])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"half\x1b[2J\n" in out and "=cmd()|[red]<img>" in out
+    assert r"| =cmd()\|[red]&lt;img> |" in Path("compare.md").read_text()
+    with Path("compare.csv").open(newline="") as handle:
+        (line,) = csv.DictReader(handle)
+    assert (line["algorithm"], line["dataset"]) == ("'=cmd()|[red]<img>", "'@x")
+
+
+def test_discard_met_says_when_it_counts():
+    assert chance_all_met(4, 4, 1) == 1 and chance_all_met(4, 2, 0) == 0
+    assert chance_all_met(4, 2, 2) == pytest.approx(0.75**4)
+    said = describe_met_rule(1000, 20, 300)
+    assert "within 300 rounds in about 0.097 of all runs" in said and "\n" not in said
+    assert "in half of them by round 36" in said and "round robin it is round 50" in said

@@ -1,18 +1,22 @@
 """conf/experiment: every published table composes, is whole and has the papers' numbers."""
 
 import hydra
+import numpy as np
 import pytest
+from scipy.stats import wasserstein_distance
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.clustering.shift_detection import counts_as_samples
 from fedjax_cfl.papers import cells
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+TABLES = sorted(path.stem for path in cells.TABLES.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
-    node, seen, asked = cells.load_table(CONF, name), set(), [[]]
+    node, seen, asked = cells.load_table(name), set(), [[]]
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
     columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
@@ -22,16 +26,22 @@ def test_experiments_compose(name):
             seen.update(overrides)
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         for overrides in asked:
-            settings = check_overrides([f"experiment={name}", *overrides])
-            assert "paper" not in settings, "published numbers are no setting of a run"
+            config = check_overrides([f"experiment={name}", *overrides])
+            # a run carries settings, and no published numbers
+            assert not config.get("paper") and node["title"] not in str(config)
+
+
+def test_every_experiment_has_its_table():
+    assert EXPERIMENTS == TABLES
+    assert {cells.load_table(name).get("experiment", name) for name in TABLES} <= set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_are_whole(name):
-    """Rows name known columns, values are numbers, and the head of the file says
+    """Rows name known columns, values are numbers, and the head of the experiment says
     command, time and what to expect.
     """
-    node = cells.load_table(CONF, name)
+    node = cells.load_table(name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
             assert (
@@ -64,4 +74,29 @@ def test_experiments_are_whole(name):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert cells.load_table(CONF, name)["rows"][row]["published"].get(column) == value
+    assert cells.load_table(name)["rows"][row]["published"].get(column) == value
+
+
+@pytest.mark.parametrize("name", ["flexcfl_table3", "flexcfl_table4"])
+def test_fashion_mnist_has_its_official_split(name):
+    rows = [e for r, e in cells.load_table(name)["rows"].items() if r.startswith("FashionMNIST")]
+    assert rows
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        for entry in rows:
+            config = check_overrides([f"experiment={name}", *entry["overrides"]])
+            assert config["dataset"]["source"]["split"] == "official"
+            assert config["partition"]["_target_"].endswith(".ditto")  # which needs it
+
+
+def test_the_papers_preset_detects_by_eq_9():
+    """tau = 0.2 n / C is in samples: only counts taken as samples have that unit."""
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = check_overrides(["preset=paper", "algorithm=flexcfl"])
+    assert "counts_as_samples" in str(config["algorithm"]["detector"])
+    counts, reference = np.array([[9, 0, 3], [6, 3, 3]]), np.array([[6, 3, 3], [6, 3, 3]])
+    size = counts.sum(axis=1)
+    distance = [
+        wasserstein_distance(now, then) for now, then in zip(counts, reference, strict=True)
+    ]
+    found = np.asarray(counts_as_samples(counts, reference, size))
+    assert found.tolist() == (np.array(distance) > 0.2 * size / 3).tolist() == [True, False]

@@ -14,7 +14,6 @@ from PIL import Image
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem import ClientModels
-from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.celeba import celeba
@@ -23,7 +22,7 @@ from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import layers
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import fesem_fig3, figures, report
+from fedjax_cfl.papers import fesem_fig3, figures, report, report_plot
 from fedjax_cfl.papers.cells import load_table, row_columns
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
@@ -106,7 +105,7 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text
     assert text.count("2 of 4 rounds") == 1  # said of the runs, not of each measure
-    report.plot(SHARED, records, tmp_path / "plot.png")
+    report_plot.plot(SHARED, records, tmp_path / "plot.png")
     assert imread(tmp_path / "plot.png").std() > 0.01
 
 
@@ -134,12 +133,12 @@ def test_figures_draw_shared_runs_once(tmp_path):
     ],
 )
 def test_published_numbers(name, row, column, value):
-    assert load_table(CONF, name)["rows"][row]["published"][column] == value
+    assert load_table(name)["rows"][row]["published"][column] == value
 
 
 @pytest.mark.parametrize("name", ["fesem_table1", "fesem_table3", "planted_clusters"])
 def test_shown_measures_exist(name):
-    node = load_table(CONF, name)
+    node = load_table(name)
     known = {*compute_measures([]), "megabytes", "seconds"}
     for row in node["rows"]:
         assert report.cell_measure(node, row, row_columns(node, row)[0]) in known

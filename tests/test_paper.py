@@ -3,6 +3,7 @@ program by one that only writes a run's files.
 """
 
 import csv
+import fcntl
 import io
 import json
 import os
@@ -25,7 +26,7 @@ from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import fedgroup_fig5, figures, runner
+from fedjax_cfl.papers import fedgroup_fig5, figures, processes, report, runner
 from fedjax_cfl.papers.cells import Cell, is_finished, load_table
 from fedjax_cfl.runs.results import compute_measures
 
@@ -60,22 +61,24 @@ rows = [
 (folder / "summary.json").write_text(json.dumps({"overrides": sys.argv[1:]}))
 """
 TABLE = """
-paper:
-  title: "A table"
-  measure: best_accuracy
-  scale: 100
-  columns:
-    Avg: [algorithm=fedavg]
-    Flex-eta0.1: [algorithm=flexcfl]
-  rows:
-    first-a:
-      overrides: [dataset=a]
-      published: {Avg: 80.0, Flex-eta0.1: 85.5}
-    second-b:
-      title: "second-b, stand-in"
-      overrides: [dataset=b]
-      published: {Avg: 81.0, Flex-eta0.1: 90.1}
+title: "A table"
+measure: best_accuracy
+scale: 100
+columns:
+  Avg: [algorithm=fedavg]
+  Flex-eta0.1: [algorithm=flexcfl]
+rows:
+  first-a:
+    overrides: [dataset=a]
+    published: {Avg: 80.0, Flex-eta0.1: 85.5}
+  second-b:
+    title: "second-b, stand-in"
+    overrides: [dataset=b]
+    published: {Avg: 81.0, Flex-eta0.1: 90.1}
 """
+
+
+real_command = processes.COMMAND
 
 
 @pytest.fixture
@@ -83,21 +86,22 @@ def verb(tmp_path, monkeypatch):
     """Returns run(*argv) -> exit status of the verb on fake cells, and lines() of the
     cells that were started.
     """
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "fake.yaml").write_text(TABLE)
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "fake.yaml").write_text(TABLE)
+    monkeypatch.setattr(paper_cells, "TABLES", tmp_path / "tables")
     (tmp_path / "cell.py").write_text(CELL)
     (tmp_path / "ran").touch()
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
-    monkeypatch.setattr(runner, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
 
     def run(*argv, out="out"):
         return runner.main(
-            ["fake", "--out", str(tmp_path / out), *argv], tmp_path, lambda overrides: None, None
+            ["fake", "--out", str(tmp_path / out), *argv], lambda overrides: None, None
         )
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
     run.out = tmp_path / "out" / "fake"
-    run.conf = tmp_path / "experiment" / "fake.yaml"
+    run.table = tmp_path / "tables" / "fake.yaml"
     return run
 
 
@@ -109,12 +113,10 @@ def table(folder: Path) -> dict:
 
 def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    figure = TABLE.replace(
-        "paper:\n", "paper:\n  experiment: fake\n  figure: curves\n  panels: [accuracy]\n"
-    )
-    verb.conf.with_name("drawn.yaml").write_text(figure)
-    assert runner.main(["fake", "--rows", "first-a"], tmp_path, None, None) == 0
-    assert runner.main(["drawn"], tmp_path, None, None) == 0
+    figure = "experiment: fake\nfigure: curves\npanels: [accuracy]\n" + TABLE
+    verb.table.with_name("drawn.yaml").write_text(figure)
+    assert runner.main(["fake", "--rows", "first-a"], None, None) == 0
+    assert runner.main(["drawn"], None, None) == 0
     started = verb.started()
     assert len(started) == 4 and all("experiment=fake " in line for line in started)
     assert imread("paper/drawn/figure.png").std() > 0
@@ -236,7 +238,7 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
     cell = next(
         paper_cells.make_cells(
             "fake",
-            load_table(verb.conf.parents[1], "fake"),
+            load_table("fake"),
             verb.out,
             ["first-a"],
             ["Avg"],
@@ -306,7 +308,6 @@ def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, word
     with pytest.raises(InputError) as caught:
         runner.main(
             ["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override],
-            CONF,
             resolve_settings,
             None,
         )
@@ -325,13 +326,14 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
     code = f"""
         import signal
         from pathlib import Path
-        from fedjax_cfl.papers import runner as paper
+        from fedjax_cfl.papers import cells, processes, runner
         # a shell that runs the tests in the background has SIGINT ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        paper.COMMAND = {runner.COMMAND!r}
+        cells.TABLES = Path({str(verb.table.parent)!r})
+        processes.COMMAND = {processes.COMMAND!r}
         try:
             arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
-            paper.main(arguments, Path({str(tmp_path)!r}), None, None)
+            runner.main(arguments, None, None)
         except KeyboardInterrupt:
             raise SystemExit(130)
     """
@@ -352,9 +354,114 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
     assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
 
 
+def is_locked(log: Path) -> bool:
+    """Returns whether a process writes this log."""
+    with log.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def wait_until(condition, seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path):
+    """A real SIGKILL, and the processes that users' cells have."""
+    (tmp_path / "fake_cell.py").write_text("print('begun', flush=True)\n" + CELL)
+    command = [*real_command[:-1], "fake_cell"]
+    code = f"""
+        from pathlib import Path
+        from fedjax_cfl.papers import cells, processes, runner
+        cells.TABLES = Path({str(verb.table.parent)!r})
+        processes.COMMAND = {command!r}
+        arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
+        raise SystemExit(runner.main(arguments, None, None))
+    """
+    path = os.pathsep.join([str(tmp_path), str(CONF.parent), os.environ.get("PYTHONPATH", "")])
+    line, place = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": path}
+    parent = subprocess.Popen(line, env=place | {"SLOW": "600"}, stdout=subprocess.DEVNULL)
+    assert wait_until(lambda: len(verb.started()) == 2)
+    logs = sorted(verb.out.glob("**/seed0.log"))
+    assert len(logs) == 2 and all(map(is_locked, logs))
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not any(map(is_locked, logs)), 20), "a cell has outlived its parent"
+    again = subprocess.run(line, env=place, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
+    for log in logs:  # the killed attempt is still there
+        text = log.read_text()
+        assert text.count(processes.ATTEMPT) == 2 and text.count("begun") == 2
+
+
+def test_a_cell_that_runs_elsewhere_is_left_alone(verb, capsys):
+    log = verb.out / "first-a" / "Avg" / "seed0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("alive\n")
+    with log.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert verb("--rows", "first-a") == 1
+    assert log.read_text() == "alive\n" and len(verb.started()) == 1
+    assert f"failed: another process runs this cell; see {log}" in capsys.readouterr().out
+    assert verb("--rows", "first-a") == 0 and log.read_text().startswith("alive\n--- ")
+
+
+def test_a_table_does_not_look_into_live_runs(verb, monkeypatch):
+    """Their folders come and go while they save."""
+    (verb.out / "first-a" / "Avg" / "seed0" / "checkpoints").mkdir(parents=True)
+    scan = os.scandir
+
+    def scandir(path="."):
+        if "checkpoints" in str(path):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert verb("--rows", "second-b", "--seeds", "2") == 0
+    assert table(verb.out)["second-b", "Avg"]["seeds"] == "2"
+
+
+def test_an_error_is_that_of_the_last_attempt(verb, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", "fedavg")
+    assert verb("--rows", "first-a", "--columns", "Avg") == 1
+    assert "non-finite update" in capsys.readouterr().out
+    monkeypatch.setenv("BROKEN", "")
+    monkeypatch.setenv("SLOW", "soon")
+    assert verb("--rows", "first-a", "--columns", "Avg") == 1
+    assert "failed: see " in capsys.readouterr().out
+
+
+def test_bests_over_different_numbers_of_tests_are_stated_and_given_over_the_same(tmp_path):
+    found = {}
+    accuracies = {"Avg": [0.9, 0.5, 0.6, 0.55], "Flex": [None, None, 0.7, 0.8], "Far": [None] * 4}
+    for column, accuracy in accuracies.items():
+        (tmp_path / column).mkdir()
+        rows = [{"round": r, "accuracy": a} for r, a in enumerate(accuracy, 1)]
+        (tmp_path / column / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        found["one", column] = [tmp_path / column]
+    fake = {"title": "T", "scale": 100, "columns": {name: [] for name in accuracies}}
+    fake["rows"] = {"one": {"overrides": []}}
+    records = report.collect(fake, found)
+    values = [(r["mean"], r["evaluations"], r["shared_best"]) for r in records]
+    assert values == [(90.0, "4", 60.0), (80.0, "2", 80.0), (None, "0", None)]
+    note = "- one: best of 4 (Avg); 2 (Flex); 0 (Far) tests; over the same 2: Avg 60.0, Flex 80.0."
+    assert report.best_note(fake, records) == [note]
+    report.write(fake, records, tmp_path, "command")
+    assert note in (tmp_path / "table.md").read_text()
+    assert table(tmp_path)["one", "Avg"]["shared_evaluations"] == "2"
+    alike = {key: folders for key, folders in found.items() if key[1] == "Avg"}
+    assert report.best_note(fake, report.collect(fake, alike)) == []
+
+
 def test_columns_may_be_measures_of_one_run(verb):
-    verb.conf.write_text(
-        "paper: {title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d:"
+    verb.table.write_text(
+        "{title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d:"
         " discrepancy_mean}, rows: {one: {overrides: [dataset=a, algorithm=fedavg], published:"
         " {max: 87.9, to 85: 39, mean d: 0.767}}}}"
     )
@@ -375,10 +482,10 @@ def test_columns_may_be_measures_of_one_run(verb):
 
 @pytest.mark.parametrize(
     "kind",
-    ["figure: curves\n  panels: [accuracy, train_loss]", "figure: communication\n  baseline: Avg"],
+    ["figure: curves\npanels: [accuracy, train_loss]", "figure: communication\nbaseline: Avg"],
 )
 def test_figures_are_drawn(verb, kind):
-    verb.conf.write_text(TABLE.replace("  measure:", f"  {kind}\n  measure:"))
+    verb.table.write_text(f"{kind}\n{TABLE}")
     assert verb("--seeds", "2") == 0
     image = imread(verb.out / "figure.png")
     assert image.shape[1] > 300 and image.std() > 0.01
@@ -446,8 +553,8 @@ def test_real_cells(tmp_path, monkeypatch, capsys):
         "--out",
         str(tmp_path),
     ]
-    assert runner.main([*asked, *small], CONF, resolve_settings, None) == 0
-    node = load_table(CONF, asked[0])
+    assert runner.main([*asked, *small], resolve_settings, None) == 0
+    node = load_table(asked[0])
     row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
     line = [f"experiment={asked[0]}", *row, *column, *small, f"run_dir={tmp_path / 'alone'}"]
     assert call(monkeypatch, " ".join(line)) == 0

@@ -187,6 +187,8 @@ def test_real_fashion_mnist():
     pool = fashion_mnist(standardize=False, offline=True)
     assert np.bincount(pool.y).tolist() == [7000] * 10
     assert abs(float(pool.x.mean()) / 255 - 0.286) < 0.0005
+    if pool.test is not None:  # the official files are there
+        assert np.bincount(pool.y[pool.test]).tolist() == [1000] * 10
     drawn = fashion_mnist(standardize=False, offline=True, split="random").test
     assert np.bincount(pool.y[drawn]).tolist() == [1000] * 10
     one_line(

@@ -16,6 +16,7 @@ from fedjax_cfl.clustering.assign import ChooseFn, nearest_direction, random_gro
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
 from fedjax_cfl.round.hooks import MigrateFn, Start, add_reports, make_report
@@ -91,6 +92,18 @@ def train_steps(steps: int) -> Callable[[Local], Local]:
 def train_epochs(epochs: int | None = None) -> Callable[[Local], Local]:
     """First updates take `epochs` epochs; None: as many as in a round (D1)."""
     return lambda local: local if epochs is None else local._replace(epochs=epochs)
+
+
+def parse_pretrain(text: str) -> Callable[[Local], Local]:
+    """Returns the local work of a first update, written iters:N | epochs:N | epochs:E (D1).
+    Raises InputError for anything else.
+    """
+    kind, _, number = text.partition(":")
+    if kind == "epochs" and number == "E":
+        return train_epochs()
+    if kind not in ("iters", "epochs") or not number.isdecimal() or int(number) < 1:
+        raise InputError(f"algorithm.pretrain={text}: iters:N, epochs:N (N >= 1) or epochs:E")
+    return (train_epochs if kind == "epochs" else train_steps)(int(number))
 
 
 def join_nearest(pretrain) -> ChooseFn:

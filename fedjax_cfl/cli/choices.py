@@ -33,10 +33,9 @@ from fedjax_cfl.algorithms.founding import (
     found_alone,
     join_nearest,
     join_random,
+    parse_pretrain,
     start_from_founders,
     start_from_initial,
-    train_epochs,
-    train_steps,
 )
 from fedjax_cfl.algorithms.ifca import (
     random_groups,
@@ -45,7 +44,7 @@ from fedjax_cfl.algorithms.ifca import (
 )
 from fedjax_cfl.clustering import distances, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import require
 from fedjax_cfl.round import aggregate, sgd
 
 
@@ -167,16 +166,6 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
         if own and all(own.get(field) is not None for field in required):
             settings[name] = options(**own)
     return settings
-
-
-def parse_pretrain(text: str) -> Callable:
-    """Returns the local work of a first update: iters:N | epochs:N | epochs:E (D1)."""
-    kind, _, number = text.partition(":")
-    if kind == "epochs" and number == "E":
-        return train_epochs()
-    if kind not in ("iters", "epochs") or not number.isdecimal() or int(number) < 1:
-        raise InputError(f"algorithm.pretrain={text}: iters:N, epochs:N (N >= 1) or epochs:E")
-    return (train_epochs if kind == "epochs" else train_steps)(int(number))
 
 
 def option_tuples(factory: Callable) -> dict[str, type]:

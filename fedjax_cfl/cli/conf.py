@@ -10,9 +10,6 @@ CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a 
 
 
 def resolve_config(config: DictConfig) -> dict[str, Any]:
-    """Returns the settings of a run as a dict: every value instead of where it comes from,
-    without the published numbers that an experiment's file also holds.
-    """
+    """Returns the settings of a run as a dict: every value instead of where it comes from."""
     resolved: Any = OmegaConf.to_container(config, resolve=True)
-    resolved.pop("paper", None)
     return resolved

@@ -86,7 +86,7 @@ def run_command(name: str, *arguments: str) -> int:
         return own.main(list(arguments)) or 0
     from fedjax_cfl.cli.build import assemble, resolve_settings
 
-    return own.main(list(arguments), CONF, resolve_settings, assemble)
+    return own.main(list(arguments), resolve_settings, assemble)
 
 
 @contextlib.contextmanager

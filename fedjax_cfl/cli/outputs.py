@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from fedjax_cfl.formatting import escape_text
+
 
 class ForgivingOutput(io.RawIOBase):
     """Writes to a file descriptor until that fails, and nothing from then on."""
@@ -86,5 +88,5 @@ def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
 def print_error(error: Exception | str) -> int:
     """Prints bad input as one line and returns its exit status."""
     if str(error):  # empty: process 0 has said it
-        print("fedjax-cfl: " + " ".join(str(error).split()), file=sys.stderr)
+        print("fedjax-cfl: " + escape_text(" ".join(str(error).split())), file=sys.stderr)
     return 2

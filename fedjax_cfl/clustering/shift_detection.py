@@ -6,9 +6,12 @@ it was last assigned; initial_size [K] its training samples when the run began. 
 (https://arxiv.org/abs/2108.09749), section 3.4: detected where the Wasserstein distance
 of now and then exceeds tau = 0.2 n / C (eq. 9).
 
-Differs from the paper: its distance and threshold have different units, which only fit
-if counts are passed as samples, as its code does (D11: `counts_as_samples`). `tv` is
-the default and means what the text says: 20 % of the data changed.
+`counts_as_samples` is eq. 9 as printed: tau is in samples, and only the distance of
+counts passed as samples, as the paper's code does, has that unit (D11). Shares of C
+labels are at most C - 1 apart, so that no client of 5 C^2 samples would be detected.
+
+Differs from the paper: `tv` is the default and means what the text says, 20 % of the
+data changed.
 """
 
 from typing import Protocol

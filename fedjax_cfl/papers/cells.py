@@ -3,28 +3,19 @@ besides, and which of them are finished.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import OmegaConf
+import yaml
 
 from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.results import read_summary
 
-FREE_OVERRIDES = (
-    "run_dir=",
-    "devices=",
-    "rounds=",
-    "offline=",
-    "resume=",
-    "checkpoint.",
-)  # overrides in which a finished cell may differ
-RESERVED_SETTINGS = {
-    "run_dir",
-    "seeds",
-    "vectorize",
-}  # with these a run would not be one cell in its folder
+TABLES = Path(__file__).resolve().parent / "tables"
+# with these a run would not be one cell in its folder
+RESERVED_SETTINGS = {"run_dir", "seeds", "vectorize"}
 
 
 class Cell(NamedTuple):
@@ -40,15 +31,12 @@ class Cell(NamedTuple):
         return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
 
 
-def load_table(conf: Path, name: str) -> dict:
-    """Returns the `paper` node of an experiment. Raises InputError if there is no such table."""
-    tables = {}
-    for path in sorted((conf / "experiment").glob("*.yaml")):
-        node = OmegaConf.load(path).get("paper")
-        if node is not None:
-            tables[path.stem] = OmegaConf.to_container(node)
-    require("paper", name, tables)
-    return tables[name]
+def load_table(name: str) -> dict:
+    """Returns a table: title, columns and rows of overrides, published numbers. Raises
+    InputError if there is no such table.
+    """
+    require("paper", name, sorted(path.stem for path in TABLES.glob("*.yaml")))
+    return yaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
@@ -91,7 +79,7 @@ def make_cells(
     columns: list[str] | None,
     seeds: Iterable[int],
     extra: list[str],
-):
+) -> Iterator[Cell]:
     """Yields the cells of the given rows, columns (None: all) and seeds; seeds are
     outermost, so that a whole table comes first.
 
@@ -120,7 +108,9 @@ def make_cells(
                 )
 
 
-def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]], object]) -> None:
+def check_cells(
+    todo: list[Cell], extra: list[str], resolve_settings: Callable[[list[str]], object]
+) -> None:
     """Raises InputError, before anything runs, if a cell says itself what one of the
     overrides `extra` asks for, or cannot have it.
 
@@ -143,17 +133,17 @@ def check_cells(todo: list[Cell], extra: list[str], checked: Callable[[list[str]
                     " --out"
                 )
         try:
-            checked(cell.overrides)
+            resolve_settings(cell.overrides)
         except InputError as error:
             raise InputError(f"{cell}: {error}") from None
 
 
 def filter_overrides(overrides: list[str]) -> set[str]:
     """Returns the overrides that bear on what a cell is, in no order; of several of one
-    name the last counts.
+    name the last counts. A finished cell may differ in its rounds and in how it ran.
     """
     last = {override.partition("=")[0]: override for override in overrides}
-    return {override for override in last.values() if not override.startswith(FREE_OVERRIDES)}
+    return {text for name, text in last.items() if name != "rounds" and not is_execution(name)}
 
 
 def requested_rounds(overrides: list[str]) -> str | None:
@@ -187,14 +177,12 @@ def find_finished(
     column), seeds in order; rounds may differ.
     """
     found: dict[tuple[str, str], list[Path]] = {}
-    seeds = sorted(
-        {
-            int(path.name[4:])
-            for path in out.glob("**/seed*")
-            if path.is_dir() and path.name[4:].isdecimal()
-        }
-    )
-    for cell in make_cells(name, table, out, list(table["rows"]), None, seeds, extra):
+    rows = list(table["rows"])
+    # not out.glob("**/..."): inside live runs folders come and go
+    places = {cell.folder.parent for cell in make_cells(name, table, out, rows, None, [0], extra)}
+    names = {path.name[4:] for place in places for path in place.glob("seed*") if path.is_dir()}
+    seeds = sorted(int(name) for name in names if name.isdecimal())
+    for cell in make_cells(name, table, out, rows, None, seeds, extra):
         summary = read_summary(cell.folder)
         if summary is not None and filter_overrides(
             summary.get("overrides") or []

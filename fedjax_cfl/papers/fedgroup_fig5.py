@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl.algorithms.flexcfl import make_pretrain_solver
+from fedjax_cfl.algorithms.founding import parse_pretrain
 from fedjax_cfl.clustering.distances import gram as gram_of
 from fedjax_cfl.clustering.features import edc as edc_of
 from fedjax_cfl.clustering.features import madc as madc_of
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers.cells import Cell
-from fedjax_cfl.papers.figures import new_figure
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.local import full_work
-from fedjax_cfl.runs.plot import style_axes
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.runs.plot import new_figure, save_figure, style_axes
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.types import FederatedData
 
@@ -39,7 +39,7 @@ def first_update_gram(
     training samples, and who they are [N].
     """
     local = local.resolve()
-    trial = over_clients(make_pretrain_solver(task, local, pretrain), local)
+    trial = over_clients(sgd(task, parse_pretrain(pretrain)(local)), local)
     start, batches = jax.random.split(key)
 
     def products(data):
@@ -133,8 +133,7 @@ def scatter(table: dict, drawn: dict[str, dict], path: Path) -> None:
         style_axes(axes, table["rows"][row].get("title", row), "MADC", "EDC, Euclidean distance")
     for axes in list(grid):
         axes.remove()
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    save_figure(figure, path)
 
 
 def reproduce(

@@ -13,11 +13,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.figures import new_figure
 from fedjax_cfl.papers.report import row_title
 from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.plot import make_palette, style_axes
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.plot import make_palette, new_figure, save_figure, style_axes
 
 MAX_MODELS = 400  # clients drawn, as in the paper
 MODELS, CENTERS, ASSIGNED, KNOWN = (
@@ -141,5 +139,4 @@ def draw_maps(table: dict, found: dict[tuple[str, str], list[Path]], path: Path)
         draw_panel(axes, read_map(folders[0]), f"{row_title(table, row)}, {column}")
     for axes in list(grid):
         axes.remove()
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    save_figure(figure, path)

@@ -10,24 +10,28 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
 from fedjax_cfl.papers.cells import row_columns
 from fedjax_cfl.papers.report import finished_rows, row_title
-from fedjax_cfl.runs.plot import format_percent_axis, make_palette, style_axes
-from fedjax_cfl.runs.results import atomic_write, compute_measures, read_metrics, series
+from fedjax_cfl.runs.plot import (
+    add_legend,
+    format_percent_axis,
+    make_palette,
+    new_figure,
+    save_figure,
+    style_axes,
+)
+from fedjax_cfl.runs.results import compute_measures, read_metrics, series
 
 AXIS_LABELS = {
     "accuracy": "test accuracy",
     "train_loss": "training loss of the cohort",
     "discrepancy": "discrepancy",
 }
-MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = (
-    100,
-    11,
-)  # evaluations: from how many on a line is steadied, and over how many
+# evaluations: from how many on a line is steadied, and over how many
+MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11
 
 
 def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
@@ -49,9 +53,8 @@ def average_seeds(
     """
     by_round = [{row["round"]: row for row in rows} for rows in runs]
     rounds = sorted(set.intersection(*map(set, by_round)))
-    values = np.array(
-        [sum(series([rows[r] for r in rounds], name) for name in names) for rows in by_round]
-    )  # [seeds, R]
+    found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
+    values = np.array(found).sum(axis=1)  # [seeds, R]
     spread = values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
     return np.array(rounds, float), values.mean(axis=0), spread
 
@@ -98,16 +101,7 @@ def read_cells(
     }
 
 
-def new_figure(width: float, height: float, title: str) -> Figure:
-    """Returns an empty figure, `width` x `height` inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    figure.suptitle(title, fontsize=13)
-    return figure
-
-
-def save_figure(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> None:
+def save_with_legend(figure: Figure, path: Path, drawn: list[Axes], columns: list[str]) -> None:
     """Writes the figure with one legend below it, for the lines of all panels."""
     handles = {
         label: handle
@@ -117,16 +111,8 @@ def save_figure(figure: Figure, path: Path, drawn: list[Axes], columns: list[str
     names = [name for name in columns if name in handles]
     if names:
         most = max(1, int(figure.get_figwidth() // 1.9))
-        figure.legend(
-            [handles[n] for n in names],
-            names,
-            loc="outside lower center",
-            ncols=min(most, len(names)),
-            frameon=False,
-            fontsize=10,
-        )
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+        add_legend(figure, [handles[name] for name in names], names, most)
+    save_figure(figure, path)
 
 
 def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
@@ -145,12 +131,12 @@ def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Pat
                 axes,
                 row_title(table, row) if i == 0 else "",
                 "round",
-                AXIS_LABELS.get(name, name) if j == 0 else "",
+                str(AXIS_LABELS.get(name, name)) if j == 0 else "",
             )
             axes.set_xlim(left=0)
             if "accuracy" in name:
                 format_percent_axis(axes)
-    save_figure(figure, path, list(grid.flat), list(table["columns"]))
+    save_with_legend(figure, path, list(grid.flat), list(table["columns"]))
 
 
 def models_sent(runs: list[list[dict]]) -> float:
@@ -185,7 +171,7 @@ def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], pa
         )
         style_axes(right, "", f"models sent in all, {unit}", "")
         right.grid(visible=False)
-    save_figure(figure, path, list(grid[:, 0]), list(table["columns"]))
+    save_with_legend(figure, path, list(grid[:, 0]), list(table["columns"]))
 
 
 def draw_bars(

@@ -1,32 +1,30 @@
-"""What `fedjax-cfl paper` writes about its cells: table.md, table.csv, plot.png and the
-lines on the terminal.
+"""What `fedjax-cfl paper` writes about its cells: table.md, table.csv and the lines on
+the terminal.
 
 A record is one number of a table: {row, column, published, mean, sd, seeds, runs,
-rounds, of_rounds}, in the table's own unit.
+rounds, of_rounds, evaluations, shared_best, shared_evaluations}, in the table's own
+unit. A best is a maximum, over fewer tests for a clustered method: a record says over
+how many, and has the best over those tests that count for all columns of its row.
 """
 
 import csv
-import math
 import os
 import platform
 import statistics
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from omegaconf import OmegaConf
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_row
-from fedjax_cfl.runs.plot import make_palette, style_axes
 from fedjax_cfl.runs.results import atomic_write, compute_measures, read_metrics
+from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
-PANELS_PER_LINE = 3  # panels side by side
+FIELDS += ("evaluations", "shared_best", "shared_evaluations")
 
 
 def cell_measure(table: dict, row: str, column: str) -> str:
@@ -50,18 +48,22 @@ def measure_scale(table: dict, measure: str) -> float:
 
 def read_measures(folder: Path) -> dict:
     """Returns a cell's measures: those of every report, the megabytes sent both ways,
-    and the seconds without compiling.
+    and the seconds without compiling; and its `rows`.
     """
     rows = read_metrics(folder)
     last = rows[-1] if rows else {}
     sent = (last.get("bytes_down") or 0) + (last.get("bytes_up") or 0)
-    return compute_measures(rows) | {"megabytes": sent / 1e6, "seconds": last.get("wall_s")}
+    own = {"megabytes": sent / 1e6, "seconds": last.get("wall_s"), "rows": rows}
+    return compute_measures(rows) | own
 
 
 def read_default_rounds(folder: Path) -> int | None:
     """Returns the rounds that the data set's setting asks for, whatever the command line said."""
     path = folder / ".hydra" / "config.yaml"
-    return OmegaConf.load(path).dataset.rounds if path.is_file() else None
+    if not path.is_file():
+        return None
+    rounds = yaml.safe_load(path.read_text(encoding="utf-8"))["dataset"]["rounds"]
+    return rounds if isinstance(rounds, int) else None
 
 
 def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]:
@@ -71,35 +73,54 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
     `runs` counts finished seeds, `seeds` those of them that have a value: a target may
     not be reached, an accuracy not count yet.
     """
-    numbers = {folder: read_measures(folder) for folders in found.values() for folder in folders}
+    folders = [folder for some in found.values() for folder in some]
+    numbers = {folder: read_measures(folder) for folder in folders}
+    defaults = {folder: read_default_rounds(folder) or 0 for folder in folders}
     records = []
     for row, entry in table["rows"].items():
+        owner = source_row(table, row)
+        own = [folder for (ran, _), some in found.items() if ran == owner for folder in some]
+        window = shared_rounds(numbers[folder]["rows"] for folder in own)
         for column in row_columns(table, row):
-            folders = found.get((source_row(table, row), "" if "measures" in table else column), [])
+            cells = found.get((owner, "" if "measures" in table else column), [])
+            measured = [numbers[folder] for folder in cells]
             measure = cell_measure(table, row, column)
-            values = [numbers[folder][measure] for folder in folders]
-            values = [
-                value * measure_scale(table, measure) for value in values if value is not None
-            ]
-            records.append(
-                {
-                    "row": row,
-                    "column": column,
-                    "published": (entry.get("published") or {}).get(column),
-                    "mean": statistics.fmean(values) if values else None,
-                    "sd": statistics.stdev(values) if len(values) > 1 else None,
-                    "seeds": len(values),
-                    "runs": len(folders),
-                    "rounds": " ".join(
-                        str(n) for n in sorted({numbers[folder]["rounds"] for folder in folders})
-                    ),
-                    "of_rounds": " ".join(
-                        str(n)
-                        for n in sorted({read_default_rounds(folder) or 0 for folder in folders})
-                    ),
-                }
-            )
+            values = _values(table, measure, (one[measure] for one in measured))
+            record = {
+                "row": row,
+                "column": column,
+                "published": (entry.get("published") or {}).get(column),
+                "mean": statistics.fmean(values) if values else None,
+                "sd": statistics.stdev(values) if len(values) > 1 else None,
+                "seeds": len(values),
+                "runs": len(cells),
+                "rounds": _list_distinct(one["rounds"] for one in measured),
+                "of_rounds": _list_distinct(defaults[folder] for folder in cells),
+            }
+            is_best = measure == "best_accuracy"
+            records.append(record | (_shared_best(table, measured, window) if is_best else {}))
     return records
+
+
+def _values(table: dict, measure: str, values: Iterable[float | None]) -> list[float]:
+    """Returns the values that are there, in the table's unit."""
+    scale = measure_scale(table, measure)
+    return [value * scale for value in values if value is not None]
+
+
+def _list_distinct(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(set(numbers))))
+
+
+def _shared_best(table: dict, measured: list[dict], window: set[int]) -> dict:
+    """Returns over how many tests a cell's best is, and its mean best over `window`."""
+    best = (best_over(one["rows"], window) for one in measured)
+    values = _values(table, "best_accuracy", best)
+    return {
+        "evaluations": _list_distinct(len(scored_rounds(one["rows"])) for one in measured),
+        "shared_best": statistics.fmean(values) if values else None,
+        "shared_evaluations": len(window) if measured else None,
+    }
 
 
 def format_number(value: float, measure: str, digits: int = 3) -> str:
@@ -197,35 +218,49 @@ def rounds_note(table: dict, records: list[dict]) -> list[str]:
     ]
 
 
+def best_note(table: dict, records: list[dict]) -> list[str]:
+    """Returns a line about every row whose bests are over different numbers of tests:
+    how many, and the bests over the tests that count for all its columns.
+    """
+    lines = []
+    for row in recorded_rows(table, records):
+        own = [r for r in records if r["row"] == row and r["runs"] and r.get("evaluations")]
+        if len({record["evaluations"] for record in own}) < 2:
+            continue
+        counts: dict[str, list[str]] = {}
+        for record in own:
+            counts.setdefault(record["evaluations"], []).append(record["column"])
+        over = "; ".join(f"{number} ({', '.join(names)})" for number, names in counts.items())
+        shared = [
+            f"{r['column']} {format_number(r['shared_best'], 'best_accuracy')}"
+            for r in own
+            if r["shared_best"] is not None
+        ]
+        same = f"over the same {own[0]['shared_evaluations']}: {', '.join(shared)}"
+        lines.append(f"- {row}: best of {over} tests; {same if shared else 'none count for all'}.")
+    return lines
+
+
 def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     """Writes table.csv and table.md: obtained, spread over seeds, published in
     brackets, and the command and machine behind them.
     """
     text = {(record["row"], record["column"]): format_cell(table, record) for record in records}
     columns = headings(table, records)
-    lines = [
-        f"# {table['title']}",
-        "",
-        "Obtained mean ± sd over seeds (published). `-`: not run.",
-        "",
-    ]
-    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    lines += [
-        "| "
-        + " | ".join([row_title(table, row), *(text.get((row, c), "") for c in columns)])
-        + " |"
-        for row in recorded_rows(table, records)
-    ]
+    lines = [f"# {table['title']}", ""]
+    lines += ["Obtained mean ± sd over seeds (published). `-`: not run.", ""]
+    lines += ["| | " + " | ".join(map(escape_markdown, columns)) + " |"]
+    lines += ["|---" * (len(columns) + 1) + "|"]
+    for row in recorded_rows(table, records):
+        shown = [row_title(table, row), *(text.get((row, column), "") for column in columns)]
+        lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
+    if notes := best_note(table, records):
+        lines += ["", "A best over more tests is higher by chance alone:", "", *notes]
     if notes := rounds_note(table, records):
         lines += ["", "Fewer or more rounds than the setting's own:", "", *notes]
     seeds = ", ".join(map(str, sorted({record["runs"] for record in records if record["runs"]})))
-    lines += [
-        "",
-        f"Last command: `{command}`",
-        "",
-        f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. ",
-    ]
-    lines[-1] += f"Seeds per cell: {seeds}."
+    machine = f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. "
+    lines += ["", f"Last command: `{command}`", "", f"{machine}Seeds per cell: {seeds}."]
     with atomic_write(out / "table.md") as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with (
@@ -234,7 +269,9 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     ):
         writer = csv.DictWriter(handle, fieldnames=FIELDS, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(records)
+        writer.writerows(
+            {name: escape_csv(value) for name, value in record.items()} for record in records
+        )
 
 
 def row_title(table: dict, row: str) -> str:
@@ -248,154 +285,29 @@ def build_table(table: dict, records: list[dict], console: Console) -> list[Tabl
     """
     rows, columns = recorded_rows(table, records), headings(table, records)
     text = {(record["row"], record["column"]): format_cell(table, record) for record in records}
-    grid = [
-        ["", *columns],
-        *(
-            [row_title(table, row), *(text.get((row, column), "") for column in columns)]
-            for row in rows
-        ),
-    ]
-    names, *rest = (
-        zip(*grid, strict=True) if len(rows) > len(columns) else grid
-    )  # one list of cells a column, headings first
-
-    def part(some: list[Sequence[str]]) -> Table:
-        shown = Table(title=f"{table['title']}; obtained (published)", title_justify="left")
-        shown.add_column(min_width=min(24, max(map(len, names))))
-        for heading, *cells in some:
-            shown.add_column(
-                heading, justify="right", min_width=max(map(len, (*heading.split(), *cells)))
-            )
-        for line in list(zip(names, *some, strict=True))[1:]:
-            shown.add_row(*line)
-        return shown
-
+    grid: list[Sequence[str]] = [["", *columns]]
+    for row in rows:
+        grid.append([row_title(table, row), *(text.get((row, c), "") for c in columns)])
+    # one list of cells a column, headings first
+    names, *rest = list(zip(*grid, strict=True)) if len(rows) > len(columns) else grid
+    title = f"{table['title']}; obtained (published)"
     unbounded = console.options.update(width=10_000)  # a measure is never wider than its console
-    for size in range(len(rest), 0, -1):
-        parts = [part(rest[i : i + size]) for i in range(0, len(rest), size)]
-        if all(console.measure(one, options=unbounded).minimum <= console.width for one in parts):
-            break
-    return parts
+    size = len(rest)
+    while True:
+        parts = [_build_part(title, names, rest[i : i + size]) for i in range(0, len(rest), size)]
+        widths = [console.measure(part, options=unbounded).minimum for part in parts]
+        if size == 1 or max(widths) <= console.width:
+            return parts
+        size -= 1
 
 
-def plot(table: dict, records: list[dict], path: Path) -> None:
-    """Draws plot.png: a panel per row of the paper with a line per column, or a panel
-    per measure with a line per row.
-
-    Filled dots are obtained, with sd over seeds where there are several; hollow ones
-    are published.
-    """
-    outer, inner = ("column", "row") if "measures" in table else ("row", "column")
-    rows, columns = recorded_rows(table, records), headings(table, records)
-    panels, lines = (columns, rows) if outer == "column" else (rows, columns)
-    # short lists of panels stay in one line, long ones are folded; the measures of the same
-    # runs stand side by side
-    owners = [source_row(table, row) for row in rows]
-    together = max(map(owners.count, owners)) if outer == "row" else 1
-    across = min(together if together > 1 else PANELS_PER_LINE, len(panels))
-    down = math.ceil(len(panels) / across)
-    figure = Figure(
-        figsize=(1.5 + 4.4 * across, 1.5 + down * (1.0 + 0.3 * len(lines))), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    figure.suptitle(table["title"], fontsize=13)
-    shade = make_palette(
-        7
-    )  # yellow, the eighth, is too pale for a dot; a line's name stands beside it
-    palette = {line: shade[i % 7] for i, line in enumerate(lines)}
-    grid = figure.subplots(down, across, squeeze=False).flat
-    for panel, axes in zip(panels, grid, strict=False):
-        shown = {record[inner]: record for record in records if record[outer] == panel}
-        draw_dots(axes, [shown.get(line) for line in lines], [palette[line] for line in lines])
-        axes.set_yticks(
-            range(len(lines)),
-            [row_title(table, line) if inner == "row" else line for line in lines],
-            fontsize=9,
-        )
-        measure = cell_measure(
-            table, *((rows[0], panel) if outer == "column" else (panel, columns[0]))
-        )
-        unit = "percent" if measure_scale(table, measure) == 100 else ""
-        rounds = {(r["rounds"], r["of_rounds"]) for r in shown.values() if r["runs"]}
-        if any(done != own for done, own in rounds):
-            unit = (
-                f"{unit}; " * bool(unit)
-                + " or ".join(f"{done} of {own}" for done, own in sorted(rounds))
-                + " rounds"
-            )
-        style_axes(
-            axes,
-            textwrap.fill(panel if outer == "column" else row_title(table, panel), 34),
-            unit,
-            "",
-        )
-        axes.grid(axis="x", color="0.9", linewidth=0.8)
-    for axes in list(grid):  # the rest of the last line
-        axes.remove()
-    marks = [
-        Line2D(
-            [], [], marker="o", linestyle="-", color="0.3", label="obtained, mean ± sd over seeds"
-        ),
-        Line2D(
-            [],
-            [],
-            marker="o",
-            linestyle="",
-            color="0.3",
-            markerfacecolor="white",
-            markersize=8,
-            label="published",
-        ),
-    ]
-    printed = any(record["published"] is not None for record in records)
-    figure.legend(
-        handles=marks[: 1 + printed],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=10,
-    )
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-
-
-def draw_dots(axes, records: list[dict | None], shades: list) -> None:
-    """Draws one panel of `plot`: line i of the panel is records[i], from the top down."""
-    for place, (record, shade) in enumerate(zip(records, shades, strict=True)):
-        if record is None:
-            continue
-        if None not in (record["published"], record["mean"]):
-            axes.plot(
-                [record["published"], record["mean"]],
-                [place, place],
-                color=shade,
-                linewidth=0.8,
-                linestyle=":",
-                zorder=1,
-            )
-        if record["published"] is not None:
-            axes.plot(
-                record["published"],
-                place,
-                "o",
-                color=shade,
-                markerfacecolor="white",
-                markersize=9,
-                markeredgewidth=1.6,
-                zorder=2,
-            )
-        if record["mean"] is not None:
-            axes.errorbar(
-                record["mean"],
-                place,
-                xerr=record["sd"],
-                fmt="o",
-                color=shade,
-                markersize=5,
-                capsize=3,
-                linewidth=1.5,
-                zorder=3,
-            )
-    axes.set_ylim(len(records) - 0.5, -0.5)
-    axes.margins(x=0.12)
+def _build_part(title: str, names: Sequence[str], some: Sequence[Sequence[str]]) -> Table:
+    """Builds one table of the columns `some`, with `names` before them."""
+    shown = Table(title=escape_markup(title), title_justify="left")
+    shown.add_column(min_width=min(24, max(map(len, names))))
+    for heading, *cells in some:
+        width = max(map(len, (*heading.split(), *cells)))
+        shown.add_column(escape_markup(heading), justify="right", min_width=width)
+    for line in list(zip(names, *some, strict=True))[1:]:
+        shown.add_row(*map(escape_markup, line))
+    return shown

@@ -1,23 +1,17 @@
 """`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what
 came out beside what was printed.
 
-A table is the `paper` node of conf/experiment/TABLE.yaml: rows and columns of
-overrides, and the published numbers. Every cell is an ordinary run in its own process
-and directory, so an interrupted reproduction continues with the cells that are not
-finished. A row may be another measure of the runs of a row above it: `runs: ROW,
-measure: NAME` in place of overrides. A figure of another table's runs names it,
-`experiment: TABLE`, and takes up what that has run.
+A table is papers/tables/TABLE.yaml: rows and columns of overrides, and the published
+numbers; what all its runs share is conf/experiment/TABLE.yaml. Every cell is an ordinary
+run in its own process and directory, so an interrupted reproduction continues with the
+cells that are not finished. A row may be another measure of the runs of a row above it:
+`runs: ROW, measure: NAME` in place of overrides. A figure of another table's runs names
+it, `experiment: TABLE`, and takes up what that has run.
 """
 
 import argparse
 import contextlib
-import re
 import shlex
-import signal
-import subprocess
-import sys
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,12 +27,13 @@ from rich.progress import (
 
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report
+from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report, report_plot
 from fedjax_cfl.papers.cells import Cell
+from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
-COMMAND = [sys.executable, "-m", "fedjax_cfl"]
 # the kinds of figures made from cells
 DRAW_FUNCTIONS = {
     "curves": figures.draw_curves,
@@ -47,53 +42,9 @@ DRAW_FUNCTIONS = {
 }
 
 
-# running
-
-
-def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
-    """Starts a cell's process, its output going to seedN.log; beside others it gets one device."""
-    cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    devices = (
-        []
-        if alone or any(override.startswith("devices=") for override in cell.overrides)
-        else ["devices=1"]
-    )
-    command = [*COMMAND, *cell.overrides, *devices, f"run_dir={cell.folder}"]
-    with cell.folder.with_name(f"{cell.folder.name}.log").open("w") as log:
-        # a session of its own: Ctrl-C must reach it once, from here, because a second one would
-        # end it at once
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def run_in_parallel(
-    todo: list[Cell], jobs: int, skipped: set[str], show: Callable[[int, list[Cell]], None]
-) -> Iterator[tuple[Cell, int]]:
-    """Yields (cell, exit status) as cells end, `jobs` at a time; rows that the caller
-    puts into `skipped` are not begun any more.
-
-    `show` is told again and again how many have ended, and which run. Whatever ends the
-    loop, an interrupt too, ends the cells: they save where they stand, and go on from
-    there another time.
-    """
-    queue, active = deque(todo), {}
-    try:
-        while queue or active:
-            while queue and len(active) < jobs:
-                cell = queue.popleft()
-                if cell.row not in skipped:
-                    active[start_process(cell, alone=jobs == 1)] = cell
-            for process in [process for process in active if process.poll() is not None]:
-                yield active.pop(process), process.returncode
-            show(len(todo) - len(queue) - len(active), list(active.values()))
-            time.sleep(0.1 if active else 0)
-    finally:
-        stop_processes(list(active))
+def say(console: Console, text: str) -> None:
+    """Prints one line as it is: no markup, no colour, no folding, nothing a terminal obeys."""
+    console.print(escape_text(text), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -133,59 +84,6 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]
         yield show
 
 
-def read_last_round(cell: Cell) -> int:
-    """Returns the last round that a cell has evaluated so far, 0 if none."""
-    metrics = cell.folder / "metrics.jsonl"
-    return int(
-        [
-            b"0",
-            *re.findall(
-                rb'^{"round": (\d+)',
-                metrics.read_bytes() if metrics.exists() else b"",
-                re.MULTILINE,
-            ),
-        ][-1]
-    )
-
-
-def stop_processes(processes: list[subprocess.Popen]) -> None:
-    """Asks processes to stop and waits until they have; an interrupt meanwhile kills them."""
-    for process in processes:
-        process.terminate()
-    try:
-        for process in processes:
-            process.wait()
-    except KeyboardInterrupt:
-        for process in processes:
-            process.kill()
-        raise
-
-
-@contextlib.contextmanager
-def interrupt_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM interrupt as Ctrl-C does, so that no cell is left running alone."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def read_error(cell: Cell) -> str:
-    """Returns the one-line error a cell ended with, or where to look."""
-    log = cell.folder.with_name(f"{cell.folder.name}.log")
-    lines = [
-        line
-        for line in log.read_text(errors="replace").splitlines()
-        if line.startswith("fedjax-cfl: ")
-    ]
-    return lines[-1].removeprefix("fedjax-cfl: ") if lines else f"see {log}"
-
-
 def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Cell], str]) -> bool:
     """Runs the cells that are not finished and says a line about each; `ended` returns
     what to say. Returns whether one failed.
@@ -196,28 +94,18 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
     if len(unfinished) < len(todo):
         console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
     with progress(len(unfinished), console) as show:
-        for cell, status in run_in_parallel(unfinished, jobs, skipped, show):
+        for cell, status, error in run_in_parallel(unfinished, jobs, skipped, show):
             number += 1
             said = f"[{number}/{len(unfinished)}] {cell}: "
             if status == 0:
-                console.print(said + ended(cell), markup=False, highlight=False)
-            elif status == 2 and any(text in read_error(cell) for text in MISSING):
+                say(console, said + ended(cell))
+            elif status == 2 and any(text in error for text in MISSING):
                 if cell.row not in skipped:
-                    console.print(
-                        f"{cell.row}: skipped, data missing: {read_error(cell)}",
-                        markup=False,
-                        highlight=False,
-                        soft_wrap=True,
-                    )
+                    say(console, f"{cell.row}: skipped, data missing: {error}")
                 skipped.add(cell.row)
             else:
                 failed = True
-                console.print(
-                    f"{said}failed: {read_error(cell)}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
+                say(console, f"{said}failed: {error}")
     return failed
 
 
@@ -259,10 +147,35 @@ def make_parser() -> argparse.ArgumentParser:
     return made
 
 
+def choose_cells(
+    table: dict, experiment: str, runs: Path, given: argparse.Namespace, extra: list[str]
+) -> list[Cell]:
+    """Returns the cells that --rows, --columns and --seeds ask for. Raises InputError if
+    there is none.
+    """
+    for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
+        if number < 1:
+            raise InputError(f"{flag} {number}: a whole number >= 1")
+    rows = cells.match_names("--rows", given.rows, table["rows"])
+    if given.columns and "columns" not in table:
+        raise InputError(
+            f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only"
+            " --rows can be chosen"
+        )
+    columns = given.columns and cells.match_names("--columns", given.columns, table["columns"])
+    seeds = range(given.seeds)
+    todo = list(cells.make_cells(experiment, table, runs, rows, columns, seeds, extra))
+    if not todo:
+        raise InputError(
+            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has"
+            f" {', '.join(cells.row_columns(table, rows[0]))}"
+        )
+    return todo
+
+
 def main(
     argv: list[str],
-    conf: Path,
-    checked: Callable[[list[str]], object],
+    resolve_settings: Callable[[list[str]], object],
     build: Callable[[list[str]], tuple],
 ) -> int:
     """Runs the verb; returns 0, or 1 if a cell failed.
@@ -272,26 +185,11 @@ def main(
     """
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     given = make_parser().parse_args([argument for argument in argv if argument not in extra])
-    for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
-        if number < 1:
-            raise InputError(f"{flag} {number}: a whole number >= 1")
-    table, console = cells.load_table(conf, given.table), Console()
+    table, console = cells.load_table(given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
-    rows = cells.match_names("--rows", given.rows, table["rows"])
-    if given.columns and "columns" not in table:
-        raise InputError(
-            f"--columns {' '.join(given.columns)}: {given.table} has one run a row, so that only"
-            " --rows can be chosen"
-        )
-    columns = given.columns and cells.match_names("--columns", given.columns, table["columns"])
-    todo = list(cells.make_cells(experiment, table, runs, rows, columns, range(given.seeds), extra))
-    if not todo:
-        raise InputError(
-            f"--rows and --columns: {given.table} has no such cell; {rows[0]} has"
-            f" {', '.join(cells.row_columns(table, rows[0]))}"
-        )
-    cells.check_cells(todo, extra, checked)
+    todo = choose_cells(table, experiment, runs, given, extra)
+    cells.check_cells(todo, extra, resolve_settings)
     if table.get("figure") == "edc_madc":
         return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
 
@@ -314,11 +212,10 @@ def main(
         raise
     records = write()
     if any(record["runs"] for record in records):
-        report.plot(table, records, out / "plot.png")
+        report_plot.plot(table, records, out / "plot.png")
         if "figure" in table:
-            DRAW_FUNCTIONS[table["figure"]](
-                table, cells.find_finished(experiment, table, runs, extra), out / "figure.png"
-            )
+            found = cells.find_finished(experiment, table, runs, extra)
+            DRAW_FUNCTIONS[table["figure"]](table, found, out / "figure.png")
         console.print(*report.build_table(table, records, console))
-        console.print(f"written to {out}", soft_wrap=True)
+        say(console, f"written to {out}")
     return 1 if failed else 0

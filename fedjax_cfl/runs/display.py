@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedjax_cfl.formatting import format_si
+from fedjax_cfl.formatting import escape_markup, format_si
 from fedjax_cfl.runs.results import to_plain
 
 
@@ -35,7 +34,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
 def final_table(summary: dict[str, Any]) -> Table:
     """Builds the table a run ends with; what is null is left out."""
     summary = to_plain(summary)
-    table = Table(title=escape(title(summary)), show_header=False, title_justify="left")
+    table = Table(title=escape_markup(title(summary)), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     headline = {
@@ -51,7 +50,7 @@ def final_table(summary: dict[str, Any]) -> Table:
     }
     for name, value in summary.items():
         if name not in headline and value is not None:
-            table.add_row(name.replace("_", " "), escape(_cell(name, summary)))
+            table.add_row(name.replace("_", " "), escape_markup(_cell(name, summary)))
     return table
 
 

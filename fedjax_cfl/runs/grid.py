@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import checkpoint, compare
 from fedjax_cfl.runs.display import progress
+from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.resume import CHECKPOINTS
+from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.session import Recorder, describe_machine, finish
 from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation.vectorize import run_members
@@ -122,10 +124,12 @@ def train_grid(
     _, task, _, drift, mesh = parts[0]
     config = members[0].config
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
+    own = {part: config[part]["name"] for part in ("algorithm", "dataset")}
+    names = {
+        part: escape_markup(name) for part, name in name_parts(own, members[0].overrides).items()
+    }
     console.print(
-        f"[bold]{escape(str(config['algorithm']['name']))}[/] on"
-        f" {escape(str(config['dataset']['name']))}: {len(members)}"
-        f" runs as one, {said}"
+        f"[bold]{names['algorithm']}[/] on {names['dataset']}: {len(members)} runs as one, {said}"
     )
     console.print(f"the first: {format_description(parts[0][2])}, {describe_machine(mesh)}")
     sets = [part[2] for part in parts]
@@ -136,6 +140,9 @@ def train_grid(
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
     seeds = grid.get("seed", [config["seed"]])
+    if parts[0][0].clustered and config["discard"] == "met":
+        plan = sets[0].num_clients, config["clients_per_round"], config["rounds"]
+        console.print(describe_met_rule(*plan), markup=False)
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
 
     def data_of(number: int):

@@ -1,5 +1,8 @@
-"""curves.png: how a run went, drawn from metrics.jsonl."""
+"""curves.png: how a run went, drawn from metrics.jsonl; and the look of all plots."""
 
+import math
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,63 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, series, summarize_rows
+
+LEGEND_LINE = 0.21  # inches a line of a legend takes
+
+
+def new_figure(width: float, height: float, title: str = "", fontsize: int = 13) -> Figure:
+    """Returns an empty figure, `width` x `height` inches; a long title is folded."""
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(width, height), layout=layout)
+    FigureCanvasAgg(figure)
+    if title:
+        folded = textwrap.fill(title, max(20, int(width * 110 / fontsize)))
+        figure.suptitle(escape_plot_lines(folded), fontsize=fontsize)
+    return figure
+
+
+def escape_plot_lines(text: str) -> str:
+    """Escapes a text whose line breaks are ours."""
+    return "\n".join(map(escape_plot, text.split("\n")))
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as PNG."""
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def add_legend(
+    figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int = 4
+) -> None:
+    """Adds a legend below everything, of at most `columns` columns and not wider than
+    the figure, which grows by its lines: long labels are folded, very long ones cut.
+    """
+    shapes = [(count, 200) for count in range(min(columns, len(labels)), 0, -1)]
+    shapes += [(1, 120), (1, 80), (1, 50), (1, 25)]
+    room = 0.97 * figure.get_figwidth() * figure.dpi  # pixels
+    while True:
+        count, width = shapes.pop(0)
+        folded = [textwrap.wrap(text, width, max_lines=3) or [""] for text in labels]
+        legend = figure.legend(
+            handles,
+            ["\n".join(map(escape_plot, lines)) for lines in folded],
+            loc="outside lower center",
+            ncols=count,
+            frameon=False,
+            fontsize=10,
+        )
+        if not shapes or legend.get_window_extent().width <= room:
+            break
+        legend.remove()
+    lines = max(map(len, folded)) * math.ceil(len(labels) / count)
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
 
 
 def make_palette(count: int) -> list[Any]:
@@ -134,6 +190,7 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     count = sizes.shape[1] if sizes.ndim == 2 else 0
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
+    areas = []
     if count:
         areas = axes.stackplot(
             rounds,
@@ -162,10 +219,8 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
 def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
     rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
-    figure = Figure(figsize=(13, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    figure.suptitle(title(summary) or Path(run_dir).resolve().name, fontsize=14)
+    name = title(summary) or Path(run_dir).resolve().name
+    figure = new_figure(13, 8.5, name, fontsize=14)
     panels = figure.subplots(2, 2).flat
     for axes, draw in zip(
         panels, (_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes), strict=True
@@ -174,5 +229,4 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=10)
-    with atomic_write(Path(run_dir) / "curves.png") as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    save_figure(figure, Path(run_dir) / "curves.png")

@@ -14,13 +14,14 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import checkpoint, plot, results
 from fedjax_cfl.runs.display import print_summary, progress
+from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.results import (
     append_row,
     open_metrics,
@@ -29,6 +30,7 @@ from fedjax_cfl.runs.results import (
     write_json,
 )
 from fedjax_cfl.runs.resume import CHECKPOINTS, run_identity
+from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Snapshot, run
@@ -65,12 +67,15 @@ def train_run(
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
     key = jax.random.key(config["seed"])
+    names = name_parts({part: config[part]["name"] for part in ("algorithm", "dataset")}, overrides)
     try:
         console.print(
-            f"[bold]{escape(str(config['algorithm']['name']))}[/] on"
-            f" {escape(str(config['dataset']['name']))}:"
+            f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}:"
             f" {format_description(data)}, {describe_machine(mesh)}"
         )
+        if algorithm.clustered and config["discard"] == "met":
+            plan = data.num_clients, config["clients_per_round"], config["rounds"]
+            console.print(describe_met_rule(*plan), markup=False)
         with catch_signals() as asked:
             result = run_rounds(
                 config, run_dir, (algorithm, task, data, drift, mesh, key), start, asked
@@ -244,7 +249,7 @@ def build_summary(
     numbers = results.summarize_rows(rows)
     seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
-        **names,
+        **name_parts(names, overrides),
         "seed": config["seed"],
         **numbers,
         "client_updates_per_s": numbers["client_updates"] / seconds,

@@ -1,0 +1,167 @@
+"""What a comparison reads: finished runs, checked, for their files may have been edited
+or be of something else.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
+from fedjax_cfl.runs.results import (
+    METRICS_FILE,
+    read_metrics,
+    read_summary,
+    rounds_to,
+    summarize_rows,
+)
+from fedjax_cfl.runs.scoring import scored_rounds
+
+IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
+# what is read from a row or summary
+NUMBERS = (
+    "best_accuracy",
+    "final_accuracy",
+    "last10_accuracy",
+    "macro_accuracy",
+    "worst10_accuracy",
+    "ari",
+    "rounds_to_target",
+    "units",
+    "wall_s",
+    "accuracy",
+    "discrepancy",
+    "units_down",
+    "units_up",
+    "bytes_down",
+    "bytes_up",
+)
+MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
+MAX_NUMBER = 1e18  # of a number; a curve through greater ones cannot be drawn
+
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """Returns the finished runs at or below `paths`, sorted, each once; prints a line
+    for every unfinished one.
+    """
+    finished, unfinished = set(), set()
+    for path in map(Path, paths):
+        if not path.is_dir():
+            beside = path.parent.iterdir() if path.parent.is_dir() else ()
+            siblings = [item.name for item in beside if item.is_dir()]
+            raise InputError(
+                f"no folder {str(path)!r}{suggest_nearest(path.name, siblings)}: expected a run"
+                " directory or a folder of runs"
+            )
+        finished |= {file.parent.resolve() for file in path.rglob("summary.json")}
+        unfinished |= {file.parent.resolve() for file in path.rglob(METRICS_FILE)}
+    for run_dir in sorted(unfinished - finished):
+        said = f"skipped, unfinished ({METRICS_FILE} but no summary.json): {run_dir}"
+        print(escape_text(said), flush=True)
+    if not finished:
+        raise InputError(
+            f"no finished run (summary.json) in {', '.join(repr(str(path)) for path in paths)}"
+        )
+    return sorted(finished)
+
+
+def load_run(run_dir: Path, target: float | None) -> dict[str, Any]:
+    """Returns a run's rows, numbers, names and what the command line changed.
+
+    `rounds_to_target` is the first round that reaches the accuracy `target`, None if
+    none does. Raises InputError for files that no run wrote.
+    """
+    summary, rows = _read(run_dir)
+    overrides = _read_overrides(run_dir, summary)
+    names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
+    last = rows[-1] if rows else {}
+    sent = [last[name] for name in ("units_down", "units_up") if last.get(name) is not None]
+    return {
+        **summary,
+        **name_parts(names, overrides),
+        **summarize_rows(rows),
+        "rows": rows,
+        "evaluations": len(scored_rounds(rows)),
+        "overrides": {
+            name: value
+            for name, value in parse_overrides(overrides).items()
+            if name not in IDENTITY and name.split(".")[-1] != "seed" and not is_execution(name)
+        },
+        "rounds_to_target": None if target is None else rounds_to(rows, target),
+        "units": sum(sent) if sent else None,
+        "wall_s": last.get("wall_s"),
+    }
+
+
+def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the summary and the rows of a run, checked."""
+    summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS_FILE
+    summary = read_summary(_check_file(summary_file).parent) or {}
+    rows = read_metrics(_check_file(metrics_file).parent)
+    names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
+    _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
+    _check_texts(summary_file, summary.get("overrides") or [])
+    _check_numbers(summary_file, summary)
+    for row in rows:
+        _check_numbers(metrics_file, row)
+    return summary, rows
+
+
+def _read_overrides(run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """Returns what the command line said, from the summary or from Hydra's own file."""
+    lines = summary.get("overrides")
+    file = run_dir / ".hydra" / "overrides.yaml"
+    if lines is None and file.is_file():
+        # a flat YAML list of strings, so that no YAML parser is needed
+        text = _check_file(file).read_text(encoding="utf-8", errors="replace")
+        lines = [
+            line[2:].strip().strip("'\"") for line in text.splitlines() if line.startswith("- ")
+        ]
+        _check_texts(file, lines)
+    return lines or []
+
+
+def _check_file(path: Path) -> Path:
+    """Returns the path of a file of a run, if it can be read whole."""
+    try:
+        if not path.is_file():
+            raise InputError(
+                f"{path}: file is missing or no regular file, expected one as a run writes it"
+            )
+        if path.stat().st_size > MAX_RUN_FILE_BYTES:
+            raise InputError(
+                f"{path}: file has {path.stat().st_size} bytes, expected at most"
+                f" {MAX_RUN_FILE_BYTES}"
+            )
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise InputError(
+            f"{path}: file cannot be read ({error.strerror}), expected a readable file"
+        ) from None
+
+
+def _check_texts(path: Path, texts: Any) -> None:
+    """Raises InputError unless `texts` are lines that a table and a plot can show."""
+    if not isinstance(texts, list) or not all(
+        isinstance(text, str) and text.isprintable() and len(text) <= 1000 for text in texts
+    ):
+        raise InputError(
+            f"{path}: overrides or names are no plain text, expected what a run writes"
+        )
+
+
+def _check_numbers(path: Path, holder: dict[str, Any]) -> None:
+    """Raises InputError unless the numbers of a row or summary are numbers, or null."""
+    for name in (*NUMBERS, "round"):
+        value = holder.get(name)
+        if value is None:
+            continue
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not abs(value) <= MAX_NUMBER:
+            where = f", round {holder['round']}" if name != "round" and "round" in holder else ""
+            raise InputError(
+                f"{path}{where}: {name} is no number up to {MAX_NUMBER:g}, expected what a run"
+                " writes"
+            )

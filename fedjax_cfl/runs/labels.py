@@ -1,0 +1,59 @@
+"""What a run is called, and which of its settings say only where and how it ran."""
+
+from collections.abc import Iterable, Mapping
+
+# settings that change neither what is computed nor, beyond rounding, its numbers
+EXECUTION_SETTINGS = (
+    "run_dir",
+    "devices",
+    "resume",
+    "checkpoint",
+    "offline",
+    "logger",
+    "local.width",
+    "local.first_layer",
+    "coordinator",
+    "process",
+    "processes",
+    "vectorize",
+    "seeds",
+    "hydra",
+)
+# the setting that names the code of a part
+TARGET_SETTINGS = {
+    "algorithm": "algorithm._target_",
+    "dataset": "dataset.source._target_",
+    "partition": "partition._target_",
+    "model": "model.module._target_",
+    "concept": "concept._target_",
+    "drift": "drift._target_",
+}
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """Returns the value of every setting that the command line gave, by its name
+    without + and ~; of several the last counts.
+    """
+    pairs = (str(override).lstrip("+~").partition("=") for override in overrides)
+    return {name: value for name, _, value in pairs}
+
+
+def is_execution(name: str) -> bool:
+    """Returns whether a setting says only where and how a run ran."""
+    return any(
+        name == setting or name.startswith((f"{setting}.", f"{setting}/"))
+        for setting in EXECUTION_SETTINGS
+    )
+
+
+def name_parts(names: Mapping[str, str], overrides: Iterable[str]) -> dict[str, str]:
+    """Returns what ran: the `names` of the chosen options, with a part whose
+    `_target_` the command line gave named by that, as my_file.MyModel.
+    """
+    given = parse_overrides(overrides)
+    targets = {
+        part: given[setting].strip("'\"")
+        for part, setting in TARGET_SETTINGS.items()
+        if part in names and given.get(setting)
+    }
+    return {**names, **targets}
