@@ -37,16 +37,21 @@ class FirstLayer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A supervised problem: all that an algorithm knows of Flax."""
+    """A supervised problem: all that an algorithm knows of Flax.
+
+    `owner` [B] int32 says whose sample each is, -1 for padding, None: all are one
+    client's. Only a model that normalises over a batch reads it.
+    """
 
     init: Callable[[Key], Params]  # random initial parameters
     loss: Callable[
         ...,
         jax.Array,
-        # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a
-        # key
+        # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy + L2;
+        # dropout only with a key
     ]
-    predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
+    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, no dropout
+    predict: Callable[..., jax.Array]
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
 

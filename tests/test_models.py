@@ -33,6 +33,7 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("fesem_cnn", IMAGE, 62, 845_510),
     ("leaf_cnn", IMAGE, 62, 6_603_710),
     ("fesem_celeba_cnn", FACE, 2, 31_202),
+    ("celeba_cnn", FACE, 2, 31_202),
     ("lenet", IMAGE, 10, 44_426),
     ("lenet", (32, 32, 1), 10, 61_706),
     ("lenet", (32, 32, 3), 10, 62_006),
@@ -52,6 +53,7 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
     ),
     ("femnist_cnn", (14, 14), 3),
     ("fesem_celeba_cnn", (5, 6, 3), 2),
+    ("celeba_cnn", (5, 6, 3), 2),
     ("lenet", (16, 16), 3),
     *((name, (3, 4), 2) for name in ("gru", "lstm", "fedgroup_lstm", "grouprox_gru")),
 ]

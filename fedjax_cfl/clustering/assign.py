@@ -25,17 +25,20 @@ def training_loss(task: Task, with_l2: bool = False):
     FlexCFL code does (D10).
     """
 
-    def sample_loss(model, x, y):
-        return task.loss(model, x, y, None) if with_l2 else cross_entropy(task.predict(model, x), y)
+    def sample_loss(model, x, y, owner):
+        if with_l2:
+            return task.loss(model, x, y, None, owner)
+        return cross_entropy(task.predict(model, x, owner), y)
 
     def visit(client, bucket, data: FederatedData, models, client_inputs):
         count, start = client_range(client, data)
 
         def block(b, total):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            rows = data.train.order[jnp.minimum(start + place, data.train.order.size - 1)]
-            each = jax.vmap(sample_loss, in_axes=(0, None, None))(
-                models, data.x[rows], data.y[rows]
+            rows = data.train.order[start + jnp.minimum(place, count - 1)]
+            owner = jnp.where(place < count, client, -1)
+            each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(
+                models, data.x[rows], data.y[rows], owner
             )
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 

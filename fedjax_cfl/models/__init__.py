@@ -1,5 +1,6 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
+from fedjax_cfl.models.layers import BatchStatNorm, GroupNorm
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.zoo import (
     MCLR,
@@ -18,10 +19,12 @@ from fedjax_cfl.models.zoo import (
 __all__ = [
     "MCLR",
     "MLP",
+    "BatchStatNorm",
     "BiGRU",
     "BiLSTM",
     "CelebaCNN",
     "FemnistCNN",
+    "GroupNorm",
     "LeNet",
     "LeafCNN",
     "MnistCNN",

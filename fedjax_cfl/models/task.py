@@ -32,7 +32,8 @@ def as_task(
         raise InputError(f"model {module!r}: a flax.linen.Module is allowed")
     if not l2 >= 0:
         raise InputError(f"l2 {l2}: a number >= 0 is allowed")
-    takes_train = "train" in inspect.signature(module.__call__).parameters
+    parameters = inspect.signature(module.__call__).parameters
+    takes_train, takes_owner = "train" in parameters, "owner" in parameters
     decayed = getattr(module, "decayed", ()) if l2 else ()
 
     def init(key: Key) -> Params:
@@ -52,25 +53,34 @@ def as_task(
             z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1
         )
 
-    def logits(params: Params, x: jax.Array, key: Key | None) -> jax.Array:
+    def logits(
+        params: Params, x: jax.Array, key: Key | None, owner: jax.Array | None = None
+    ) -> jax.Array:
         rngs = None if key is None else {"dropout": key}
         return module.apply(
             {"params": params},
             as_float(x),
             rngs=rngs,
             **({"train": key is not None} if takes_train else {}),
+            **({"owner": owner} if takes_owner else {}),
         )
 
-    def loss(params: Params, x: jax.Array, y: jax.Array, key: Key | None = None) -> jax.Array:
-        each = cross_entropy(logits(params, x, key), y)
+    def loss(
+        params: Params,
+        x: jax.Array,
+        y: jax.Array,
+        key: Key | None = None,
+        owner: jax.Array | None = None,
+    ) -> jax.Array:
+        each = cross_entropy(logits(params, x, key, owner), y)
         return (
             each + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed)
             if decayed
             else each
         )
 
-    def predict(params: Params, x: jax.Array) -> jax.Array:
-        return logits(params, x, None)
+    def predict(params: Params, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
+        return logits(params, x, None, owner)
 
     def from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
         def instead(call, arguments, options, context):
@@ -88,7 +98,8 @@ def as_task(
             jnp.sum(jnp.square(params[name]["kernel"])) for name in others
         )
 
-    first = getattr(module, "first_layer", None)
+    # the sample-space form says nothing of owners
+    first = None if takes_owner else getattr(module, "first_layer", None)
     task = Task(init, loss, predict)
     params = _check(task, type(module).__name__, sample_shape, num_classes, decayed, first)
     if not first:

@@ -165,7 +165,7 @@ def make_direct_train(objective, local: Local, bucket, passes):
             params, velocity, losses = carry
             epoch, place = plan.locate_batch(s, batch)
             rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
-            real = (place + jnp.arange(batch) < count).astype(jnp.float32)
+            owner = jnp.where(place + jnp.arange(batch) < count, client, -1)
 
             def batch_loss(params):
                 each = objective(
@@ -175,9 +175,10 @@ def make_direct_train(objective, local: Local, bucket, passes):
                     data.x[rows],
                     data.y[rows],
                     jax.random.fold_in(key, s),
+                    owner,
                 )
-                total = jnp.sum(jnp.where(real > 0, each, 0.0))
-                return total / jnp.sum(real), total
+                total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
+                return total / jnp.sum(owner >= 0), total
 
             (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
             if local.momentum:
@@ -242,6 +243,7 @@ def gradient_step(task: Task, local: Local, objective=None):
         def block(b, carry):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
             rows = data.train.order[first + jnp.minimum(place, count - 1)]
+            owner = jnp.where(place < count, client, -1)
 
             def block_loss(params):
                 each = objective(
@@ -251,6 +253,7 @@ def gradient_step(task: Task, local: Local, objective=None):
                     data.x[rows],
                     data.y[rows],
                     jax.random.fold_in(key, b),
+                    owner,
                 )
                 return jnp.sum(jnp.where(place < count, each, 0.0)) / count
 

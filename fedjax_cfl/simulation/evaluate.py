@@ -53,7 +53,8 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]
         rows = data.test.order[test]
-        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), data.x[rows])
+        whose = jnp.where(slot < total, data.owner[rows], -1)
+        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), data.x[rows], whose)
         return (
             jnp.where(slot < total, test, total),
             jnp.argmax(logits, -1).astype(jnp.int32),
