@@ -67,6 +67,10 @@ class Pool(NamedTuple):
     test: np.ndarray | None = (
         None  # [N] bool, True in the source's own test split, where it has one
     )
+    client_names: tuple[str | int, ...] | None = (
+        None  # [K] as the source gives them, None: 0 .. K - 1
+    )
+    concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
 
 
 class Partition(NamedTuple):
@@ -77,6 +81,7 @@ class Partition(NamedTuple):
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
     test: np.ndarray  # [N] bool, True for test samples
+    natural: bool = False  # the clients are the pool's own, with their names and concepts
 
 
 class ClientIndex(struct.PyTreeNode):
@@ -106,6 +111,8 @@ class FederatedData(struct.PyTreeNode):
     has_drift: bool = struct.field(
         pytree_node=False, default=True
     )  # False: nobody's samples ever change
+    # [K] what the source calls its clients, None: their numbers
+    client_names: tuple[str | int, ...] | None = struct.field(pytree_node=False, default=None)
 
     @property
     def num_clients(self) -> int:

@@ -16,8 +16,8 @@ from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels
 
-SHAPE, BATCH, CLIENT = (4, 5, 3), 5, 1  # CLIENT is the one looked at
-TRAIN, TEST = (6, 8, 70), (3, 4, 2)  # samples: a short last batch, block and chunk
+SHAPE, BATCH, CLIENT = (4, 5, 3), 10, 1  # CLIENT is the one looked at
+TRAIN, TEST = (6, 8, 70), (3, 4, 2)  # samples: CLIENT's one batch is padded by two
 KEY = jax.random.key(3)
 
 
@@ -43,7 +43,7 @@ def measure(task, others: float):
     test losses.
     """
     data = faces(others)
-    local = cfl.Local(0.1, 2, BATCH, 1, cfl.make_mesh(1))
+    local = cfl.Local(0.1, 1, BATCH, 1, cfl.make_mesh(1))
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.arange(3, dtype=jnp.int32))
 
@@ -83,7 +83,8 @@ def test_padding_is_not_there(task):
         view.order[view.start[CLIENT] :][: view.size[CLIENT]] for view in (data.train, data.test)
     ]
     train, test = (task.loss(model, data.x[rows], data.y[rows]) for rows in own)
-    close([loss[0], steps[1][1]], [train.mean()] * 2)
+    close([loss[0], steps[0][1], steps[1][1]], [train.mean()] * 3)
     close(tested, test)
     grad = jax.grad(lambda model: task.loss(model, data.x[own[0]], data.y[own[0]]).mean())(model)
-    close(steps[1][0], -0.1 * matrix(jax.tree.map(lambda leaf: leaf[None], grad))[0], 1e-4)
+    for delta, _ in steps:
+        close(delta, -0.1 * matrix(jax.tree.map(lambda leaf: leaf[None], grad))[0], 1e-4)

@@ -7,6 +7,7 @@ import hydra
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
 
@@ -240,7 +241,14 @@ def test_a_users_module_works_with_and_without_train():
         (StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
         (MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
         (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
-        (Running(), (5,), 4, "Running .*batch_stats"),
+        (Running(), (5,), 4, "Running .*batch_stats.*use models.GroupNorm"),
+        (LeNet(10), (3, 32, 32), 10, "LeNet .*come first here: store numpy.moveaxis"),
+        (
+            nnx.Linear(5, 4, rngs=nnx.Rngs(0)),
+            (5,),
+            4,
+            "model Linear: .*flax.nnx module with flax.lin",
+        ),
         (Misspelt(), (5,), 4, r"Misspelt: decayed .*did you mean 'Dense_0'"),
         ("lenet", (28, 28), 10, "model 'lenet': a flax.linen.Module is allowed"),
     ],

@@ -24,7 +24,8 @@ def federate(
     """Gathers the held samples of a pool, N of them, and who holds them; a sample held
     twice is there twice.
 
-    `concept` is a function of `concept.py`, None: the groups are unknown, -1. K is
+    `concept` is a function of `concept.py`, None: the groups are those that the pool
+    names where its clients are natural owners, else unknown, -1. K is
     `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
     result is a population for `run`, NumPy arrays whose views number the pool's own
     samples (see `population`).
@@ -37,6 +38,9 @@ def federate(
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
+    own = holdings.natural and pool.concept is not None
+    groups = pool.concept if own else np.full(clients, -1, np.int32)
+    names = pool.client_names if holdings.natural else None
     if on_host:
         if concept is not None:
             raise InputError(
@@ -47,19 +51,19 @@ def federate(
             build_client_index(holdings.sample[rows], owner[rows], clients, np)
             for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
         )
-        unknown = np.full(clients, -1, np.int32)
         return FederatedData(
             pool.x,
             pool.y,
             None,
             train,
             test,
-            unknown,
+            groups,
             None,
             pool.num_classes,
             int(train.size.max()),
+            client_names=names,
         )
-    x, y, groups = pool.x[holdings.sample], pool.y[holdings.sample], np.full(clients, -1, np.int32)
+    x, y = pool.x[holdings.sample], pool.y[holdings.sample]
     if concept is not None:
         x, y, groups = concept(x, y, owner, clients, pool.num_classes)
     train, test = (
@@ -76,6 +80,7 @@ def federate(
         shifted=jnp.zeros(clients, bool),
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
+        client_names=names,
     )
 
 

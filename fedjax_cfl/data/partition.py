@@ -178,11 +178,12 @@ def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Partiti
     clients = int(pool.client.max()) + 1
     rng = _check(clients, seed, test_fraction)
     held = _groups(pool.client, clients)
-    if pool.test is None:
-        return _split(held, rng, test_fraction)
+    test = pool.test
+    if test is None:
+        return _split(held, rng, test_fraction)._replace(natural=True)
     return _collect(
-        [part[~pool.test[part]] for part in held], [part[pool.test[part]] for part in held]
-    )
+        [part[~test[part]] for part in held], [part[test[part]] for part in held]
+    )._replace(natural=True)
 
 
 def auto(
@@ -453,5 +454,6 @@ def _check_clients(clients: int, limit: int, what: str) -> None:
     """Raises if more clients are asked for than the pool can serve."""
     if clients > limit:
         raise InputError(
-            f"partition.clients={clients}: at most {limit} clients are possible with {what}"
+            f"partition.clients={clients}: at most {limit} clients are possible with {what}; lower"
+            " dataset.clients or partition.clients"
         )

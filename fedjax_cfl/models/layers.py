@@ -37,9 +37,18 @@ def flatten(x: jax.Array) -> jax.Array:
 
 
 def add_channel_axis(x: jax.Array) -> jax.Array:
-    """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels]; ValueError for any other rank."""
+    """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels].
+
+    Raises ValueError for any other rank, and for images that are small in their first
+    axis alone, which must be its channels.
+    """
     if x.ndim not in (3, 4):
         raise ValueError("images [H, W] or [H, W, channels] are allowed")
+    if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
+        raise ValueError(
+            "images [H, W, channels] are allowed; the channels seem to come first here: store"
+            " numpy.moveaxis(x, 1, -1)"
+        )
     return x[..., None] if x.ndim == 3 else x
 
 
@@ -223,7 +232,9 @@ class GroupNorm(nn.Module):
         channels = x.shape[-1]
         groups = min(self.groups, channels)
         if self.groups < 1 or channels % groups:
-            raise ValueError(f"groups={self.groups}: a divisor of the {channels} channels is allowed")
+            raise ValueError(
+                f"groups={self.groups}: a divisor of the {channels} channels is allowed"
+            )
         # [groups, channels of a group], no vectors: channels must not be permuted across groups
         shape = (groups, channels // groups)
         scale = self.param("scale", nn.initializers.ones, shape)

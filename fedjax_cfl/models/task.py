@@ -6,6 +6,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
@@ -29,7 +30,9 @@ def as_task(
     one logit per class.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"model {module!r}: a flax.linen.Module is allowed")
+        shown = type(module).__name__ if isinstance(module, nnx.Module) else repr(module)
+        remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
+        raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
     if not l2 >= 0:
         raise InputError(f"l2 {l2}: a number >= 0 is allowed")
     parameters = inspect.signature(module.__call__).parameters
@@ -42,8 +45,8 @@ def as_task(
         )
         if extra := sorted(set(variables) - {"params"}):
             raise ValueError(
-                f"it keeps {extra} besides params, which are not trained: batch or group statistics"
-                " are allowed"
+                f"it keeps {extra} besides params, which no client would train or send: use"
+                " models.GroupNorm (or flax.linen.GroupNorm) in place of BatchNorm"
             )
         return variables.get("params", {})
 

@@ -1,10 +1,10 @@
 """What a client minimises: an Objective, called as (params, start, client_extra, x [B,
 ...], y [B], key, owner [B]) -> [B].
 
-`owner` is as in `Task`, `start` is the model the client received, `client_extra` what `prepare` computed for it.
-The same function serves gradient and metric. Any function of these arguments will do;
-an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs
-to know.
+`owner` is as in `Task`, `start` is the model the client received, `client_extra` what
+`prepare` computed for it. The same function serves gradient and metric. Any function of
+these arguments will do; an Objective also says how it is made, which the sample-space
+form of SGD (`dual`) needs to know.
 """
 
 import functools

@@ -207,7 +207,7 @@ def finish(
         (result.clients, algorithm.serve(result.state).index, result.data.replace(x=None))
     )
     columns = {
-        "client": np.arange(held.num_clients),
+        "client": held.client_names or np.arange(held.num_clients),
         "group": served,
         "concept": held.concept,
         "train_samples": held.train.size,

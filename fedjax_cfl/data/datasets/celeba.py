@@ -65,9 +65,8 @@ def celeba(users: int | None = None, seed: int = 0, keep_split: bool = False) ->
     client, test = (np.repeat([row[i] for row in held], counts) for i in (0, 1))
     x = _images(folder, [image for _, _, images, _ in held for image in images])
     y = np.concatenate([np.array(labels, np.int32) for *_, labels in held])
-    return check_pool(
-        Pool(x, y, 2, client, test == 1 if keep_split and len(parts) == 2 else None), "celeba"
-    )
+    own = test == 1 if keep_split and len(parts) == 2 else None
+    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
 
 
 def _files() -> tuple[list[Path], Path]:

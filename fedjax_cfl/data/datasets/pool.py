@@ -61,7 +61,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
         if pool.test is None
         else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
     )
-    return Pool(x, y, classes, client, test)
+    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test)
 
 
 def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:

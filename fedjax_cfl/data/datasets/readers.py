@@ -33,6 +33,7 @@ JSON_MEMORY_BYTES = {
     b"{": 64,
     b":": 200,
 }  # bytes of memory that a sign in JSON stands for: number, list, object, entry
+NO_OBJECTS = "arrays of objects are never read: store x.astype(numpy.float32), y.astype(str)"
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
@@ -176,6 +177,8 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             )
         with archive.open(info) as member:
             dtype, nbytes, start = _header(member)
+        if dtype.kind == "O":
+            raise ValueError(f"its type is object; {NO_OBJECTS}")
         packed = info.compress_type == zipfile.ZIP_DEFLATED
         if packed and nbytes > MAX_UNPACKED_BYTES:
             raise ValueError(
