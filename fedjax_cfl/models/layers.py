@@ -72,7 +72,8 @@ def extract_patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int
 
 def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves [B, H, W, in] with [kh, kw, in, out], without padding, as one matrix product."""
-    return extract_patches(x, kernel.shape[:2], strides) @ kernel.reshape(-1, kernel.shape[-1])
+    kh, kw = kernel.shape[:2]
+    return extract_patches(x, (kh, kw), strides) @ kernel.reshape(-1, kernel.shape[-1])
 
 
 def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
@@ -84,11 +85,12 @@ def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) 
     """
     columns = lax.optimization_barrier(kernel.reshape(-1, kernel.shape[-1]).T)
 
+    kh, kw = kernel.shape[:2]
+
     @jax.checkpoint
-    def one(image):
-        return jnp.einsum(
-            "bhwp,op->bhwo", extract_patches(image[None], kernel.shape[:2], strides), columns
-        )[0]
+    def one(image: jax.Array) -> jax.Array:
+        patches = extract_patches(image[None], (kh, kw), strides)
+        return jnp.einsum("bhwp,op->bhwo", patches, columns)[0]
 
     return lax.map(one, x)
 
@@ -152,7 +154,7 @@ class Conv(nn.Module):
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return (size, size) if isinstance(size, int) else size
 
 
 def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:

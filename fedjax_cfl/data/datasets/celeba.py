@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.leaf_json import read_users
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import read_users, shorten
+from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets import leaf_json, readers
 from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -35,7 +35,7 @@ def leaf(path: str | Path, num_classes: int | None = None) -> Pool:
     """
     root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
     parts = [
-        readers.read_leaf(part)
+        leaf_json.read_leaf(part)
         for part in ((root / "train", root / "test") if os.path.isdir(root / "train") else (root,))
     ]
     for x, *_ in parts:
@@ -51,9 +51,8 @@ def leaf(path: str | Path, num_classes: int | None = None) -> Pool:
     )
     test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
     names = tuple(users[np.unique(client)].tolist())  # those with samples
-    return check_pool(
-        Pool(x, y, num_classes, _compact(client), test, client_names=names), str(path)
-    )
+    classes = _count_classes(str(path), num_classes)
+    return check_pool(Pool(x, y, classes, _compact(client), test, client_names=names), str(path))
 
 
 def npy(path: str | Path, num_classes: int | None = None) -> Pool:
@@ -112,7 +111,7 @@ def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None)
     """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
     y = _number_labels(path, arrays["y"], num_classes)
     test = _test_mask(path, arrays["split"], y) if "split" in arrays else None
-    pool = Pool(arrays["x"], y, num_classes, None, test)
+    pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
     if "client" not in arrays:
         if "concept" in arrays:
             raise InputError(f"{path}: concept is there without client, expected both or neither")
@@ -125,6 +124,13 @@ def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None)
         ),
         path,
     )
+
+
+def _count_classes(path: str, num_classes: int | None) -> int:
+    """Returns the number of classes, 0 where it is that of the labels."""
+    if num_classes is not None and num_classes < 1:
+        raise InputError(f"{path}: num_classes={num_classes}, expected at least 1, or null")
+    return num_classes or 0
 
 
 def _number_labels(path: str, y: np.ndarray, num_classes: int | None) -> np.ndarray:

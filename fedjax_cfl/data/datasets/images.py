@@ -33,8 +33,9 @@ def digits() -> Pool:
     """
     from sklearn.datasets import load_digits  # a slow import that the other sources do not need
 
-    bunch = load_digits()
-    return check_pool(Pool(np.float32(bunch.images / 16), bunch.target, 10), "digits")
+    pixels, target = load_digits(return_X_y=True)  # [N, 64], 0 .. 16
+    x = np.asarray(pixels, np.float32).reshape(-1, 8, 8) / 16
+    return check_pool(Pool(x, np.asarray(target), 10), "digits")
 
 
 def mnist(standardize: bool = True, offline: bool = False) -> Pool:
@@ -121,18 +122,13 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
             "femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)",
             FEMNIST,
         )
+    writer = np.asarray(pool.client)
     if classes == "digits":
-        keep = np.flatnonzero(pool.y < 10)
-        pool = Pool(
-            pool.x[keep],
-            pool.y[keep],
-            10,
-            pool.client[keep],
-            None if pool.test is None else pool.test[keep],
-        )
+        keep = pool.y < 10
+        writer, test = writer[keep], None if pool.test is None else pool.test[keep]
+        pool = Pool(pool.x[keep], pool.y[keep], 10, test=test)
     return check_pool(
-        pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None),
-        "femnist",
+        pool._replace(client=_compact(writer), test=pool.test if keep_split else None), "femnist"
     )
 
 
