@@ -71,6 +71,7 @@ class Pool(NamedTuple):
         None  # [K] as the source gives them, None: 0 .. K - 1
     )
     concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
+    source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
 
 
 class Partition(NamedTuple):
@@ -81,7 +82,10 @@ class Partition(NamedTuple):
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
     test: np.ndarray  # [N] bool, True for test samples
-    natural: bool = False  # the clients are the pool's own, with their names and concepts
+    concept: np.ndarray | None = None  # [K] int32, the true group of each client
+    client_names: tuple[str | int, ...] | None = None  # [K] as the source gives them
+    code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
+    label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
 
 
 class ClientIndex(struct.PyTreeNode):

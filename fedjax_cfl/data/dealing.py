@@ -22,6 +22,27 @@ def draw_proportions(
     return np.eye(length)[rng.choice(np.flatnonzero(allowed) if allowed.any() else length)]
 
 
+def draw_by_class(
+    rng: np.random.RandomState, parts: list[np.ndarray], size: int, props: np.ndarray
+) -> np.ndarray:
+    """Returns about `size` samples with label proportions `props` [C], over the classes
+    that have any sample.
+    """
+    props = np.where([len(part) > 0 for part in parts], props, 0.0)
+    if size == 0 or not props.any():
+        return np.zeros(0, int)
+    counts = rng.multinomial(size, props / props.sum())
+    # Whole passes over a class that is too small, then a part of one: repeats only where they
+    # cannot be avoided.
+    wanted = [(part, n, -(-n // len(part))) for part, n in zip(parts, counts, strict=True) if n]
+    return np.concatenate(
+        [
+            np.concatenate([rng.permutation(part) for _ in range(passes)])[:n]
+            for part, n, passes in wanted
+        ]
+    )
+
+
 def by_class(pool: Pool, keep: np.ndarray | None = None) -> list[np.ndarray]:
     """Returns the samples of each class in the order of the pool, those where `keep`
     [N] is True.

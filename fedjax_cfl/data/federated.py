@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.transform import transform_in_place
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Partition, Pool
 
@@ -24,8 +25,8 @@ def federate(
     """Gathers the held samples of a pool, N of them, and who holds them; a sample held
     twice is there twice.
 
-    `concept` is a function of `concept.py`, None: the groups are those that the pool
-    names where its clients are natural owners, else unknown, -1. K is
+    `concept` is a function of `concept.py`, None: the groups are those of the
+    partition, else unknown, -1. K is
     `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
     result is a population for `run`, NumPy arrays whose views number the pool's own
     samples (see `population`).
@@ -38,11 +39,10 @@ def federate(
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
-    own = holdings.natural and pool.concept is not None
-    groups = pool.concept if own else np.full(clients, -1, np.int32)
-    names = pool.client_names if holdings.natural else None
+    groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+    names = holdings.client_names
     if on_host:
-        if concept is not None:
+        if concept is not None or holdings.code is not None:
             raise InputError(
                 "resident=host: a concept edits all samples at once; use concept=none, or"
                 " resident=device"
@@ -64,6 +64,8 @@ def federate(
             client_names=names,
         )
     x, y = pool.x[holdings.sample], pool.y[holdings.sample]
+    if holdings.code is not None and holdings.label_maps is not None:
+        transform_in_place(x, y, holdings.code, holdings.label_maps)
     if concept is not None:
         x, y, groups = concept(x, y, owner, clients, pool.num_classes)
     train, test = (

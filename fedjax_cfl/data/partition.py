@@ -18,18 +18,21 @@ from fedjax_cfl.data.dealing import (
     check_partition,
     check_positive,
     check_range,
+    draw_by_class,
     draw_proportions,
     group_places,
     join_clients,
     split_train_test,
 )
+from fedjax_cfl.data.groups import ifca_rotations, rotated_groups, source_groups
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 
 __all__ = [
-    "auto", "by_user", "dirichlet", "dirichlet_per_client", "ditto", "femnist_power_law", "iid",
-    "power_law", "quantity_skew", "shards",
+    "auto", "by_user", "dirichlet", "dirichlet_per_client", "ditto", "femnist_power_law",
+    "ifca_rotations", "iid", "power_law", "quantity_skew", "rotated_groups", "shards",
+    "source_groups",
 ]  # fmt: skip
 
 MAX_REDRAWS = 1000  # redraws of a random split before giving up
@@ -47,12 +50,11 @@ def by_user(pool: Pool, *, seed: int = 0, test_fraction: float = 0.1) -> Partiti
     clients = int(pool.client.max()) + 1
     rng = check_partition(clients, seed, test_fraction)
     held = group_places(pool.client, clients)
-    test = pool.test
+    test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
     if test is None:
-        return split_train_test(held, rng, test_fraction)._replace(natural=True)
-    return join_clients(
-        [part[~test[part]] for part in held], [part[test[part]] for part in held]
-    )._replace(natural=True)
+        return split_train_test(held, rng, test_fraction)._replace(**own)
+    sides = ([part[test[part] == side] for part in held] for side in (False, True))
+    return join_clients(*sides)._replace(**own)
 
 
 def auto(
@@ -199,29 +201,8 @@ def dirichlet_per_client(
     for _ in range(clients):
         props = draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
         for side, size, out in zip(sides, wanted, held, strict=True):
-            out.append(_draw(rng, side, size, props))
+            out.append(draw_by_class(rng, side, size, props))
     return join_clients(*held)
-
-
-def _draw(
-    rng: np.random.RandomState, by_class: list[np.ndarray], size: int, props: np.ndarray
-) -> np.ndarray:
-    """Returns about `size` samples with label proportions `props` [C], over the classes
-    that have any sample.
-    """
-    props = np.where([len(part) > 0 for part in by_class], props, 0.0)
-    if size == 0 or not props.any():
-        return np.zeros(0, int)
-    counts = rng.multinomial(size, props / props.sum())
-    # Whole passes over a class that is too small, then a part of one: repeats only where they
-    # cannot be avoided.
-    wanted = [(part, n, -(-n // len(part))) for part, n in zip(by_class, counts, strict=True) if n]
-    return np.concatenate(
-        [
-            np.concatenate([rng.permutation(part) for _ in range(passes)])[:n]
-            for part, n, passes in wanted
-        ]
-    )
 
 
 def quantity_skew(

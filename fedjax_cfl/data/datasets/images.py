@@ -69,7 +69,7 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
         x, y, test = _idx("fashion_mnist", fetch("fashion_mnist", offline))
         rows = ~test
     else:
-        parts = [_images(path, ("images", "labels")) for path in pooled]
+        parts = [read_images(path, ("images", "labels")) for path in pooled]
         x, y = (np.concatenate([part[name] for part in parts]) for name in ("images", "labels"))
         test, rows = None, slice(None)
     if split == "random":
@@ -104,7 +104,7 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     archive = locate(FEMNIST)
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:
-        arrays = _images(archive[0], ("images", "labels", "user", "split"))
+        arrays = read_images(archive[0], ("images", "labels", "user", "split"))
         test = _test_mask(archive[0], arrays["split"], arrays["labels"])
         pool = check_pool(
             Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0])
@@ -132,9 +132,9 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     )
 
 
-def cifar10() -> Pool:
+def cifar10(centered: bool = False) -> Pool:
     """Returns CIFAR-10, 32x32x3 uint8, 10 classes: all 60,000 images, or the part of
-    them that is here.
+    them that is here; with `centered`, x is float32 in [-1, 1].
 
     Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/,
     with the official split as `test`; else the 12,242 images of
@@ -150,16 +150,31 @@ def cifar10() -> Pool:
         )
         pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
     elif part is not None:
-        arrays = _images(part[0], ("images", "labels"), (32, 32, 3))
+        arrays = read_images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
         raise missing_data_error(
             "cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART
         )
-    return check_pool(pool, "cifar10")
+    return check_pool(_center(pool) if centered else pool, "cifar10")
 
 
-def _images(
+def rotated_mnist(offline: bool = False) -> Pool:
+    """Returns all images of MNIST as MD-ICFL reads them, float32 in [-1, 1]; the
+    partition turns them (`partition.rotated_groups`). Files as in `mnist`.
+    """
+    return check_pool(_center(mnist(standardize=False, offline=offline)), "rotated_mnist")
+
+
+def _center(pool: Pool) -> Pool:
+    """Returns the pool with uint8 pixels as float32 in [-1, 1]."""
+    x = pool.x.astype(np.float32)
+    x /= 127.5
+    x -= 1
+    return pool._replace(x=x)
+
+
+def read_images(
     path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)
 ) -> dict[str, np.ndarray]:
     """Reads an npz file whose `add_channel_axis` must be [N, *shape] uint8 and `labels` [N]."""
