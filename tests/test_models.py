@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.zoo import MCLR, BiGRU, FemnistCNN, LeNet, MnistCNN, StackedLSTM
 
@@ -38,7 +39,17 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("lenet", IMAGE, 10, 44_426),
     ("lenet", (32, 32, 1), 10, 61_706),
     ("lenet", (32, 32, 3), 10, 62_006),
+    ("resnet18", (32, 32, 3), 10, 11_173_962),
+    ("mobilenet_v2", (32, 32, 3), 10, 2_296_922),
+    ("shufflenet_v2", (32, 32, 3), 100, 5_549_896),
+    ("vit_b16", (224, 224, 3), 10, 85_798_656 + 769 * 10),
 ]
+OTHER_SIZES = [
+    (ResNet18(62, stem=7), (224, 224, 3), 62, 11_208_318),
+    (MobileNetV2(10, small_images=False), (224, 224, 3), 10, 2_236_682),
+    (ShuffleNetV2(100, features=(116, 232, 464, 1024)), (32, 32, 3), 100, 1_356_104),
+]
+LARGE = {"resnet18", "mobilenet_v2", "shufflenet_v2", "vit_b16"}  # at small width: test_residual
 SMALL = [  # every conf file once, on the smallest sample it takes, to keep the compilation short
     *(
         (name, (4, 4), 3)
@@ -80,9 +91,14 @@ def test_the_number_of_parameters_is_the_published_one(name, shape, classes, siz
     assert model_bytes(params) == 4 * size
 
 
+@pytest.mark.parametrize(("module", "shape", "classes", "size"), OTHER_SIZES)
+def test_other_layouts_have_their_published_size(module, shape, classes, size):
+    assert count_params(jax.eval_shape(as_task(module, shape, classes).init, KEY)) == size
+
+
 def test_every_conf_file_is_tested():
     files = {path.stem for path in CONF.glob("*.yaml")}
-    assert files == {row[0] for row in SIZES} == {row[0] for row in SMALL}
+    assert files == {row[0] for row in SIZES} == {row[0] for row in SMALL} | LARGE
     assert all(OmegaConf.load(CONF / f"{name}.yaml").name == name for name in files)
 
 

@@ -143,14 +143,52 @@ class Conv(nn.Module):
     strides: int | tuple[int, int] = 1
     padding: str = "same"
     method: str = "auto"
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the convolution and adds the bias."""
         size, strides = _pair(self.kernel), _pair(self.strides)
         kernel = self.param("kernel", glorot, (*size, x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return convolve(x, kernel, strides, self.padding, self.method) + bias
+        out = convolve(x, kernel, strides, self.padding, self.method)
+        if not self.use_bias:
+            return out
+        return out + self.param("bias", nn.initializers.zeros, (self.features,))
+
+
+class DepthwiseConv(nn.Module):
+    """3x3 convolution of each channel by itself, padded, without bias: [B, H, W, C] ->
+    [B, H', W', C].
+
+    A sum of nine shifted products: a kernel per client stays cheap, and nothing becomes
+    a grouped convolution.
+    """
+
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the convolution."""
+        step, (height, width, channels) = self.strides, x.shape[1:]
+        kernel = self.param("kernel", _depthwise_glorot, (3, 3, channels))
+        pads = lax.padtype_to_pads((height, width), (3, 3), (step, step), "SAME")
+        x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+        down, right = (-(-side // step) for side in (height, width))
+        return sum(
+            (
+                x[:, i : i + (down - 1) * step + 1 : step, j : j + (right - 1) * step + 1 : step]
+                * kernel[i, j]
+                for i in range(3)
+                for j in range(3)
+            ),
+            jnp.zeros((), x.dtype),
+        )
+
+
+def _depthwise_glorot(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    # Nine numbers into a channel's output and nine out of its input.
+    reach = math.sqrt(6 / 18)
+    return jax.random.uniform(key, (math.prod(shape),), jnp.float32, -reach, reach).reshape(shape)
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
