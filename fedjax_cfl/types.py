@@ -37,16 +37,21 @@ class FirstLayer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A supervised problem: all that an algorithm knows of Flax."""
+    """A supervised problem: all that an algorithm knows of Flax.
+
+    `owner` [B] int32 says whose sample each is, -1 for padding, None: all are one
+    client's. Only a model that normalises over a batch reads it.
+    """
 
     init: Callable[[Key], Params]  # random initial parameters
     loss: Callable[
         ...,
         jax.Array,
-        # (params, x [B, ...], y [B], key or None) -> [B]: cross-entropy + L2; dropout only with a
-        # key
+        # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy + L2;
+        # dropout only with a key
     ]
-    predict: Callable[..., jax.Array]  # (params, x [B, ...]) -> [B, C] logits, no dropout
+    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, no dropout
+    predict: Callable[..., jax.Array]
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
 
@@ -62,6 +67,11 @@ class Pool(NamedTuple):
     test: np.ndarray | None = (
         None  # [N] bool, True in the source's own test split, where it has one
     )
+    client_names: tuple[str | int, ...] | None = (
+        None  # [K] as the source gives them, None: 0 .. K - 1
+    )
+    concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
+    source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
 
 
 class Partition(NamedTuple):
@@ -72,6 +82,10 @@ class Partition(NamedTuple):
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
     test: np.ndarray  # [N] bool, True for test samples
+    concept: np.ndarray | None = None  # [K] int32, the true group of each client
+    client_names: tuple[str | int, ...] | None = None  # [K] as the source gives them
+    code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
+    label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
 
 
 class ClientIndex(struct.PyTreeNode):
@@ -82,6 +96,21 @@ class ClientIndex(struct.PyTreeNode):
     order: jax.Array  # [N] int32, numbers of holdings, grouped by client
     start: jax.Array  # [K] int32
     size: jax.Array  # [K] int32
+
+
+class ClientNames:
+    """Names [K] of clients, as their source gives them. No program depends on them: all of
+    them count as equal, so that nothing is compiled again for other names.
+    """
+
+    def __init__(self, names: tuple[str | int, ...]):
+        self.names = names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClientNames)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 class FederatedData(struct.PyTreeNode):
@@ -103,12 +132,10 @@ class FederatedData(struct.PyTreeNode):
     has_drift: bool = struct.field(pytree_node=False, default=True)
     # [N] int32, the row of x that each holding is; None: row n is holding n
     sample: jax.Array | None = None
-
-    def gather(self, rows) -> tuple[jax.Array, jax.Array]:
-        """Returns (x [..., features], y [...]) of the holdings `rows`, as their clients see
-        them: the one place where samples are read.
-        """
-        return self.x[rows if self.sample is None else self.sample[rows]], self.y[rows]
+    # [N] int32, quarter turns with which each holding is read; None: nothing is turned
+    turns: jax.Array | None = None
+    # what the source calls its clients; None: their numbers
+    client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
 
     @property
     def num_clients(self) -> int:

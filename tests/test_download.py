@@ -77,8 +77,8 @@ def test_fetches_once(cache, server):
 PROCESS = """
 import sys
 from pathlib import Path
-from fedjax_cfl import download
-download.cache = lambda: Path(sys.argv[1])
+from fedjax_cfl.data.datasets import download
+download.cache_dir = lambda: Path(sys.argv[1])
 download.REGISTRY["good"] = download.Remote("http://127.0.0.1:9/", {"good.gz": sys.argv[3]})
 print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.fromhex(sys.argv[4]))
 """

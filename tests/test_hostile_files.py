@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_cfl.data.datasets import download, files, images, readers
+from fedjax_cfl.data.datasets import download, files, images, leaf_json, readers
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY
 from fedjax_cfl.data.datasets.files import npz
 from fedjax_cfl.data.datasets.images import FASHION, fashion_mnist, femnist, mnist
@@ -190,8 +190,7 @@ NPZ = {
     "dates as labels": (packed(y=Y.astype("M8[s]")), "y has dtype datetime64"),
     "dates as split": (packed(split=Y.astype("M8[s]")), "split has"),
     "text as split": (packed(split=Y.astype(str)), "split has"),
-    "text as labels": (packed(y=Y.astype(str)), "y has dtype <U"),
-    "bytes as labels": (packed(y=Y.astype("S")), "y has dtype |S"),
+    "times as labels": (packed(y=Y.astype("m8[s]")), "y has dtype timedelta64"),
     "labels above any int": (
         packed(y=np.array([0, 1, 2, 2**64 - 1], np.uint64)),
         "y is 18446744073709551615 in sample 3",
@@ -368,7 +367,7 @@ def test_unusual_but_good(name, tmp_path):
     assert pool.y.dtype == np.int32 and len(pool.y) == 4
 
 
-@pytest.mark.parametrize("read", [readers.read_idx, readers.read_leaf, npz, files.leaf])
+@pytest.mark.parametrize("read", [readers.read_idx, leaf_json.read_leaf, npz, files.leaf])
 def test_no_regular_file(read, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
@@ -383,6 +382,24 @@ def test_no_regular_file(read, tmp_path):
         )
     for name in ("/dev/zero", "~nobody_of_this_name/a", "a\0b"):
         refused("cannot be read", tmp_path / repr(name)[1:-1].rpartition("/")[2], read, name)
+
+
+@pytest.mark.parametrize("name", ["x", "y", "client", "split", "concept"])
+def test_a_folder_of_arrays_holds_regular_files_only(name, tmp_path):
+    good = {"x": X, "y": Y, "client": Y, "split": Y * 0, "concept": Y[:3]}
+    folder = tmp_path / "a"
+    for member, array in good.items():
+        written(folder / f"{member}.npy", npy(array))
+    path = folder / f"{name}.npy"
+    assert len(files.npy(folder).y) == 4
+    path.unlink()
+    os.mkfifo(path)
+    refused("not a regular file", path, files.npy, folder)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    refused("No such file", path, files.npy, folder)
+    path.unlink()
+    refused("array", written(path, packed()), files.npy, folder)
 
 
 def test_a_huge_sparse_file(tmp_path):

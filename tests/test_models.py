@@ -7,10 +7,12 @@ import hydra
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.zoo import MCLR, BiGRU, FemnistCNN, LeNet, MnistCNN, StackedLSTM
 
@@ -33,10 +35,21 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("fesem_cnn", IMAGE, 62, 845_510),
     ("leaf_cnn", IMAGE, 62, 6_603_710),
     ("fesem_celeba_cnn", FACE, 2, 31_202),
+    ("celeba_cnn", FACE, 2, 31_202),
     ("lenet", IMAGE, 10, 44_426),
     ("lenet", (32, 32, 1), 10, 61_706),
     ("lenet", (32, 32, 3), 10, 62_006),
+    ("resnet18", (32, 32, 3), 10, 11_173_962),
+    ("mobilenet_v2", (32, 32, 3), 10, 2_296_922),
+    ("shufflenet_v2", (32, 32, 3), 100, 5_549_896),
+    ("vit_b16", (224, 224, 3), 10, 85_798_656 + 769 * 10),
 ]
+OTHER_SIZES = [
+    (ResNet18(62, stem=7), (224, 224, 3), 62, 11_208_318),
+    (MobileNetV2(10, small_images=False), (224, 224, 3), 10, 2_236_682),
+    (ShuffleNetV2(100, features=(116, 232, 464, 1024)), (32, 32, 3), 100, 1_356_104),
+]
+LARGE = {"resnet18", "mobilenet_v2", "shufflenet_v2", "vit_b16"}  # at small width: test_residual
 SMALL = [  # every conf file once, on the smallest sample it takes, to keep the compilation short
     *(
         (name, (4, 4), 3)
@@ -52,6 +65,7 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
     ),
     ("femnist_cnn", (14, 14), 3),
     ("fesem_celeba_cnn", (5, 6, 3), 2),
+    ("celeba_cnn", (5, 6, 3), 2),
     ("lenet", (16, 16), 3),
     *((name, (3, 4), 2) for name in ("gru", "lstm", "fedgroup_lstm", "grouprox_gru")),
 ]
@@ -77,9 +91,14 @@ def test_the_number_of_parameters_is_the_published_one(name, shape, classes, siz
     assert model_bytes(params) == 4 * size
 
 
+@pytest.mark.parametrize(("module", "shape", "classes", "size"), OTHER_SIZES)
+def test_other_layouts_have_their_published_size(module, shape, classes, size):
+    assert count_params(jax.eval_shape(as_task(module, shape, classes).init, KEY)) == size
+
+
 def test_every_conf_file_is_tested():
     files = {path.stem for path in CONF.glob("*.yaml")}
-    assert files == {row[0] for row in SIZES} == {row[0] for row in SMALL}
+    assert files == {row[0] for row in SIZES} == {row[0] for row in SMALL} | LARGE
     assert all(OmegaConf.load(CONF / f"{name}.yaml").name == name for name in files)
 
 
@@ -238,7 +257,14 @@ def test_a_users_module_works_with_and_without_train():
         (StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
         (MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
         (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
-        (Running(), (5,), 4, "Running .*batch_stats"),
+        (Running(), (5,), 4, "Running .*batch_stats.*use models.GroupNorm"),
+        (LeNet(10), (3, 32, 32), 10, "LeNet .*come first here: store numpy.moveaxis"),
+        (
+            nnx.Linear(5, 4, rngs=nnx.Rngs(0)),
+            (5,),
+            4,
+            "model Linear: .*flax.nnx module with flax.lin",
+        ),
         (Misspelt(), (5,), 4, r"Misspelt: decayed .*did you mean 'Dense_0'"),
         ("lenet", (28, 28), 10, "model 'lenet': a flax.linen.Module is allowed"),
     ],

@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from fedjax_cfl.data.datasets.readers import read_idx, read_leaf, read_npz
+from fedjax_cfl.data.datasets.leaf_json import read_leaf
+from fedjax_cfl.data.datasets.readers import read_idx, read_npz
 from fedjax_cfl.errors import InputError
 
 

@@ -8,12 +8,14 @@ import os
 import numpy as np
 import pytest
 
+from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
-from fedjax_cfl.data.datasets.files import leaf, npz
+from fedjax_cfl.data.datasets.files import leaf, npy, npz
 from fedjax_cfl.data.datasets.images import digits, fashion_mnist, femnist, mnist
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.synthetic import synthetic
+from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -70,6 +72,77 @@ def test_npz(tmp_path):
     one_line("num_classes=2", npz, tmp_path / "a.npz", num_classes=2)
     np.savez(tmp_path / "b.npz", x=X, y=Y, split=np.array([0, 1, 2, 1]))
     one_line("split", npz, tmp_path / "b.npz")
+
+
+def test_clients_and_labels_may_be_text_and_come_out_as_given(tmp_path):
+    arrays = {
+        "x": X,
+        "y": np.array(["cat", "dog", "cat", "ape"]),
+        "client": np.array(["zoe", "ann", "zoe", "bob"]),
+        "concept": np.array([1, 0, 1]),
+    }
+    np.savez(tmp_path / "a.npz", **arrays)
+    (tmp_path / "a").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / "a" / f"{name}.npy", array)
+    for pool in (npz(tmp_path / "a.npz"), npy(tmp_path / "a")):
+        assert pool.y.tolist() == [1, 2, 1, 0] and pool.num_classes == 3
+        assert pool.client.tolist() == [2, 0, 2, 1] and pool.client_names == ("ann", "bob", "zoe")
+        data = federate(pool, partition.by_user(pool, test_fraction=0))
+        assert data.client_names.names == pool.client_names and data.concept.tolist() == [1, 0, 1]
+        dealt = federate(pool, partition.iid(pool, clients=3, test_fraction=0))
+        assert dealt.client_names is None and dealt.concept.tolist() == [-1] * 3
+
+
+@pytest.mark.parametrize(
+    ("client", "names", "numbers"),
+    [
+        (np.array([7, 7, 2, 10**12]), (2, 7, 10**12), [1, 1, 0, 2]),
+        (np.array([5.0, 5.0, 5.0, 9.0]), (5, 9), [0, 0, 0, 1]),
+        (np.array([b"b", b"a", b"b", b"b"]), ("a", "b"), [1, 0, 1, 1]),
+        (np.array([0, 1, 0, 1]), None, [0, 1, 0, 1]),
+    ],
+)
+def test_client_ids_with_gaps(tmp_path, client, names, numbers):
+    np.savez(tmp_path / "a.npz", x=X, y=Y, client=client)
+    pool = npz(tmp_path / "a.npz")
+    assert pool.client_names == names and pool.client.tolist() == numbers
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"y": np.eye(3)[Y], "split": Y * 0}, "one-hot .* store y.argmax"),
+        ({"y": Y[:, None]}, r"y has shape \(4, 1\), expected \[N\]"),
+        ({"y": Y + 1}, "y is 1 .. 3 and never 0.* store y - 1, or set num_classes=4"),
+        ({"y": Y.astype(object)}, "type is object; .*y.astype"),
+        ({"client": np.array([0.5, 1, 2, 3])}, "client is 0.5 in sample 0"),
+        ({"client": Y[:2]}, r"client has shape \(2,\)"),
+        ({"client": Y * 1j}, "client has dtype complex"),
+        ({"concept": Y}, "concept is there without client"),
+        ({"client": Y, "concept": Y}, r"concept has shape \(4,\) .* expected \(3,\)"),
+    ],
+)
+def test_what_is_refused_names_the_remedy(tmp_path, changes, says):
+    arrays = {"x": X, "y": Y} | changes
+    np.savez(tmp_path / "a.npz", **arrays)
+    (tmp_path / "a").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / "a" / f"{name}.npy", array)
+    for read, path in ((npz, tmp_path / "a.npz"), (npy, tmp_path / "a")):
+        with pytest.raises(InputError, match=says) as caught:
+            read(path)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_labels_from_one_on_are_taken_with_a_number_of_classes(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y + 1)
+    assert npz(tmp_path / "a.npz", num_classes=4).y.tolist() == (Y + 1).tolist()
+
+
+def test_few_samples_name_the_remedy():
+    with pytest.raises(InputError, match=r"at most 4 clients .*lower dataset\.clients"):
+        partition.auto(Pool(X, Y, 3), clients=100, alpha=0.5, min_samples=1)
 
 
 def test_leaf_joins_train_and_test(tmp_path):

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import download, text
+from fedjax_cfl.data.datasets import download, word_vectors
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
-from fedjax_cfl.data.datasets.sent140 import sent140
+from fedjax_cfl.data.datasets.sent140 import STAND_IN, read_tweets, sent140
 from fedjax_cfl.errors import InputError
 
 real = pytest.mark.skipif(
@@ -47,39 +47,41 @@ HALF = "\ud83d"  # of a surrogate pair, as JSON may hold it
     ],
 )
 def test_tokens(given, expected):
-    assert text.tokenize(given) == expected
+    assert word_vectors.tokenize(given) == expected
 
 
 def test_case_is_kept_unless_asked():
-    assert text.tokenize("OMG Yes") == ["OMG", "Yes"] and text.tokenize("OMG Yes", lower=True) == [
+    assert word_vectors.tokenize("OMG Yes") == ["OMG", "Yes"] and word_vectors.tokenize(
+        "OMG Yes", lower=True
+    ) == [
         "omg",
         "yes",
     ]
-    upper, lower = text.embed_texts(["OMG"], lower=True), text.embed_texts(["omg"])
+    upper, lower = word_vectors.embed_texts(["OMG"], lower=True), word_vectors.embed_texts(["omg"])
     np.testing.assert_array_equal(upper, lower)
-    assert (text.embed_texts(["OMG"]) != lower).any()
+    assert (word_vectors.embed_texts(["OMG"]) != lower).any()
 
 
 def test_padding_and_truncation():
     long = " ".join(f"w{i}" for i in range(60))
-    front, end = (text.embed_texts(["a b", "", long], pad=pad) for pad in ("front", "end"))
+    front, end = (word_vectors.embed_texts(["a b", "", long], pad=pad) for pad in ("front", "end"))
     assert front.shape == end.shape == (3, 25, 300) and front.dtype == np.float32
-    a, b = text.hash_words(["a", "b"])
+    a, b = word_vectors.hash_words(["a", "b"])
     np.testing.assert_array_equal(front[0], [*np.zeros((23, 300)), a, b])
     np.testing.assert_array_equal(end[0], [a, b, *np.zeros((23, 300))])
     assert not front[1].any() and not end[1].any()
     np.testing.assert_array_equal(
-        front[2], text.hash_words([f"w{i}" for i in range(25)])
+        front[2], word_vectors.hash_words([f"w{i}" for i in range(25)])
     )  # the first 25
     np.testing.assert_array_equal(front[2], end[2])
-    one_line("dataset.source.pad=middle", text.embed_texts, ["a"], pad="middle")
-    assert text.embed_texts([]).shape == (0, 25, 300)
+    one_line("dataset.source.pad=middle", word_vectors.embed_texts, ["a"], pad="middle")
+    assert word_vectors.embed_texts([]).shape == (0, 25, 300)
 
 
 def test_hashed_vectors_are_nearly_normal_and_told_apart():
-    vectors = text.hash_words([f"word{i}" for i in range(2000)])
+    vectors = word_vectors.hash_words([f"word{i}" for i in range(2000)])
     assert vectors.dtype == np.float32 and len(np.unique(vectors, axis=0)) == 2000
-    assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - text.HASH_STD) < 0.002
+    assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - word_vectors.HASH_STD) < 0.002
     assert (
         abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02
     )  # the kurtosis of four uniform numbers; 3 if normal
@@ -90,11 +92,11 @@ def test_hashed_vectors_are_nearly_normal_and_told_apart():
 
 def test_hashed_vectors_do_not_depend_on_process_order_or_company():
     words = ["happy", "sad", "日本語", HALF, "don't"]
-    vectors = text.hash_words(words)
-    np.testing.assert_array_equal(vectors[::-1], text.hash_words(words[::-1]))
-    np.testing.assert_array_equal(vectors[1:2], text.hash_words(["sad"]))
+    vectors = word_vectors.hash_words(words)
+    np.testing.assert_array_equal(vectors[::-1], word_vectors.hash_words(words[::-1]))
+    np.testing.assert_array_equal(vectors[1:2], word_vectors.hash_words(["sad"]))
     code = (
-        "import sys; from fedjax_cfl.data.datasets.sent140 import hash_words; "
+        "import sys; from fedjax_cfl.data.datasets.word_vectors import hash_words; "
         "sys.stdout.buffer.write(hash_words(['happy', 'sad']).tobytes())"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
@@ -109,10 +111,12 @@ def test_hashed_vectors_do_not_depend_on_process_order_or_company():
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.text(max_size=80), max_size=6), st.sampled_from(["front", "end"]))
 def test_any_text_becomes_a_sequence(texts, pad):
-    x = text.embed_texts(texts, pad=pad)
+    x = word_vectors.embed_texts(texts, pad=pad)
     assert x.shape == (len(texts), 25, 300) and np.isfinite(x).all()
     filled = x.any(axis=2)
-    assert filled.sum(axis=1).tolist() == [min(25, len(text.tokenize(each))) for each in texts]
+    assert filled.sum(axis=1).tolist() == [
+        min(25, len(word_vectors.tokenize(each))) for each in texts
+    ]
     order = np.diff(filled.astype(int), axis=1)
     assert (order >= 0).all() if pad == "front" else (order <= 0).all()
 
@@ -132,13 +136,15 @@ def test_glove(tmp_path):
     }.items():
         raw = content.encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-        table = text.read_glove(tmp_path / name, ["unknown", "sad", "the", "café"])
+        table = word_vectors.read_glove(tmp_path / name, ["unknown", "sad", "the", "café"])
         assert table.dtype == np.float32 and not table[0].any()
         np.testing.assert_array_equal(table[1], np.float32([0.5] * 299 + [-0.2]))
         assert (table[2] == 1).all() and (table[3] == 2).all()  # the first of two lines for a word
-    x = text.embed_texts(["The the", "sad"], tmp_path / "a.txt")
+    x = word_vectors.embed_texts(["The the", "sad"], tmp_path / "a.txt")
     assert not x[0, :24].any() and (x[0, 24] == 1).all()  # GloVe.6B has no capitals: unknown
-    assert (text.embed_texts(["The the"], str(tmp_path / "a.txt"), lower=True)[0, 23:] == 1).all()
+    assert (
+        word_vectors.embed_texts(["The the"], str(tmp_path / "a.txt"), lower=True)[0, 23:] == 1
+    ).all()
 
 
 GLOVE = {
@@ -185,7 +191,7 @@ def test_bad_glove(name, tmp_path):
     try:
         one_line(
             f"{tmp_path / 'vectors.txt'}: {'' if says == 'gzip' else says}",
-            text.read_glove,
+            word_vectors.read_glove,
             tmp_path / "vectors.txt",
             ["the", "sad"],
         )
@@ -196,7 +202,7 @@ def test_bad_glove(name, tmp_path):
 
 def test_glove_that_cannot_be_opened(tmp_path):
     for path in (tmp_path / "none.txt", tmp_path, "a\0b", 5):
-        one_line("cannot be read", text.read_glove, path, ["the"])
+        one_line("cannot be read", word_vectors.read_glove, path, ["the"])
 
 
 def leaf(counts, label=lambda i: i % 2, first=0, **changes):
@@ -258,7 +264,7 @@ def test_sent140_of_one_part(root, name):
         40,
         31,
     ]  # bob has not more than 30; eve comes before ida
-    np.testing.assert_array_equal(pool.x[40, 23:], text.hash_words(["ida", "0"]))
+    np.testing.assert_array_equal(pool.x[40, 23:], word_vectors.hash_words(["ida", "0"]))
     assert pool.y[40:].tolist() == [i % 2 for i in range(31)]
     held = partition.by_user(pool, test_fraction=0.2)
     assert np.bincount(held.owner[~held.test]).tolist() == [int(0.8 * 40), int(0.8 * 31)]
@@ -308,7 +314,7 @@ def test_sent140_labels_and_rows_of_any_origin(root):
 
 
 def test_the_test_tenth_alone_counts_for_ten(root):
-    put(root / f"{text.STAND_IN}.gz", leaf({"a": 3, "b": 4}))
+    put(root / f"{STAND_IN}.gz", leaf({"a": 3, "b": 4}))
     assert np.bincount(sent140().client).tolist() == [4]
     put(root / "all_data.json", leaf({"c": 31}))  # the user's own file comes first
     assert np.bincount(sent140().client).tolist() == [31]
@@ -387,14 +393,12 @@ def test_bad_folders_and_settings(root):
 @real
 def test_real_tweets():
     if (
-        locate(f"sent140/{text.STAND_IN}.gz") is None
+        locate(f"sent140/{STAND_IN}.gz") is None
         or locate("sent140/train")
         or locate("sent140/data")
     ):
-        pytest.skip(
-            f"no sent140/{text.STAND_IN}.gz under the data root, or files that come before it"
-        )
-    tweets, y, client, test = text.read_tweets(min_tweets=0)
+        pytest.skip(f"no sent140/{STAND_IN}.gz under the data root, or files that come before it")
+    tweets, y, client, test = read_tweets(min_tweets=0)
     assert (len(tweets), y.sum(), client.max() + 1, test) == (16_025, 9_717, 2_875, None)
     pool = sent140(users=772)
     sizes = np.bincount(pool.client)

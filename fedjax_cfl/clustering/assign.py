@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import cosine
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, over_clients
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import AssignFn, make_report
@@ -39,16 +40,20 @@ def training_loss(task: Task, with_l2: bool = False):
     FlexCFL code does (D10).
     """
 
-    def sample_loss(model, x, y):
-        return task.loss(model, x, y, None) if with_l2 else cross_entropy(task.predict(model, x), y)
+    def sample_loss(model, x, y, owner):
+        if with_l2:
+            return task.loss(model, x, y, None, owner)
+        return cross_entropy(task.predict(model, x, owner), y)
 
     def visit(client, bucket, data: FederatedData, models, client_inputs):
         count, start = client_range(client, data)
 
         def block(b, total):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            rows = data.train.order[jnp.minimum(start + place, data.train.order.size - 1)]
-            each = jax.vmap(sample_loss, in_axes=(0, None, None))(models, *data.gather(rows))
+            rows = data.train.order[start + jnp.minimum(place, count - 1)]
+            x, y = gather(data, rows)
+            owner = jnp.where(place < count, client, -1)
+            each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]

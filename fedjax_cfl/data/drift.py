@@ -25,7 +25,7 @@ from jax import lax
 from fedjax_cfl import validation
 from fedjax_cfl.data.federated import label_counts, update_client_index
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.types import FederatedData
+from fedjax_cfl.types import FederatedData, Key
 
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
 ORDER, COIN, LABELS, RELEASE = range(4)
@@ -77,7 +77,9 @@ def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
 def none() -> Drift:
     """Nothing ever changes."""
 
-    def apply(key, round, data, memory, warm):
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
         return data, memory, jnp.zeros(data.num_clients, bool)
 
     return Drift(_no_memory, apply, moves=False)
@@ -89,7 +91,9 @@ def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
     """
     _check_swap(p, pool)
 
-    def apply(key, round, data, memory, warm):
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
@@ -123,7 +127,9 @@ def swap_part(
     _check_swap(p, pool)
     require("drift.on_impossible", on_impossible, ("skip", "abort"))
 
-    def apply(key, round, data, memory, warm):
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
         has = _held_labels(data)
@@ -173,7 +179,7 @@ def incremental(
     """
     ratios = _ratios(fractions, schedule)
 
-    def init(key, data):
+    def init(key: Key, data: FederatedData) -> tuple[FederatedData, IncrementalMemory]:
         bits = jax.random.bits(jax.random.fold_in(key, RELEASE), data.owner.shape)
         numbers = data.train.order
         held = data.owner[numbers]
@@ -192,13 +198,15 @@ def incremental(
             data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:])
         )
 
-    def apply(key, round, data, memory, warm):
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
         begins = jnp.array(tuple(schedule))
         due = jnp.any(begins == round)
         quota = memory.quota[jnp.sum(begins <= round) - 1]
         shifted = due & (quota != data.train.size)
 
-        def edit(owner):
+        def edit(owner: jax.Array) -> jax.Array:
             return jnp.where(
                 (memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1
             )
@@ -208,7 +216,7 @@ def incremental(
     return Drift(init, apply)
 
 
-def draw_swaps(key, round, num_clients: int, num_classes: int) -> SwapDraws:
+def draw_swaps(key: Key, round: jax.Array, num_clients: int, num_classes: int) -> SwapDraws:
     """Draws everything that a round of swaps may need."""
     order, coin, labels = (
         jax.random.fold_in(jax.random.fold_in(key, purpose), round)
@@ -222,7 +230,7 @@ def draw_swaps(key, round, num_clients: int, num_classes: int) -> SwapDraws:
     )
 
 
-def pair_clients(order, inside):
+def pair_clients(order: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pairs the pool Q of clients `inside` [K] bool in their random order: place a with
     place |Q| - 1 - a.
 
@@ -234,18 +242,20 @@ def pair_clients(order, inside):
     return queue[place], queue[count - 1 - place], place < count // 2
 
 
-def _pool_mask(pool: str, warm):
+def _pool_mask(pool: str, warm: jax.Array) -> jax.Array:
     return jnp.ones_like(warm) if pool == "all" else warm
 
 
-def _swap_ids(go, first, second, num_clients: int):
+def _swap_ids(
+    go: jax.Array, first: jax.Array, second: jax.Array, num_clients: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns the clients of the pairs that swap, and K in place of the others, where a
     scatter drops them.
     """
     return jnp.where(go, first, num_clients), jnp.where(go, second, num_clients)
 
 
-def _held_labels(data: FederatedData):
+def _held_labels(data: FederatedData) -> jax.Array:
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
     train, test = (
         label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test)
@@ -253,7 +263,9 @@ def _held_labels(data: FederatedData):
     return (train > 0) & (test > 0)
 
 
-def _edit_owners(data: FederatedData, moves, edit) -> FederatedData:
+def _edit_owners(
+    data: FederatedData, moves: jax.Array, edit: Callable[[jax.Array], jax.Array]
+) -> FederatedData:
     """Edits the owners and rebuilds the views, if `moves`."""
 
     def rebuilt(owner, train, test):
@@ -266,7 +278,7 @@ def _edit_owners(data: FederatedData, moves, edit) -> FederatedData:
     return data.replace(owner=owner, train=train, test=test)
 
 
-def _no_memory(key, data):
+def _no_memory(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
     return data, ()
 
 
@@ -290,7 +302,7 @@ def _most_by_label(data: FederatedData) -> int:
     return max(data.max_client_samples, int(min(most.max(), counts.sum())))
 
 
-def _check_swap(p, pool: str) -> None:
+def _check_swap(p: float, pool: str) -> None:
     if not _is_number(p) or not 0 <= p <= 1:
         raise InputError(f"drift.p={p}: expected a number from 0 to 1")
     require("drift.pool", pool, POOLS)
@@ -318,5 +330,5 @@ def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fractio
     return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]
 
 
-def _is_number(value) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

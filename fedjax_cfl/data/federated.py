@@ -5,13 +5,15 @@ or a resumed run has to do.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.transform import TURNS, turn_images
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import ClientIndex, FederatedData, Partition, Pool
+from fedjax_cfl.types import ClientIndex, ClientNames, FederatedData, Partition, Pool
 
 
 def federate(
@@ -24,7 +26,8 @@ def federate(
     """Gathers the held samples of a pool, and the N holdings of them. A sample that several
     clients hold is stored once, unless a concept changes it.
 
-    `concept` is a function of `concept.py`, None: the groups are unknown, -1. K is
+    `concept` is a function of `concept.py`, None: the groups are those of the
+    partition, else unknown, -1. K is
     `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
     result is a population for `run`, NumPy arrays whose views number the pool's own
     samples (see `prefetch`). Raises InputError for owners that there cannot be, or nobody
@@ -40,15 +43,17 @@ def federate(
         )
     if on_host:
         return federate_on_host(pool, holdings, concept, clients)
-    rows, sample = holdings.sample, None
-    groups = np.full(clients, -1, np.int32)
+    rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
+    if holdings.code is not None and holdings.label_maps is not None:
+        turns, y = holdings.code % TURNS, holdings.label_maps[holdings.code // TURNS, y]
+    groups = known_groups(holdings, clients)
+    stored, number = np.unique(rows, return_inverse=True)
     if concept is not None:
-        x, y, groups = concept(pool.x[rows], pool.y[rows], owner, clients, pool.num_classes)
+        x, y, groups = concept(pool.x[rows], y, owner, clients, pool.num_classes)
+    elif stored.size < len(rows):
+        x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
     else:
-        stored, number = np.unique(rows, return_inverse=True)
-        if stored.size < len(rows):
-            sample = jnp.asarray(number, jnp.int32)
-        x, y = pool.x[rows if sample is None else stored], pool.y[rows]
+        x = pool.x[rows]
     train, test = (
         build_client_index(np.flatnonzero(mask), owner[mask], clients)
         for mask in (~holdings.test, holdings.test)
@@ -64,16 +69,36 @@ def federate(
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
         sample=sample,
+        turns=None if turns is None else jnp.asarray(turns, jnp.int32),
+        client_names=known_names(holdings),
     )
+
+
+def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x [B, ...], y [B]) of the holdings `rows` [B], as their clients see them: the
+    one place where samples are read.
+    """
+    x = data.x[rows if data.sample is None else data.sample[rows]]
+    return x if data.turns is None else turn_images(x, data.turns[rows]), data.y[rows]
+
+
+def known_groups(holdings: Partition, clients: int) -> np.ndarray:
+    """Returns the true groups [K] int32 that a partition names, -1 where it names none."""
+    return np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+
+
+def known_names(holdings: Partition) -> ClientNames | None:
+    """Returns the names of the clients, None where the source gives none."""
+    return None if holdings.client_names is None else ClientNames(holdings.client_names)
 
 
 def federate_on_host(
     pool: Pool, holdings: Partition, concept: Callable | None, clients: int
 ) -> FederatedData:
-    """Returns a population whose samples stay on the host. Raises InputError for a concept,
-    which edits all samples at once.
+    """Returns a population whose samples stay on the host. Raises InputError for what edits
+    all samples at once.
     """
-    if concept is not None:
+    if concept is not None or holdings.code is not None:
         raise InputError(
             "resident=host: a concept edits all samples at once; use concept=none, or"
             " resident=device"
@@ -82,16 +107,15 @@ def federate_on_host(
         build_client_index(holdings.sample[rows], holdings.owner[rows], clients, np)
         for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
     )
+    concept_of = known_groups(holdings, clients)
+    host: Any = {"x": pool.x, "y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
     return FederatedData(
-        x=pool.x,
-        y=pool.y,
-        owner=None,
+        **host,
         train=train,
         test=test,
-        concept=np.full(clients, -1, np.int32),
-        shifted=None,
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
+        client_names=known_names(holdings),
     )
 
 

@@ -10,10 +10,12 @@ any block of the run needs, known beforehand because cohorts are functions of th
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
@@ -46,13 +48,15 @@ def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> 
         )
 
 
-def block_shapes(data: FederatedData, side: str, most: int, clients: int, mesh) -> FederatedData:
+def block_shapes(
+    data: FederatedData, side: str, most: int, clients: int, mesh: Mesh
+) -> FederatedData:
     """Returns the shapes and types of a block of one side, train or test: `most`
     samples of `clients` clients.
     """
     place = replicated_sharding(mesh)
 
-    def shape(dtype, *shape):
+    def shape(dtype, *shape) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     number = shape(jnp.int32, clients)
@@ -118,6 +122,7 @@ class HostFeed:
     ):
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
+        assert algorithm.data_clients is not None  # `check_host_data` has looked
         self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.num_clients)))
         self.cohorts = draw_cohorts(algorithm, key, rounds, data.num_clients)
         parts = [self._block_clients(begin, count) for begin, count in self._plan_blocks(0)]
@@ -172,11 +177,10 @@ class HostFeed:
         y[: numbers.size] = self.data.y[numbers]
         owner = np.full(most, -1, np.int32)
         owner[: numbers.size] = np.repeat(who, size[who])
-        view = ClientIndex(np.arange(most, dtype=np.int32), start, size)
-        empty = ClientIndex(np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size))
-        views = (
-            {"train": view, "test": empty} if side == "train" else {"train": empty, "test": view}
-        )
+        arrays: list[Any] = [np.arange(most, dtype=np.int32), start, size]
+        nobody: list[Any] = [np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size)]
+        views = {name: ClientIndex(*nobody) for name in ("train", "test")}
+        views[side] = ClientIndex(*arrays)
         rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
         return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
@@ -228,10 +232,11 @@ def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
 
 def draw_cohorts(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
     """Returns whom every round reads, [rounds, n]."""
+    clients_of = algorithm.data_clients
+    assert clients_of is not None  # `check_host_data` has looked
     draw = jax.jit(
         lambda first: jax.lax.map(
-            lambda i: algorithm.data_clients(key, first + i, num_clients),
-            jnp.arange(min(rounds, DRAW_BATCH)),
+            lambda i: clients_of(key, first + i, num_clients), jnp.arange(min(rounds, DRAW_BATCH))
         )
     )
     return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[

@@ -1,6 +1,9 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
+from fedjax_cfl.models.layers import BatchStatNorm, GroupNorm
+from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
+from fedjax_cfl.models.transformer import ViT
 from fedjax_cfl.models.zoo import (
     MCLR,
     MLP,
@@ -18,15 +21,21 @@ from fedjax_cfl.models.zoo import (
 __all__ = [
     "MCLR",
     "MLP",
+    "BatchStatNorm",
     "BiGRU",
     "BiLSTM",
     "CelebaCNN",
     "FemnistCNN",
+    "GroupNorm",
     "LeNet",
     "LeafCNN",
     "MnistCNN",
+    "MobileNetV2",
+    "ResNet18",
+    "ShuffleNetV2",
     "StackedGRU",
     "StackedLSTM",
+    "ViT",
     "as_task",
     "count_params",
     "model_bytes",

@@ -37,9 +37,18 @@ def flatten(x: jax.Array) -> jax.Array:
 
 
 def add_channel_axis(x: jax.Array) -> jax.Array:
-    """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels]; ValueError for any other rank."""
+    """[B, H, W] or [B, H, W, channels] -> [B, H, W, channels].
+
+    Raises ValueError for any other rank, and for images that are small in their first
+    axis alone, which must be its channels.
+    """
     if x.ndim not in (3, 4):
         raise ValueError("images [H, W] or [H, W, channels] are allowed")
+    if x.ndim == 4 and x.shape[1] <= 4 < min(x.shape[2:]):
+        raise ValueError(
+            "images [H, W, channels] are allowed; the channels seem to come first here: store"
+            " numpy.moveaxis(x, 1, -1)"
+        )
     return x[..., None] if x.ndim == 3 else x
 
 
@@ -63,7 +72,8 @@ def extract_patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int
 
 def im2col(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """Convolves [B, H, W, in] with [kh, kw, in, out], without padding, as one matrix product."""
-    return extract_patches(x, kernel.shape[:2], strides) @ kernel.reshape(-1, kernel.shape[-1])
+    kh, kw = kernel.shape[:2]
+    return extract_patches(x, (kh, kw), strides) @ kernel.reshape(-1, kernel.shape[-1])
 
 
 def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
@@ -75,11 +85,12 @@ def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) 
     """
     columns = lax.optimization_barrier(kernel.reshape(-1, kernel.shape[-1]).T)
 
+    kh, kw = kernel.shape[:2]
+
     @jax.checkpoint
-    def one(image):
-        return jnp.einsum(
-            "bhwp,op->bhwo", extract_patches(image[None], kernel.shape[:2], strides), columns
-        )[0]
+    def one(image: jax.Array) -> jax.Array:
+        patches = extract_patches(image[None], (kh, kw), strides)
+        return jnp.einsum("bhwp,op->bhwo", patches, columns)[0]
 
     return lax.map(one, x)
 
@@ -132,18 +143,56 @@ class Conv(nn.Module):
     strides: int | tuple[int, int] = 1
     padding: str = "same"
     method: str = "auto"
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the convolution and adds the bias."""
         size, strides = _pair(self.kernel), _pair(self.strides)
         kernel = self.param("kernel", glorot, (*size, x.shape[-1], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return convolve(x, kernel, strides, self.padding, self.method) + bias
+        out = convolve(x, kernel, strides, self.padding, self.method)
+        if not self.use_bias:
+            return out
+        return out + self.param("bias", nn.initializers.zeros, (self.features,))
+
+
+class DepthwiseConv(nn.Module):
+    """3x3 convolution of each channel by itself, padded, without bias: [B, H, W, C] ->
+    [B, H', W', C].
+
+    A sum of nine shifted products: a kernel per client stays cheap, and nothing becomes
+    a grouped convolution.
+    """
+
+    strides: int = 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the convolution."""
+        step, (height, width, channels) = self.strides, x.shape[1:]
+        kernel = self.param("kernel", _depthwise_glorot, (3, 3, channels))
+        pads = lax.padtype_to_pads((height, width), (3, 3), (step, step), "SAME")
+        x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+        down, right = (-(-side // step) for side in (height, width))
+        return sum(
+            (
+                x[:, i : i + (down - 1) * step + 1 : step, j : j + (right - 1) * step + 1 : step]
+                * kernel[i, j]
+                for i in range(3)
+                for j in range(3)
+            ),
+            jnp.zeros((), x.dtype),
+        )
+
+
+def _depthwise_glorot(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    # Nine numbers into a channel's output and nine out of its input.
+    reach = math.sqrt(6 / 18)
+    return jax.random.uniform(key, (math.prod(shape),), jnp.float32, -reach, reach).reshape(shape)
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return (size, size) if isinstance(size, int) else size
 
 
 def max_pool(x: jax.Array, padding: str = "valid") -> jax.Array:
@@ -176,22 +225,64 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
 
 class BatchStatNorm(nn.Module):
     """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in
-    training and in test; it keeps no running ones.
+    training and in test; it keeps no running ones (LEAF's code).
 
-    The samples of a batch influence each other, hence padding must not reach it as
-    samples of its own, and a prediction depends on the batch it is made in.
+    Statistics are taken per client, over its real samples in the batch: `owner` [B]
+    int32 says whose each sample is, -1 for padding, None: all are one client's. In
+    training a batch is one mini-batch, in a client's training loss a block of
+    `cohort.SAMPLE_BLOCK` samples, in test the client's samples that stand in one block
+    of `evaluate.EVAL_BLOCK`: a prediction depends on that client's other samples there.
     """
 
     epsilon: float = 1e-3  # TensorFlow's default
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
         """Normalises each channel, then scales and shifts it."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        mean = x.mean((0, 1, 2))
-        variance = jnp.square(x - mean).mean((0, 1, 2))
-        return (x - mean) * lax.rsqrt(variance + self.epsilon) * scale + bias
+        owner = jnp.zeros(x.shape[0], jnp.int32) if owner is None else owner
+        real = owner >= 0
+        same = ((owner[:, None] == owner) & real)[..., None]  # [B, B, 1]
+
+        def client_mean(values: jax.Array) -> jax.Array:
+            # a choice and a sum, no matrix product: 0 times another client's NaN would be NaN
+            total = jnp.where(same, values.mean((1, 2)), 0).sum(axis=1)
+            return (total / jnp.maximum(same.sum(axis=1), 1))[:, None, None]
+
+        x = jnp.where(real[:, None, None, None], x, 0)
+        x = x - client_mean(x)
+        return x * lax.rsqrt(client_mean(jnp.square(x)) + self.epsilon) * scale + bias
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation of [B, H, W, C], each sample by itself (Wu and He, "Group
+    Normalization", ECCV 2018, https://arxiv.org/abs/1803.08494).
+
+    `groups` divides C; of fewer channels each is a group. `owner` is not read: it is
+    there so that a model can take this or `BatchStatNorm`.
+    """
+
+    groups: int = 2
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
+        """Normalises each group of channels of each sample, then scales and shifts each channel."""
+        channels = x.shape[-1]
+        groups = min(self.groups, channels)
+        if self.groups < 1 or channels % groups:
+            raise ValueError(
+                f"groups={self.groups}: a divisor of the {channels} channels is allowed"
+            )
+        # [groups, channels of a group], no vectors: channels must not be permuted across groups
+        shape = (groups, channels // groups)
+        scale = self.param("scale", nn.initializers.ones, shape)
+        bias = self.param("bias", nn.initializers.zeros, shape)
+        parts = x.reshape(*x.shape[:-1], *shape)
+        parts = parts - parts.mean((1, 2, 4), keepdims=True)
+        variance = jnp.square(parts).mean((1, 2, 4), keepdims=True)
+        return (parts * lax.rsqrt(variance + self.epsilon) * scale + bias).reshape(x.shape)
 
 
 def _over_time(

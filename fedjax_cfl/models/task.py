@@ -2,10 +2,13 @@
 
 import inspect
 import math
+from collections.abc import Callable
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
@@ -30,79 +33,109 @@ def as_task(
     one logit per class.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"model {module!r}: a flax.linen.Module is allowed")
+        shown = type(module).__name__ if isinstance(module, nnx.Module) else repr(module)
+        remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
+        raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
     check_arguments(as_task, {"l2": l2})
-    takes_train = "train" in inspect.signature(module.__call__).parameters
-    decayed = getattr(module, "decayed", ()) if l2 else ()
+    decayed: tuple[str, ...] = getattr(module, "decayed", ()) if l2 else ()
+    # the sample-space form says nothing of owners
+    first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
+    logits = _logits_of(module)
 
-    def init(key: Key) -> Params:
-        variables = module.init(
-            key, jnp.zeros((1, *sample_shape)), **({"train": False} if takes_train else {})
-        )
-        if extra := sorted(set(variables) - {"params"}):
-            raise ValueError(
-                f"it keeps {extra} besides params, which are not trained: batch or group statistics"
-                " are allowed"
-            )
-        return variables.get("params", {})
+    def loss(
+        params: Params,
+        x: jax.Array,
+        y: jax.Array,
+        key: Key | None = None,
+        owner: jax.Array | None = None,
+    ) -> jax.Array:
+        each = _cross_entropy(logits(params, x, key, owner), y)
+        return each + l2 * _squared_kernels(params, decayed) if decayed else each
 
-    def cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
-        # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
-        return jax.nn.logsumexp(z, axis=-1) - jnp.sum(
-            z * jax.nn.one_hot(y, num_classes, dtype=z.dtype), axis=-1
-        )
+    def predict(params: Params, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
+        return logits(params, x, None, owner)
 
-    def logits(params: Params, x: jax.Array, key: Key | None) -> jax.Array:
-        rngs = None if key is None else {"dropout": key}
-        return module.apply(
-            {"params": params},
-            as_float(x),
-            rngs=rngs,
-            **({"train": key is not None} if takes_train else {}),
-        )
-
-    def loss(params: Params, x: jax.Array, y: jax.Array, key: Key | None = None) -> jax.Array:
-        each = cross_entropy(logits(params, x, key), y)
-        return (
-            each + l2 * sum(jnp.sum(jnp.square(params[name]["kernel"])) for name in decayed)
-            if decayed
-            else each
-        )
-
-    def predict(params: Params, x: jax.Array) -> jax.Array:
-        return logits(params, x, None)
-
-    def from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
-        def instead(call, arguments, options, context):
-            bias = params[first].get("bias", 0.0) if first in params else 0.0
-            return (
-                z + bias
-                if context.module.path == (first,) and context.method_name == "__call__"
-                else call(*arguments, **options)
-            )
-
-        with nn.intercept_methods(instead):
-            out = logits(params, jnp.zeros((z.shape[0], *sample_shape)), key)
-        others = [name for name in decayed if name != first]
-        return cross_entropy(out, y) + l2 * sum(
-            jnp.sum(jnp.square(params[name]["kernel"])) for name in others
-        )
-
-    first = getattr(module, "first_layer", None)
-    task = Task(init, loss, predict)
+    task = Task(_init_of(module, sample_shape), loss, predict)
     params = _check(task, type(module).__name__, sample_shape, num_classes, decayed, first)
     if not first:
         return task
-    shape = params[first]["kernel"].shape
+    others = tuple(name for name in decayed if name != first)
+
+    def loss_from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
+        x = jnp.zeros((z.shape[0], *sample_shape))
+        with nn.intercept_methods(_give_output(first, params, z)):
+            out = logits(params, x, key, None)
+        return _cross_entropy(out, y) + l2 * _squared_kernels(params, others)
+
     return task._replace(
         first_layer=FirstLayer(
             first,
-            shape,
+            params[first]["kernel"].shape,
             l2 if first in decayed else 0.0,
             lambda x: flatten(as_float(x)),
-            from_first,
+            loss_from_first,
         )
     )
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Returns whether the module's call has an argument of this name."""
+    return name in inspect.signature(module.__call__).parameters
+
+
+def _init_of(module: nn.Module, sample_shape: tuple[int, ...]) -> Callable[[Key], Params]:
+    """Returns f(key) -> initial parameters."""
+    flags: dict[str, Any] = {"train": False} if _takes(module, "train") else {}
+
+    def init(key: Key) -> Params:
+        variables = module.init(key, jnp.zeros((1, *sample_shape)), **flags)
+        if extra := sorted(set(variables) - {"params"}):
+            raise ValueError(
+                f"it keeps {extra} besides params, which no client would train or send: use"
+                " models.GroupNorm (or flax.linen.GroupNorm) in place of BatchNorm"
+            )
+        return variables.get("params", {})
+
+    return init
+
+
+def _logits_of(module: nn.Module) -> Callable[..., jax.Array]:
+    """Returns f(params, x [B, ...], key or None, owner [B] or None) -> [B, C]."""
+    takes_train, takes_owner = _takes(module, "train"), _takes(module, "owner")
+
+    def logits(params: Params, x: jax.Array, key: Key | None, owner: jax.Array | None) -> jax.Array:
+        flags: dict[str, Any] = {"train": key is not None} if takes_train else {}
+        if takes_owner:
+            flags["owner"] = owner
+        rngs = None if key is None else {"dropout": key}
+        return cast(jax.Array, module.apply({"params": params}, as_float(x), rngs=rngs, **flags))
+
+    return logits
+
+
+def _give_output(first: str, params: Params, z: jax.Array) -> Callable[..., Any]:
+    """Returns an interceptor that gives `z` [B, H] plus the bias as what the dense layer
+    `first` computes.
+    """
+
+    def instead(call: Callable, arguments: tuple, options: dict, context: Any) -> Any:
+        if context.module.path != (first,) or context.method_name != "__call__":
+            return call(*arguments, **options)
+        return z + (params[first].get("bias", 0.0) if first in params else 0.0)
+
+    return instead
+
+
+def _cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the cross-entropy [B] of logits [B, C]."""
+    # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
+    hot = jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype)
+    return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * hot, axis=-1)
+
+
+def _squared_kernels(params: Params, names: tuple[str, ...]) -> jax.Array | float:
+    """Returns the sum of the squared kernels of some layers."""
+    return sum((jnp.sum(jnp.square(params[name]["kernel"])) for name in names), 0.0)
 
 
 def _check(

@@ -2,7 +2,8 @@
 module.
 
 A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C],
-and `__call__` takes `train` if it has dropout. Two attributes are optional: `decayed`
+and `__call__` takes `train` if it has dropout, and `owner` [B] (see `Task`) if it
+normalises over a batch. Two attributes are optional: `decayed`
 names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that
 is called once, on the flat sample, which nothing else sees: then local training has a
 faster form (`dual`). Parameter counts are those of 28x28x1 images and 10 classes, or of
@@ -15,6 +16,7 @@ Learning", 2020, https://arxiv.org/abs/2005.01026. LEAF: Caldas et al., "LEAF: A
 Benchmark for Federated Settings", 2018, https://arxiv.org/abs/1812.01097.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import flax.linen as nn
@@ -137,18 +139,20 @@ class CelebaCNN(nn.Module):
     """FeSEM's CelebA CNN: four normalised 3x3 convolutions (31,202 parameters on
     84x84x3 with 2 classes).
 
-    The batch statistics normalise even in test, as in LEAF's code, so that a prediction
-    depends on the batch it is made in.
+    `norm` makes the normalisation: `BatchStatNorm`, by a client's own batch even in
+    test, as in the code of FeSEM and LEAF, or `GroupNorm`, which sees one sample at a
+    time (`model=celeba_cnn`).
     """
 
     num_classes: int
+    norm: Callable[[], nn.Module] = BatchStatNorm
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
+    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
+        """[B, H, W] or [B, H, W, channels] -> [B, C]; owner [B] as in `Task`."""
         x = add_channel_axis(x)
         for _ in range(4):
-            x = nn.relu(max_pool(BatchStatNorm()(Conv(32, 3)(x)), "same"))
+            x = nn.relu(max_pool(self.norm()(Conv(32, 3)(x), owner), "same"))
         return dense(self.num_classes, "head")(flatten(x))
 
 

@@ -1,10 +1,10 @@
 """What a client minimises: an Objective, called as (params, start, client_extra, x [B,
-...], y [B], key) -> [B].
+...], y [B], key, owner [B]) -> [B].
 
-`start` is the model the client received, `client_extra` what `prepare` computed for it.
-The same function serves gradient and metric. Any function of these arguments will do;
-an Objective also says how it is made, which the sample-space form of SGD (`dual`) needs
-to know.
+`owner` is as in `Task`, `start` is the model the client received, `client_extra` what
+`prepare` computed for it. The same function serves gradient and metric. Any function of
+these arguments will do; an Objective also says how it is made, which the sample-space
+form of SGD (`dual`) needs to know.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Objective(struct.PyTreeNode):
 
     loss: Callable[..., jax.Array] = struct.field(
         pytree_node=False
-    )  # (params, x [B, ...], y [B], key) -> [B]
+    )  # (params, x [B, ...], y [B], key, owner [B]) -> [B]
     mu: Any = None  # [] weight of the proximal term; None: there is none
     mu_of: Callable | None = struct.field(
         pytree_node=False, default=None
@@ -45,9 +45,9 @@ class Objective(struct.PyTreeNode):
         """Returns the weight of the proximal term for a client, None if there is no such term."""
         return self.mu_of(client_extra) if self.mu_of else self.mu
 
-    def __call__(self, params, start, client_extra, x, y, key):
+    def __call__(self, params, start, client_extra, x, y, key, owner):
         """Returns the objective [B] of each sample; every one carries the whole proximal term."""
-        each, mu = self.loss(params, x, y, key), self.weight(client_extra)
+        each, mu = self.loss(params, x, y, key, owner), self.weight(client_extra)
         return each if mu is None else each + penalty(mu, params, start)
 
 
@@ -78,11 +78,11 @@ def add_linear_term(direction, objective):
     return jax.tree_util.Partial(functools.partial(_linear_term_loss, direction), objective)
 
 
-def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key):
+def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key, owner):
     terms = jax.tree.map(
         lambda d, p, s: jnp.sum(d * (p - s)), direction(client_extra), params, start
     )
-    return objective(params, start, client_extra, x, y, key) + sum(jax.tree.leaves(terms))
+    return objective(params, start, client_extra, x, y, key, owner) + sum(jax.tree.leaves(terms))
 
 
 def cross_entropy(logits, y):

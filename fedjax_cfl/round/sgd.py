@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
 from fedjax_cfl.round.cohort import (
@@ -140,13 +141,14 @@ def make_direct_train(objective, local: Local, bucket, passes):
             params, velocity, losses = carry
             epoch, place = plan.locate_batch(s, batch)
             rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
-            real = (place + jnp.arange(batch) < count).astype(jnp.float32)
-            x, y = data.gather(rows)
+            x, y = gather(data, rows)
+            owner = jnp.where(place + jnp.arange(batch) < count, client, -1)
 
             def batch_loss(params):
-                each = objective(params, start, client_extra, x, y, jax.random.fold_in(key, s))
-                total = jnp.sum(jnp.where(real > 0, each, 0.0))
-                return total / jnp.sum(real), total
+                noise = jax.random.fold_in(key, s)
+                each = objective(params, start, client_extra, x, y, noise, owner)
+                total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
+                return total / jnp.sum(owner >= 0), total
 
             (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
             if local.weight_decay:
@@ -177,7 +179,7 @@ def make_dual_train(task: Task, objective, local: Local, size: int, passes: int)
         rows = data.train.order[jnp.minimum(first + jnp.arange(size), data.train.order.size - 1)]
         order = random_permutations(plan.random_words, count, size, passes).astype(jnp.int32)
         order = jnp.pad(order.reshape(-1), (0, local.batch_size))
-        x, y = data.gather(rows)
+        x, y = gather(data, rows)
         samples = dual_sgd.Samples(x, y, count, order)
         return dual_sgd.train_dual(task, objective, local, samples, plan, start, client_extra, key)
 
@@ -198,10 +200,12 @@ def gradient_step(task: Task, local: Local, objective=None) -> Partial:
 
         def block(b, carry):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            x, y = data.gather(data.train.order[first + jnp.minimum(place, count - 1)])
+            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
+            owner = jnp.where(place < count, client, -1)
 
             def block_loss(params):
-                each = objective(params, start, work.client_extra, x, y, jax.random.fold_in(key, b))
+                noise = jax.random.fold_in(key, b)
+                each = objective(params, start, work.client_extra, x, y, noise, owner)
                 return jnp.sum(jnp.where(place < count, each, 0.0)) / count
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))

@@ -214,7 +214,7 @@ def finish(
         (result.clients, algorithm.serve(result.state).index, result.data.replace(x=None))
     )
     columns = {
-        "client": np.arange(held.num_clients),
+        "client": held.client_names.names if held.client_names else np.arange(held.num_clients),
         "group": served,
         "concept": held.concept,
         "train_samples": held.train.size,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
@@ -53,8 +54,9 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
         slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
         test = sort[jnp.minimum(slot, total - 1)]
         rows = data.test.order[test]
-        x, y = data.gather(rows)
-        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x)
+        x, y = gather(data, rows)
+        whose = jnp.where(slot < total, data.owner[rows], -1)
+        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x, whose)
         return (
             jnp.where(slot < total, test, total),
             jnp.argmax(logits, -1).astype(jnp.int32),

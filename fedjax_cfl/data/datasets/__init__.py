@@ -3,12 +3,20 @@ to clients.
 """
 
 from fedjax_cfl.data.datasets.celeba import celeba
+from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.files import leaf, npy, npz
-from fedjax_cfl.data.datasets.images import cifar10, digits, fashion_mnist, femnist, mnist
+from fedjax_cfl.data.datasets.images import (
+    cifar10,
+    digits,
+    fashion_mnist,
+    femnist,
+    mnist,
+    rotated_mnist,
+)
 from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.synthetic import synthetic
 
 __all__ = [
-    "celeba", "cifar10", "digits", "fashion_mnist", "femnist", "leaf", "mnist", "npy", "npz",
-    "sent140", "synthetic",
+    "celeba", "cifar10", "digits", "fashion_mnist", "femnist", "leaf", "mnist",
+    "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140", "synthetic",
 ]  # fmt: skip

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.leaf_json import read_users
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import read_users, shorten
+from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, Seed
@@ -66,9 +67,8 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     client, test = (np.repeat([row[i] for row in held], counts) for i in (0, 1))
     x = _images(folder, [image for _, _, images, _ in held for image in images])
     y = np.concatenate([np.array(labels, np.int32) for *_, labels in held])
-    return check_pool(
-        Pool(x, y, 2, client, test == 1 if keep_split and len(parts) == 2 else None), "celeba"
-    )
+    own = test == 1 if keep_split and len(parts) == 2 else None
+    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
 
 
 def _files() -> tuple[list[Path], Path]:

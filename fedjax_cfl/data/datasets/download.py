@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import platformdirs
 
@@ -94,8 +94,8 @@ def locate(*relative_paths: str) -> list[Path] | None:
 
     A name that ends in .gz is also found unpacked, without that ending.
     """
-    found = [_find(relative) for relative in relative_paths]
-    return None if None in found else found
+    found = [path for relative in relative_paths if (path := _find(relative)) is not None]
+    return found if len(found) == len(relative_paths) else None
 
 
 def _find(relative: str) -> Path | None:
@@ -155,7 +155,8 @@ def _retrieve(url: str, digest: str, target: Path) -> Path:
 
     # The progress bar needs tqdm, which is not one of our dependencies.
     bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-    downloader = pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT)
+    # pooch types a downloader's `check_only` more narrowly than its own classes
+    downloader = cast(Any, pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT))
     try:
         pooch.retrieve(
             url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader
@@ -177,7 +178,7 @@ def _reason(error: Exception) -> str:
     import requests
 
     chain = f"{error!r}".lower()
-    if isinstance(error, requests.HTTPError):
+    if isinstance(error, requests.HTTPError) and error.response is not None:
         return f"the server answered {error.response.status_code}, expected the file"
     if "incompleteread" in chain or isinstance(error, requests.exceptions.ChunkedEncodingError):
         return "the transfer broke off, expected the complete file"

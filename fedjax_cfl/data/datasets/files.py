@@ -1,43 +1,44 @@
 """The user's own files: an .npz, a folder of .npy (memory-mapped), LEAF's JSON."""
 
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets import leaf_json, readers
 from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt
 
+OPTIONAL = ("client", "split", "concept")
+CHECK_BYTES = 2**27  # bytes checked at once
 
-def npz(path: str, num_classes: PositiveInt | None = None) -> Pool:
+
+def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client`
-    [N] and `split` [N] (0 train, 1 test).
+    [N], `split` [N] (0 train, 1 test) and `concept` [K].
 
-    uint8 features are read as x / 255; all others become float32 as they are. Labels,
-    clients and split may be of any type of number, also bool, as long as they are
-    whole.
+    uint8 features are read as x / 255; all others become float32 as they are. `y` and
+    `split` may be of any type of number, also bool, as long as they are whole. Labels,
+    client ids and concepts may be text: they are numbered in sorted order. Client ids
+    may have gaps; `concept` is the true group of each client, in the sorted order of
+    their ids. Raises InputError for anything else.
     """
-    arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), ("client", "split"))
-    test = _test_mask(path, arrays["split"], arrays["y"]) if "split" in arrays else None
-    return check_pool(
-        Pool(arrays["x"], arrays["y"], num_classes, arrays.get("client"), test), str(path)
-    )
+    arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)
+    return _own_pool(str(path), arrays, num_classes)
 
 
-def leaf(path: str, num_classes: PositiveInt | None = None) -> Pool:
+def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
     with train/ and test/ (then `test` is set).
     """
     root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
     parts = [
-        readers.read_leaf(part)
+        leaf_json.read_leaf(part)
         for part in ((root / "train", root / "test") if os.path.isdir(root / "train") else (root,))
     ]
-    users = sorted({user for *_, names in parts for user in names})
-    number = {user: k for k, user in enumerate(users)}
     for x, *_ in parts:
         if x.shape[1:] != parts[0][0].shape[1:]:
             raise InputError(
@@ -45,35 +46,35 @@ def leaf(path: str, num_classes: PositiveInt | None = None) -> Pool:
                 f" {parts[0][0].shape[1:]} as in train"
             )
     x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    users = np.array(sorted({user for *_, names in parts for user in names}))
     client = np.concatenate(
-        [np.array([number[user] for user in names])[index] for _, _, index, names in parts]
+        [np.searchsorted(users, np.array(names))[index] for _, _, index, names in parts]
     )
     test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
-    return check_pool(Pool(x, y, num_classes, _compact(client), test), str(path))
+    names = tuple(users[np.unique(client)].tolist())  # those with samples
+    classes = _count_classes(str(path), num_classes)
+    return check_pool(Pool(x, y, classes, _compact(client), test, client_names=names), str(path))
 
 
-CHECK_BYTES = 2**27  # bytes checked at once
-
-
-def npy(path: str, num_classes: PositiveInt | None = None) -> Pool:
+def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns `x.npy` [N, ...] (uint8, read as x / 255, or float32), which stays on the
-    disk, and `y.npy`, `client.npy`, `split.npy` [N].
+    disk, and `y.npy`, `client.npy`, `split.npy` [N], `concept.npy` [K].
 
-    The last two may be missing; split is 0 for train and 1 for test. Raises InputError
-    for what `sources.npz` would refuse, and for an x of another type, which could not
-    stay on the disk.
+    The last three may be missing; all are as in `npz`. Raises InputError for what `npz`
+    would refuse, and for an x of another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
-    x, y, client, split = (
-        _map_array(folder / f"{name}.npy", needed=name in "xy")
-        for name in ("x", "y", "client", "split")
-    )
+    arrays = {name: _map_array(folder / f"{name}.npy") for name in ("x", "y")}
+    for name in OPTIONAL:
+        if os.path.lexists(folder / f"{name}.npy"):  # a dangling link is there, and is refused
+            arrays[name] = _map_array(folder / f"{name}.npy")
+    x, y = arrays["x"], arrays["y"]
     if x.dtype not in (np.uint8, np.float32) or not x.dtype.isnative:
         raise InputError(
             f"{folder / 'x.npy'}: x has dtype {x.dtype}, expected uint8 or float32 in this"
             " machine's byte order"
         )
-    if y.ndim != 1 or x.ndim < 2 or len(x) != len(y) or not x.size:
+    if x.ndim < 2 or not x.size or len(x) != len(np.atleast_1d(y)):
         raise InputError(
             f"{folder}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...]"
             " with the same N >= 1"
@@ -88,21 +89,104 @@ def npy(path: str, num_classes: PositiveInt | None = None) -> Pool:
                 f"{folder / 'x.npy'}: x is NaN or infinite in sample {begin + bad.argmax()},"
                 " expected finite values"
             )
-    stand_in = np.zeros((len(y), 1), np.uint8)  # x has been checked; the rest as in any pool
-    pool = check_pool(Pool(stand_in, y, num_classes, client, split), str(folder))
-    if split is not None and not np.isin(split, (0, 1)).all():
-        raise InputError(f"{folder / 'split.npy'}: expected 0 (train) and 1 (test)")
-    return pool._replace(x=x)
+    stand_in = np.zeros((len(x), 1), np.uint8)  # x has been checked; the rest as in any pool
+    return _own_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
 
 
-def _map_array(path: Path, needed: bool) -> np.ndarray | None:
-    """Returns a file's array, memory-mapped; None if it is not there and need not be."""
+def _map_array(path: Path) -> np.ndarray:
+    """Returns a file's array, memory-mapped."""
     try:
-        if not path.exists() and not needed:
-            return None
-        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
+            raise OSError("not a regular file")
+        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     except (OSError, ValueError, EOFError) as error:
         reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
+        if "Python objects" in reason:
+            reason = f"its type is object; {readers.NO_OBJECTS}"
         raise InputError(
             f"{path}: file cannot be read ({reason}), expected an array as numpy.save writes it"
         ) from None
+
+
+def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
+    """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
+    y = _number_labels(path, arrays["y"], num_classes)
+    test = _test_mask(path, arrays["split"], y) if "split" in arrays else None
+    pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
+    if "client" not in arrays:
+        if "concept" in arrays:
+            raise InputError(f"{path}: concept is there without client, expected both or neither")
+        return check_pool(pool, path)
+    ids, client = _number_clients(path, arrays["client"], len(y))
+    names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
+    return check_pool(
+        pool._replace(
+            client=client, client_names=names, concept=_concepts(path, arrays.get("concept"), ids)
+        ),
+        path,
+    )
+
+
+def _count_classes(path: str, num_classes: int | None) -> int:
+    """Returns the number of classes, 0 where it is that of the labels."""
+    if num_classes is not None and num_classes < 1:
+        raise InputError(f"{path}: num_classes={num_classes}, expected at least 1, or null")
+    return num_classes or 0
+
+
+def _number_labels(path: str, y: np.ndarray, num_classes: int | None) -> np.ndarray:
+    """Returns class numbers [N]. Raises InputError, with the remedy, for labels in a form
+    that is common but not ours.
+    """
+    if y.ndim == 2 and y.shape[1] > 1:
+        raise InputError(
+            f"{path}: y has shape {y.shape}, one-hot or several labels a sample; expected class"
+            " numbers [N]: of one-hot labels store y.argmax(axis=1)"
+        )
+    if y.ndim != 1:
+        raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
+    if y.dtype.kind in "US":
+        return np.unique(y, return_inverse=True)[1]
+    if num_classes is None and y.dtype.kind in "iuf" and y.size and y.min() == 1:
+        last = y.max()
+        if np.array_equal(np.unique(y), np.arange(1, last + 1)):
+            raise InputError(
+                f"{path}: y is 1 .. {last:g} and never 0, expected class numbers from 0 on: store"
+                f" y - 1, or set num_classes={last + 1:g} if class 0 has no samples here"
+            )
+    return y
+
+
+def _number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ids of the clients [K], sorted, and each sample's client number [N]."""
+    if client.shape != (samples,):
+        raise InputError(
+            f"{path}: client has shape {client.shape}, expected ({samples},), one entry a sample"
+        )
+    if client.dtype.kind == "S":
+        client = np.char.decode(client, "utf-8", "backslashreplace")
+    if client.dtype.kind not in "buifU":
+        raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
+    if client.dtype.kind in "if":
+        bad = ~((client >= 0) & (client < 2**53) & (client == np.floor(client)))  # NaN is bad, too
+        if bad.any():
+            raise InputError(
+                f"{path}: client is {client[bad][0]} in sample {bad.argmax()}, expected integers"
+                " 0, 1, 2, ... or text"
+            )
+    if client.dtype.kind in "bf":
+        client = client.astype(np.int64)
+    ids, number = np.unique(client, return_inverse=True)
+    return ids, number.astype(np.int32)
+
+
+def _concepts(path: str, concept: np.ndarray | None, ids: np.ndarray) -> np.ndarray | None:
+    """Returns the true group of each client [K] int32, None if the file names none."""
+    if concept is None:
+        return None
+    if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
+        raise InputError(
+            f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
+            f" ({len(ids)},) integers or text, one entry a client in the sorted order of the ids"
+        )
+    return _compact(concept)

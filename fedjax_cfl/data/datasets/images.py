@@ -33,8 +33,9 @@ def digits() -> Pool:
     """
     from sklearn.datasets import load_digits  # a slow import that the other sources do not need
 
-    bunch = load_digits()
-    return check_pool(Pool(np.float32(bunch.images / 16), bunch.target, 10), "digits")
+    pixels, target = load_digits(return_X_y=True)  # [N, 64], 0 .. 16
+    x = np.asarray(pixels, np.float32).reshape(-1, 8, 8) / 16
+    return check_pool(Pool(x, np.asarray(target), 10), "digits")
 
 
 def mnist(standardize: bool = True, offline: bool = False) -> Pool:
@@ -68,7 +69,7 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
         x, y, test = _idx("fashion_mnist", fetch("fashion_mnist", offline))
         rows = ~test
     else:
-        parts = [_images(path, ("images", "labels")) for path in pooled]
+        parts = [read_images(path, ("images", "labels")) for path in pooled]
         x, y = (np.concatenate([part[name] for part in parts]) for name in ("images", "labels"))
         test, rows = None, slice(None)
     if split == "random":
@@ -103,7 +104,7 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     archive = locate(FEMNIST)
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:
-        arrays = _images(archive[0], ("images", "labels", "user", "split"))
+        arrays = read_images(archive[0], ("images", "labels", "user", "split"))
         test = _test_mask(archive[0], arrays["split"], arrays["labels"])
         pool = check_pool(
             Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0])
@@ -121,24 +122,19 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
             "femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)",
             FEMNIST,
         )
+    writer = np.asarray(pool.client)
     if classes == "digits":
-        keep = np.flatnonzero(pool.y < 10)
-        pool = Pool(
-            pool.x[keep],
-            pool.y[keep],
-            10,
-            pool.client[keep],
-            None if pool.test is None else pool.test[keep],
-        )
+        keep = pool.y < 10
+        writer, test = writer[keep], None if pool.test is None else pool.test[keep]
+        pool = Pool(pool.x[keep], pool.y[keep], 10, test=test)
     return check_pool(
-        pool._replace(client=_compact(pool.client), test=pool.test if keep_split else None),
-        "femnist",
+        pool._replace(client=_compact(writer), test=pool.test if keep_split else None), "femnist"
     )
 
 
-def cifar10() -> Pool:
+def cifar10(centered: bool = False) -> Pool:
     """Returns CIFAR-10, 32x32x3 uint8, 10 classes: all 60,000 images, or the part of
-    them that is here.
+    them that is here; with `centered`, x is float32 in [-1, 1].
 
     Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/,
     with the official split as `test`; else the 12,242 images of
@@ -154,16 +150,31 @@ def cifar10() -> Pool:
         )
         pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
     elif part is not None:
-        arrays = _images(part[0], ("images", "labels"), (32, 32, 3))
+        arrays = read_images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
         raise missing_data_error(
             "cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART
         )
-    return check_pool(pool, "cifar10")
+    return check_pool(_center(pool) if centered else pool, "cifar10")
 
 
-def _images(
+def rotated_mnist(offline: bool = False) -> Pool:
+    """Returns all images of MNIST as MD-ICFL reads them, float32 in [-1, 1]; the
+    partition turns them (`partition.rotated_groups`). Files as in `mnist`.
+    """
+    return check_pool(_center(mnist(standardize=False, offline=offline)), "rotated_mnist")
+
+
+def _center(pool: Pool) -> Pool:
+    """Returns the pool with uint8 pixels as float32 in [-1, 1]."""
+    x = pool.x.astype(np.float32)
+    x /= 127.5
+    x -= 1
+    return pool._replace(x=x)
+
+
+def read_images(
     path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)
 ) -> dict[str, np.ndarray]:
     """Reads an npz file whose `add_channel_axis` must be [N, *shape] uint8 and `labels` [N]."""

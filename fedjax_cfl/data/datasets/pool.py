@@ -15,7 +15,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
     """Returns the pool with x uint8 or float32, y and client int32, test bool, or
     raises an `InputError` that names the fault.
 
-    `num_classes` None means the largest label + 1. Clients are 0 .. K - 1; one without
+    `num_classes` 0 means the largest label + 1. Clients are 0 .. K - 1; one without
     samples keeps its number.
     """
     x, y = np.asarray(pool.x), np.asarray(pool.y)
@@ -42,7 +42,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
                 f" {bad.argmax()}, expected finite values"
             )
     y = _whole(name, "y", y)
-    classes = int(y.max()) + 1 if pool.num_classes is None else pool.num_classes
+    classes = pool.num_classes or int(y.max()) + 1
     if (bad := y >= classes).any():
         raise InputError(
             f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1}"
@@ -61,7 +61,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
         if pool.test is None
         else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
     )
-    return Pool(x, y, classes, client, test)
+    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test)
 
 
 def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:

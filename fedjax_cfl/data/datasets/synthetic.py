@@ -45,7 +45,7 @@ def synthetic(
         y.append(np.argmax(x[-1] @ weights + bias, axis=1))
     client = np.repeat(np.arange(clients), sizes)
     return check_pool(
-        Pool(np.float32(np.concatenate(x)), np.concatenate(y), CLASSES, client), "synthetic"
+        Pool(np.concatenate(x).astype(np.float32), np.concatenate(y), CLASSES, client), "synthetic"
     )
 
 

@@ -1,0 +1,136 @@
+"""Digits from several sources, for MD-ICFL's multi-source experiment: MNIST, USPS, hand
+signs and street numbers, all as 28x28 grey images in [-1, 1].
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedjax_cfl.data.datasets import images, readers
+from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.hdf5 import read_hdf5
+from fedjax_cfl.data.datasets.pool import _test_mask, check_pool
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+
+SIDE, CLASSES = 28, 10
+USPS, SIGN = "usps/usps.h5", "sign_digits/sign_language_digits_gray64.npz"
+SVHN, SVHN_MAT = "svhn/svhn.npz", ("svhn/train_32x32.mat", "svhn/test_32x32.mat")
+SIGN_TEST = 0.2  # of the hand signs is held out: there is no official split
+LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue (ITU-R BT.601)
+BLOCK = 4096  # images resized at once
+
+Source = tuple[np.ndarray, np.ndarray, np.ndarray]  # pixels [n, H, W(, 3)] in [0, 1], y, test
+
+
+def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
+    """Returns digits of three sources, or of four with `svhn`; `source` is 0 MNIST, 1
+    USPS, 2 Sign-Language-Digits, 3 SVHN.
+
+    Images are made grey, resized bilinearly to 28x28 and centred: x = 2 pixel - 1.
+    `test` is each source's own split, of the hand signs a random fifth. Files: MNIST's
+    as in `mnist`; usps/usps.h5 (groups train and test of data [n, 256] and target,
+    needs h5py); sign_digits/sign_language_digits_gray64.npz (images and labels); for
+    SVHN svhn/train_32x32.mat and svhn/test_32x32.mat as published, or svhn/svhn.npz
+    (images [n, 32, 32, 3] uint8, labels, split). Only MNIST is downloaded.
+    """
+    readers_of: list[Callable[[], Source]] = [lambda: _mnist(offline), _usps, _sign]
+    parts = [read() for read in [*readers_of, *([_svhn] if svhn else [])]]
+    sizes = [len(y) for _, y, _ in parts]
+    return check_pool(
+        Pool(
+            np.concatenate([2 * _resize(x) - 1 for x, _, _ in parts]),
+            np.concatenate([y for _, y, _ in parts]),
+            CLASSES,
+            test=np.concatenate([test for _, _, test in parts]),
+            source=np.repeat(np.arange(len(parts), dtype=np.int32), sizes),
+        ),
+        "multi_source_digits",
+    )
+
+
+def _resize(x: np.ndarray) -> np.ndarray:
+    """Returns images [n, H, W(, 3)] as grey images [n, SIDE, SIDE] float32."""
+    if x.ndim == 4:
+        x = x @ LUMINANCE
+    if x.shape[1:] == (SIDE, SIDE):
+        return x
+    blocks = [x[i : i + BLOCK] for i in range(0, len(x), BLOCK)]
+    return np.concatenate(
+        [np.asarray(jax.image.resize(b, (len(b), SIDE, SIDE), "linear")) for b in blocks]
+    )
+
+
+def _mnist(offline: bool) -> Source:
+    pool = images.mnist(standardize=False, offline=offline)
+    return np.float32(1 / 255) * pool.x, pool.y, np.asarray(pool.test)
+
+
+def _usps() -> Source:
+    path = _here("usps", USPS)
+    names = [f"{side}/{array}" for side in ("train", "test") for array in ("data", "target")]
+    arrays = read_hdf5(path, names)
+    x, y = (
+        np.concatenate([arrays[f"{side}/{array}"] for side in ("train", "test")])
+        for array in ("data", "target")
+    )
+    if x.ndim != 2 or x.shape[1] != 256 or y.shape != x.shape[:1]:
+        raise InputError(f"{path}: data {x.shape} and target {y.shape}, expected [n, 256] and [n]")
+    test = np.arange(len(y)) >= len(arrays["train/target"])
+    return x.reshape(-1, 16, 16).astype(np.float32), y, test
+
+
+def _sign() -> Source:
+    path = _here("sign_digits", SIGN)
+    arrays = images.read_images(path, ("images", "labels"), (64, 64))
+    y = arrays["labels"]
+    test = np.random.RandomState(0).permutation(len(y)) < SIGN_TEST * len(y)
+    return np.float32(1 / 255) * arrays["images"], y, test
+
+
+def _svhn() -> Source:
+    path = locate(SVHN)
+    if path is not None:
+        arrays = images.read_images(path[0], ("images", "labels", "split"), (32, 32, 3))
+        x, y = arrays["images"], arrays["labels"]
+        return np.float32(1 / 255) * x, y, _test_mask(path[0], arrays["split"], y)
+    paths = locate(*SVHN_MAT)
+    if paths is None:
+        raise missing_data_error("svhn (no download)", *SVHN_MAT, SVHN)
+    parts = [_read_mat(path) for path in paths]
+    x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    return np.float32(1 / 255) * x, y, np.arange(len(y)) >= len(parts[0][1])
+
+
+def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a file of SVHN's cropped digits, in which 10 stands for 0; returns x [n, 32,
+    32, 3] uint8 and y [n].
+    """
+    from scipy.io import loadmat  # a slow import that the other sources do not need
+
+    with readers.open_unpacked(path):  # a regular file
+        pass
+    try:
+        arrays = loadmat(path, variable_names=["X", "y"])
+        x, y = np.moveaxis(arrays["X"], -1, 0), arrays["y"].reshape(-1)
+    except Exception as error:  # a damaged file raises many kinds
+        raise InputError(
+            f"{path}: file cannot be read ({readers.line_of(error)}), expected SVHN's cropped"
+            " digits with X and y"
+        ) from error
+    if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8 or len(y) != len(x):
+        raise InputError(
+            f"{path}: X {arrays['X'].shape} {x.dtype} and y {y.shape}, expected [32, 32, 3, n]"
+            " uint8 and [n]"
+        )
+    return x, y % 10
+
+
+def _here(name: str, relative: str) -> Path:
+    """Returns where a file is; raises InputError if it is missing."""
+    found = locate(relative)
+    if found is None:
+        raise missing_data_error(f"{name} (no download)", relative)
+    return found[0]

@@ -1,0 +1,141 @@
+"""Texts as word vectors, from a GloVe text file or hashed from the words."""
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, shorten
+from fedjax_cfl.errors import InputError, require
+
+MAX_TOKENS, VECTOR_SIZE = 25, 300  # of a tweet, of a word
+TOKEN = re.compile(r"[\w']+|[.,!?;]")
+# of a component of a hashed vector, about that of GloVe.6B's vectors: the norm is then about 7
+HASH_STD = 0.4
+MAX_LINE_BYTES = 2**14  # bytes of a line of word vectors: 300 numbers of 50 signs and more
+
+
+def tokenize(text: str, lower: bool = False) -> list[str]:
+    """Returns the tokens of a text: every longest run of word characters and
+    apostrophes, and each of `. , ! ? ;`.
+    """
+    return TOKEN.findall(text.lower() if lower else text)
+
+
+def embed_texts(
+    texts: Sequence[str], embedding: PathLike | None = None, lower: bool = False, pad: str = "front"
+) -> np.ndarray:
+    """Returns the word vectors [N, TOKENS, DIMENSIONS] float32 of texts: the first
+    TOKENS tokens, zeros at the "front" or at the "end".
+
+    Vectors come from a GloVe text file, `embedding`, or are hashed, see `hash_words`.
+    Raises InputError for a bad file or another `pad`.
+    """
+    require("dataset.source.pad", pad, ("front", "end"))
+    number = {}  # word -> row of the table; row 0 is the padding
+    rows = np.zeros((len(texts), MAX_TOKENS), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        found = [
+            number.setdefault(token, len(number) + 1)
+            for token in tokenize(text, lower)[:MAX_TOKENS]
+        ]
+        row[(MAX_TOKENS - len(found) if pad == "front" else 0) :][: len(found)] = found
+    table = np.zeros((len(number) + 1, VECTOR_SIZE), np.float32)
+    table[1:] = hash_words(number) if embedding is None else read_glove(embedding, number)
+    return table[rows]
+
+
+def hash_words(words: Collection[str]) -> np.ndarray:
+    """Returns vectors of words [V, DIMENSIONS] float32 that need no file: a function of
+    a word's UTF-8 text and of nothing else.
+
+    A component is the sum of four bytes of the word's SHAKE-256 digest, centred and
+    scaled to DEVIATION: nearly normal, and the same on any machine. No word is unknown,
+    but similar words are not near each other: accuracies differ from those of GloVe.
+    """
+    # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
+    digests = (
+        hashlib.shake_256(word.encode("utf-8", "surrogatepass")).digest(4 * VECTOR_SIZE)
+        for word in words
+    )
+    drawn = np.frombuffer(b"".join(digests), np.uint8).reshape(len(words), VECTOR_SIZE, 4)
+    center, deviation = 4 * 127.5, (4 * (256**2 - 1) / 12) ** 0.5
+    return (drawn.sum(axis=2, dtype=np.int32) - int(center)).astype(np.float32) * np.float32(
+        HASH_STD / deviation
+    )
+
+
+def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
+    """Returns vectors of words [V, DIMENSIONS] float32 from a GloVe text file (plain or
+    .gz); a word that is not in it gets zeros.
+
+    A line is a word and DIMENSIONS numbers, with single spaces between them; of a
+    repeated word the first line counts. The file is read line by line. Raises
+    InputError, with the number of the line, for one that is too long, not UTF-8, has
+    another number of columns or, where the word is needed, a column that is not a
+    finite number; and for a file with none of the words.
+    """
+    path = Path(os.path.expanduser(str(path)))
+    wanted = {word.encode("utf-8", "surrogatepass"): i for i, word in enumerate(words)}
+    table, missing, number = np.zeros((len(wanted), VECTOR_SIZE), np.float32), len(wanted), 0
+    with open_unpacked(path) as (file, _):
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            place = f"{path}: line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"{place} has more than {MAX_LINE_BYTES} bytes, expected a word and"
+                    f" {VECTOR_SIZE} numbers"
+                )
+            line = line.rstrip(b"\r\n")
+            if (columns := line.count(b" ") + 1) != VECTOR_SIZE + 1:
+                raise InputError(
+                    f"{place} has {columns} columns, expected {VECTOR_SIZE + 1}: a word and"
+                    f" {VECTOR_SIZE} numbers"
+                )
+            word, _, rest = line.partition(b" ")
+            _check_utf8(place, word)
+            if (i := wanted.pop(word, None)) is not None:
+                table[i] = _vector(place, rest.split(b" "))
+    if number == 0:
+        raise InputError(
+            f"{path}: file is empty, expected lines of a word and {VECTOR_SIZE} numbers"
+        )
+    if len(wanted) == missing > 0:
+        raise InputError(
+            f"{path}: none of the {missing} different words of the data is in it, expected vectors"
+            " of English words"
+        )
+    return table
+
+
+def _check_utf8(place: str, word: bytes) -> None:
+    """Raises InputError for a word that is not UTF-8: another encoding would only look
+    like unknown words.
+    """
+    try:
+        word.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{place}: word {shorten(word)} is not UTF-8, expected a GloVe text file"
+        ) from error
+
+
+def _vector(place: str, columns: list[bytes]) -> np.ndarray:
+    """Returns the numbers of a line [DIMENSIONS] float32."""
+    vector = np.zeros(VECTOR_SIZE, np.float32)
+    for i, column in enumerate(columns):
+        try:
+            with np.errstate(over="ignore"):
+                vector[i] = float(column)
+        except ValueError:
+            vector[i] = np.nan
+        if not np.isfinite(vector[i]):
+            raise InputError(
+                f"{place}: column {i + 2} is {shorten(column.decode(errors='replace'))}, expected a"
+                " finite number"
+            )
+    return vector

@@ -1,0 +1,117 @@
+"""What partitions share: checks, draws, and who holds what as a `Partition`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Partition, Pool
+
+MAX_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack of memory
+
+
+def draw_proportions(
+    rng: np.random.RandomState, length: int, alpha: float, allowed: np.ndarray
+) -> np.ndarray:
+    """Returns a draw of Dir(alpha) [length], restricted to the allowed places and normalised."""
+    props = rng.dirichlet(np.full(length, alpha)) * allowed
+    if props.sum() > 0:
+        return props / props.sum()
+    # No mass on an allowed place, or alpha so small that the draw underflowed to NaN: its
+    # limit, all on one place.
+    return np.eye(length)[rng.choice(np.flatnonzero(allowed) if allowed.any() else length)]
+
+
+def draw_by_class(
+    rng: np.random.RandomState, parts: list[np.ndarray], size: int, props: np.ndarray
+) -> np.ndarray:
+    """Returns about `size` samples with label proportions `props` [C], over the classes
+    that have any sample.
+    """
+    props = np.where([len(part) > 0 for part in parts], props, 0.0)
+    if size == 0 or not props.any():
+        return np.zeros(0, int)
+    counts = rng.multinomial(size, props / props.sum())
+    # Whole passes over a class that is too small, then a part of one: repeats only where they
+    # cannot be avoided.
+    wanted = [(part, n, -(-n // len(part))) for part, n in zip(parts, counts, strict=True) if n]
+    return np.concatenate(
+        [
+            np.concatenate([rng.permutation(part) for _ in range(passes)])[:n]
+            for part, n, passes in wanted
+        ]
+    )
+
+
+def by_class(pool: Pool, keep: np.ndarray | None = None) -> list[np.ndarray]:
+    """Returns the samples of each class in the order of the pool, those where `keep`
+    [N] is True.
+    """
+    parts = group_places(pool.y, pool.num_classes)
+    return parts if keep is None else [part[keep[part]] for part in parts]
+
+
+def group_places(values: np.ndarray, length: int) -> list[np.ndarray]:
+    """Returns for each value 0 .. length - 1 the places where it stands, ascending."""
+    return np.split(
+        np.argsort(values, kind="stable"), np.cumsum(np.bincount(values, minlength=length))[:-1]
+    )
+
+
+def split_train_test(
+    held: Sequence[np.ndarray], rng: np.random.RandomState, test_fraction: float
+) -> Partition:
+    """Shuffles each client's samples and makes the first int((1 - test_fraction) n) of
+    them train, the rest test.
+    """
+    parts = [
+        np.split(rng.permutation(part), [int((1 - test_fraction) * len(part))]) for part in held
+    ]
+    return join_clients([train for train, _ in parts], [test for _, test in parts])
+
+
+def join_clients(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Partition:
+    """Joins the samples of each client, first all training samples, then all test samples."""
+    parts = [*train, *test]
+    number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return Partition(
+        np.concatenate(parts).astype(np.int64),
+        (number % len(train)).astype(np.int32),
+        number >= len(train),
+    )
+
+
+def check_partition(clients: int, seed: int, test_fraction: float) -> np.random.RandomState:
+    """Checks what every partition takes and returns its generator."""
+    check_range("clients", clients, 1, MAX_CLIENTS)
+    check_range("seed", seed, 0, 2**32 - 1)
+    if not 0 <= test_fraction < 1:
+        raise InputError(
+            f"partition.test_fraction={test_fraction}: expected 0 <= test_fraction < 1"
+        )
+    return np.random.RandomState(seed)
+
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raises unless `value` is a whole number in low .. high."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or not low <= value <= high
+    ):
+        raise InputError(f"partition.{name}={value}: expected an integer, {low} .. {high}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises unless `value` is a finite number above 0."""
+    if not 0 < value < np.inf:
+        raise InputError(f"partition.{name}={value}: expected a number above 0")
+
+
+def check_clients(clients: int, limit: int, what: str) -> None:
+    """Raises if more clients are asked for than the pool can serve."""
+    if clients > limit:
+        raise InputError(
+            f"partition.clients={clients}: at most {limit} clients are possible with {what}; lower"
+            " dataset.clients or partition.clients"
+        )

@@ -1,0 +1,181 @@
+"""Partitions with true groups of clients: the constructions of MD-ICFL and IFCA.
+
+MD-ICFL: "Communication-efficient clustered federated learning via model distance", Machine
+Learning
+2024. IFCA: Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
+NeurIPS 2020, https://arxiv.org/abs/2006.04088. A group differs from the others by the
+turn and the label map of its samples (see `transform`), or by their source. K clients, N
+held samples, C classes.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedjax_cfl.data.dealing import (
+    by_class,
+    check_partition,
+    check_positive,
+    check_range,
+    draw_by_class,
+    draw_proportions,
+    join_clients,
+)
+from fedjax_cfl.data.transform import TURNS, check_square
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Partition, Pool
+
+
+def rotated_groups(
+    pool: Pool,
+    *,
+    clients_per_group: int = 12,
+    samples_per_client: int = 1000,
+    test_samples: int | None = None,
+    alpha: float = 100.0,
+    swap_labels: bool = False,
+    seed: int = 0,
+    test_fraction: float = 0.1,
+) -> Partition:
+    """Deals one pool to four groups that see it turned by 0, 90, 180 and 270 degrees
+    (MD-ICFL, Rotated MNIST).
+
+    With `swap_labels` group j also has classes 2 j + 1 and 2 j + 2 exchanged (Swapped
+    rotated CIFAR10). Samples are drawn as in `source_groups`, from the whole pool.
+    """
+    rng = check_partition(TURNS * clients_per_group, seed, test_fraction)
+    check_square(pool.x, "partition=rotated_groups")
+    maps = np.tile(np.arange(pool.num_classes, dtype=np.int32), (TURNS, 1))
+    if swap_labels:
+        if pool.num_classes < 2 * TURNS + 1:
+            raise InputError(
+                f"partition.swap_labels=True: {pool.num_classes} classes, expected at least"
+                f" {2 * TURNS + 1}"
+            )
+        for group, row in enumerate(maps):
+            row[[2 * group + 1, 2 * group + 2]] = row[[2 * group + 2, 2 * group + 1]]
+    mask = _test_mask(rng, pool, test_fraction)
+    held = _draw_group(
+        rng, pool, mask, TURNS * clients_per_group, samples_per_client, test_samples, alpha
+    )
+    return _encode(held, np.arange(TURNS), maps, clients_per_group)
+
+
+def source_groups(
+    pool: Pool,
+    *,
+    clients_per_group: int = 12,
+    samples_per_client: int = 1000,
+    test_samples: int | None = None,
+    alpha: float = 100.0,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+) -> Partition:
+    """Deals each source of a pool to a group of its own (MD-ICFL, Multi-source digits).
+
+    A client draws its label distribution p ~ Dir(alpha / C), its label counts ~
+    Multinomial(samples_per_client, p), and that many training samples of each class:
+    clients share samples, one client repeats none unless the class is used up. It is
+    tested on `test_samples` of the group's test samples, drawn without replacement
+    (None, as in the paper: on all). These are the pool's own, else `test_fraction` of
+    the samples.
+    """
+    if pool.source is None:
+        raise InputError(
+            "partition=source_groups: the dataset has one source, expected several"
+            " (dataset=multi_source_digits) or another partition"
+        )
+    groups = int(pool.source.max()) + 1
+    rng = check_partition(groups * clients_per_group, seed, test_fraction)
+    mask = _test_mask(rng, pool, test_fraction)
+    parts = [
+        _draw_group(
+            rng,
+            pool,
+            mask,
+            clients_per_group,
+            samples_per_client,
+            test_samples,
+            alpha,
+            pool.source == source,
+        )
+        for source in range(groups)
+    ]
+    train, test = ([part for side in parts for part in side[i]] for i in (0, 1))
+    concept = np.repeat(np.arange(groups, dtype=np.int32), clients_per_group)
+    return join_clients(train, test)._replace(concept=concept)
+
+
+def ifca_rotations(pool: Pool, *, samples_per_client: int = 100, seed: int = 0) -> Partition:
+    """Deals the whole pool once for each of four rotations: IFCA's Rotated MNIST (n =
+    100: 4 x 600 clients).
+
+    For each rotation the training samples are shuffled anew and cut into clients of
+    `samples_per_client`; what is left over is not used. Differs from the paper: its
+    test samples, cut the same way, belong to 400 machines without training data; here
+    they are dealt to the clients, so that each counts once for every rotation.
+    """
+    check_square(pool.x, "partition=ifca_rotations")
+    if pool.test is None:
+        raise InputError("partition=ifca_rotations: the dataset has no test split, expected one")
+    train, test = (np.flatnonzero(pool.test == side) for side in (False, True))
+    check_range("samples_per_client", samples_per_client, 1, len(train))
+    clients = len(train) // samples_per_client
+    rng = check_partition(TURNS * clients, seed, 0)
+    held = [], []
+    for _ in range(TURNS):
+        used = rng.permutation(train)[: clients * samples_per_client]
+        held[0].extend(np.split(used, clients))
+        held[1].extend(np.array_split(rng.permutation(test), clients))
+    maps = np.arange(pool.num_classes, dtype=np.int32)[None]
+    return _encode(held, np.arange(TURNS), maps, clients)
+
+
+def _test_mask(rng: np.random.RandomState, pool: Pool, test_fraction: float) -> np.ndarray:
+    """Returns which samples are for testing [N] bool: the pool's own, else a random share."""
+    if pool.test is not None:
+        return pool.test
+    return rng.permutation(len(pool.y)) < test_fraction * len(pool.y)
+
+
+def _draw_group(
+    rng: np.random.RandomState,
+    pool: Pool,
+    mask: np.ndarray,
+    clients: int,
+    samples: int,
+    test_samples: int | None,
+    alpha: float,
+    keep: np.ndarray | bool = True,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the training and the test samples of each of `clients` clients, of those
+    that are to be kept [N] bool.
+    """
+    check_positive("alpha", alpha)
+    check_range("samples_per_client", samples, 1, 2**31)
+    parts, tests = by_class(pool, ~mask & keep), np.flatnonzero(mask & keep)
+    present = np.array([len(part) > 0 for part in parts])
+    if not present.any() or not len(tests):
+        raise InputError("partition: a group has no training or no test samples, expected both")
+    count = len(tests) if test_samples is None else test_samples
+    check_range("test_samples", count, 1, len(tests))
+    train, test = [], []
+    for _ in range(clients):
+        props = draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
+        train.append(draw_by_class(rng, parts, samples, props))
+        test.append(np.sort(rng.permutation(tests)[:count]))
+    return train, test
+
+
+def _encode(
+    held: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
+    turns: np.ndarray,
+    label_maps: np.ndarray,
+    clients_per_group: int,
+) -> Partition:
+    """Returns the partition of clients in groups that differ by turn and label map."""
+    concept = np.repeat(np.arange(len(turns), dtype=np.int32), clients_per_group)
+    holdings = join_clients(*held)
+    number = np.arange(len(turns)) if len(label_maps) > 1 else np.zeros(len(turns), int)
+    code = (turns + TURNS * number).astype(np.int32)[concept[holdings.owner]]
+    return holdings._replace(concept=concept, code=code, label_maps=label_maps)
