@@ -108,6 +108,8 @@ def test_names_are_drawn_as_they_are(tmp_path):
     run = run_of(tmp_path / "run", SUMMARY | {"algorithm": r"$\frac$ | _[red]"}, None)
     (run / ".hydra").mkdir()
     assert compare.compare([run])[0]["label"] == r"$\frac$ | _[red]"
+    plot.plot_curves(run)
+    assert (run / "curves.png").is_file()
     assert sorted(path.name for path in Path.cwd().iterdir()) == [
         "compare.csv",
         "compare.md",

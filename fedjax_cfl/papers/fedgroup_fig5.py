@@ -20,6 +20,7 @@ from fedjax_cfl.clustering.distances import gram as gram_of
 from fedjax_cfl.clustering.features import edc as edc_of
 from fedjax_cfl.clustering.features import madc as madc_of
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.local import full_work
@@ -160,7 +161,7 @@ def reproduce(
             if not any(text in str(error) for text in missing):
                 raise
             console.print(
-                f"{cell.row}: skipped, data missing: {error}",
+                escape_text(f"{cell.row}: skipped, data missing: {error}"),
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
