@@ -24,18 +24,19 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
+from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
 
 
 def rotated_groups(
     pool: Pool,
     *,
-    clients_per_group: int = 12,
-    samples_per_client: int = 1000,
-    test_samples: int | None = None,
-    alpha: float = 100.0,
+    clients_per_group: PositiveInt = 12,
+    samples_per_client: PositiveInt = 1000,
+    test_samples: PositiveInt | None = None,
+    alpha: PositiveFloat = 100.0,
     swap_labels: bool = False,
-    seed: int = 0,
-    test_fraction: float = 0.1,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals one pool to four groups that see it turned by 0, 90, 180 and 270 degrees
     (MD-ICFL, Rotated MNIST).
@@ -64,12 +65,12 @@ def rotated_groups(
 def source_groups(
     pool: Pool,
     *,
-    clients_per_group: int = 12,
-    samples_per_client: int = 1000,
-    test_samples: int | None = None,
-    alpha: float = 100.0,
-    seed: int = 0,
-    test_fraction: float = 0.2,
+    clients_per_group: PositiveInt = 12,
+    samples_per_client: PositiveInt = 1000,
+    test_samples: PositiveInt | None = None,
+    alpha: PositiveFloat = 100.0,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.2,
 ) -> Partition:
     """Deals each source of a pool to a group of its own (MD-ICFL, Multi-source digits).
 
@@ -106,7 +107,9 @@ def source_groups(
     return join_clients(train, test)._replace(concept=concept)
 
 
-def ifca_rotations(pool: Pool, *, samples_per_client: int = 100, seed: int = 0) -> Partition:
+def ifca_rotations(
+    pool: Pool, *, samples_per_client: PositiveInt = 100, seed: Seed = 0
+) -> Partition:
     """Deals the whole pool once for each of four rotations: IFCA's Rotated MNIST (n =
     100: 4 x 600 clients).
 

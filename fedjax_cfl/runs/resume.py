@@ -30,7 +30,6 @@ RESUME_MAY_CHANGE = (
     "offline",
     "resume",
     "checkpoint.",
-    "paper.",
 )
 RESUME_MAY_CHANGE += (
     "local.width",
