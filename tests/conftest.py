@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import shlex
@@ -39,6 +40,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
+importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
 # what is imported stays: tracing makes so many objects that looking through all of them takes a
 # twentieth of the time
 gc.freeze()
