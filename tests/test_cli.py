@@ -108,9 +108,9 @@ REFUSED = {
     "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",
     "algorithm.pretrain=50": "algorithm.pretrain=50: text",
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
-    "algorithm=ifca algorithm.aggregate=gradient algorithm.aggregate=samples": (
-        "algorithm.aggregate=samples: uniform"
-    ),
+    "algorithm=ifca algorithm.aggregate=median": "algorithm.aggregate=median: uniform, samples",
+    "algorithm.detector=eq9": "algorithm.detector=eq9: tv, label_w1",
+    "algorithm.pretrain=iters": "algorithm.pretrain=iters: iters:N",
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
     "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: all or digits",
@@ -161,7 +161,6 @@ REFUSED = {
         "num_classes=0: >= 1"
     ),
     "dataset=npz dataset.source.path={files}/object.npz": "object.npz: 'y' cannot be read",
-    "dataset=npz dataset.source.path={files}/words.npz": "words.npz: y expected integers",
     "dataset=npz dataset.source.path={files}/text_x.npz": "text_x.npz: x expected numbers",
     "dataset=npz dataset.source.path={files}/short.npz": "short.npz: y has shape (39,)",
     "dataset=npz dataset.source.path={files}/empty.npz": "empty.npz: 0 samples",
@@ -171,7 +170,7 @@ REFUSED = {
     "dataset=npz dataset.source.path={files}/all_test.npz": "training sample",
     "dataset=npz dataset.source.path={files}/good.npz": "partition.clients=100: at most 4",
     "dataset=npz dataset.source.path={files}/owned.npz algorithm=ifca algorithm.m=6 "
-    "clients_per_round=2": "algorithm.m=6: at most 5",
+    "clients_per_round=2": "algorithm.m=6: at most 4",
     "dataset=npz dataset.source.path={files}/good.npz partition=by_user": (
         "partition=by_user: no clients"
     ),

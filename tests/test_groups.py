@@ -48,16 +48,18 @@ def test_rotated_groups_are_exact(pool, swap):
     held = partition.rotated_groups(
         pool, clients_per_group=3, samples_per_client=50, swap_labels=swap, seed=1
     )
-    data = jax.device_get(federate(pool, held))
+    data = federate(pool, held)
+    x, y = gather(data, jnp.arange(len(held.sample)))
+    assert len(data.x) <= len(pool.x) < len(x), "a sample is stored once"
     assert data.concept.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert data.train.size.tolist() == [50] * 12 and data.test.size.tolist() == [TEST] * 12
     for place in range(len(held.sample)):
-        group = data.concept[held.owner[place]]
+        group = int(data.concept[held.owner[place]])
         sample = held.sample[place]
-        np.testing.assert_array_equal(data.x[place], np.rot90(pool.x[sample], group))
+        np.testing.assert_array_equal(x[place], np.rot90(pool.x[sample], group))
         exchanged = {2 * group + 1: 2 * group + 2, 2 * group + 2: 2 * group + 1} if swap else {}
         label = int(pool.y[sample])
-        assert data.y[place] == exchanged.get(label, label)
+        assert y[place] == exchanged.get(label, label)
         assert pool.test[sample] == held.test[place]
     few = partition.rotated_groups(pool, clients_per_group=1, samples_per_client=5, test_samples=7)
     assert np.bincount(few.owner[few.test]).tolist() == [7] * 4

@@ -46,6 +46,10 @@ from fedjax_cfl.clustering import distances, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.errors import require
 from fedjax_cfl.round import aggregate, sgd
+from fedjax_cfl.validation import Rule, one_of, parameter_rules
+
+# tuples that no setting of a method fills: how clients train, who is selected, what is returned
+FIXED = ("task", "local", "select", "return")
 
 
 class Maker(NamedTuple):
@@ -168,12 +172,35 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
     return settings
 
 
+def algorithm_rules(factory: Callable) -> dict[str, Rule]:
+    """Returns what each setting of a method may be: the ranges of its parameters, of its
+    tuples of options and of what makes its functions, and the names that can be given.
+    """
+    tables = CHOICES.get(factory, {})
+    makers = [
+        value.make
+        for table in tables.values()
+        for value in table.values()
+        if isinstance(value, Maker)
+    ]
+    rules: dict[str, Rule] = {}
+    for owner in (*makers, *option_tuples(factory).values(), factory):
+        rules |= parameter_rules(owner)
+    return rules | {name: name_rule(table) for name, table in tables.items()}
+
+
+def name_rule(table: dict[str, Any]) -> Rule:
+    """Allows the names of a table, and anything that is no name."""
+    allowed = one_of(*table)
+    return Rule(allowed.allowed, lambda value: not isinstance(value, str) or allowed.holds(value))
+
+
 def option_tuples(factory: Callable) -> dict[str, type]:
     """Returns the parameters of a method that are tuples of options, and their types."""
     found = {}
     for name, hint in typing.get_type_hints(factory).items():
         for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
-            if isinstance(kind, type) and hasattr(kind, "_field_defaults") and name != "local":
+            if hasattr(kind, "_field_defaults") and name not in FIXED:
                 found[name] = kind
     return found
 

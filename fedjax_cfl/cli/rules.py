@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
+from fedjax_cfl.cli.choices import CHOICES, algorithm_rules
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
 from fedjax_cfl.simulation.driver import check_plan
@@ -130,7 +131,9 @@ def collect_rules(config: dict) -> dict[str, Rule]:
     return {
         f"{prefix}{name}": rule
         for prefix, owner in owners
-        for name, rule in parameter_rules(owner).items()
+        for name, rule in (
+            algorithm_rules(owner) if owner in CHOICES else parameter_rules(owner)
+        ).items()
     }
 
 
