@@ -5,6 +5,7 @@
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -76,7 +77,7 @@ def replicate(tree, mesh: Mesh):
         # an array of one process's device cannot be moved to those of another, but one of the host
         # can
     ):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(
                 put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
             )
