@@ -16,7 +16,6 @@ import textwrap
 from pathlib import Path
 
 import hydra
-import jax
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,7 @@ from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
-from fedjax_cfl.runs.session import train_run
+from fedjax_cfl.runs.session import Member, train_run
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
 COMMANDS = {
@@ -140,8 +139,9 @@ def run_one(config: DictConfig, resolved: dict, run_dir: Path) -> int:
             record(config, asked, run_dir)
             return start
 
-        start = sync_resume(begin, algorithm, data, drift, mesh, jax.random.key(resolved["seed"]))
-        return train_run(resolved, HydraConfig.get().runtime.choices, asked, run_dir, *parts, start)
+        start = sync_resume(begin, resolved, algorithm, data, drift, mesh)
+        member = Member(resolved, asked, run_dir)
+        return train_run(member, HydraConfig.get().runtime.choices, parts, start)
 
 
 def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
@@ -158,7 +158,7 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
             OmegaConf.update(own, name, value)
         resolved = OmegaConf.to_container(own, resolve=True)
         members.append(
-            grid.Member(
+            Member(
                 resolved, [*shared, *(f"{name}={value}" for name, value in point.items())], folder
             )
         )

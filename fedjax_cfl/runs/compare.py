@@ -34,7 +34,7 @@ IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 MEASURES = {
     "best_accuracy": ("best %", 100, 2),
     "final_accuracy": ("final %", 100, 2),
-    "last10_accuracy": ("last 10 %", 100, 2),
+    "last10_evals_accuracy": ("last 10 tests %", 100, 2),
     "macro_accuracy": ("macro %", 100, 2),
     "worst10_accuracy": ("worst 10 %", 100, 2),
     "ari": ("ARI", 1, 3),
