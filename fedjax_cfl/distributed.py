@@ -2,6 +2,11 @@
 and process 0 alone reads and writes its files.
 """
 
+import json
+import os
+import sys
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -62,9 +67,49 @@ def any_process(flag: bool) -> bool:
     )
 
 
-def broadcast_from_primary(tree):
+def broadcast_from_primary(tree: Any) -> Any:
     """Returns process 0's pytree of arrays; the others pass one of the same shapes."""
     if jax.process_count() == 1:
         return tree
     # one array at a time: those of one program may be exchanged in another order by another process
     return jax.tree.map(lambda leaf: np.asarray(multihost_utils.broadcast_one_to_all(leaf)), tree)
+
+
+def check_same(settings: dict[str, Any]) -> None:
+    """Raises InputError in every process unless all were given these settings, by name;
+    the one that differs names the first difference.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = json.dumps(settings, default=str).encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(mine)))
+    padded = np.frombuffer(mine.ljust(int(sizes.max())), np.uint8)
+    texts = multihost_utils.process_allgather(padded)
+    each = [json.loads(np.asarray(text, np.uint8).tobytes()) for text in texts]
+    for number, other in enumerate(each):
+        for name in {**each[0], **other}:
+            there, here = each[0].get(name, "absent"), other.get(name, "absent")
+            if there != here:
+                raise InputError(
+                    f"{name}: {here} in process {number}, {there} in process 0; all processes of a"
+                    " run need the same settings"
+                )
+
+
+def end_if_alone(error: Exception) -> None:
+    """Ends this process with one line and status 1 if an error of a compiled program says
+    that another process of the run has gone; returns where there is no other.
+
+    At once: JAX would wait for the others, and then abort. Without process 0, which
+    coordinates them, JAX aborts the others by itself, with a text of its own.
+    """
+    if jax.process_count() == 1:
+        return
+    reason = " ".join(str(error).split())[:160]
+    print(
+        "fedjax-cfl: another process of this run has ended or cannot be reached; start all of"
+        f" them again to go on ({reason})",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

@@ -105,7 +105,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 
 def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
     save(tmp_path, 5, keep=1)
-    monkeypatch.setattr(atomic_folder, "_write_manifest", fails(errno.EIO))
+    monkeypatch.setattr(atomic_folder, "write_manifest", fails(errno.EIO))
     with pytest.raises(InputError):
         save(tmp_path, 5, keep=1)
     assert latest(tmp_path) == (5, [])
@@ -117,7 +117,7 @@ def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_pa
 def test_what_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
     save(tmp_path, 1)
     monkeypatch.setattr(
-        atomic_folder, "_remove", lambda path: path.exists() and fails(errno.EACCES)()
+        atomic_folder, "remove", lambda path: path.exists() and fails(errno.EACCES)()
     )
     save(tmp_path, 2, keep=1)
     assert latest(tmp_path) == (2, [])

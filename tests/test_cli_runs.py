@@ -22,7 +22,8 @@ SMALL = (
 BARE = "clients_per_round=3 rounds=2 local.epochs=1 algorithm=fedavg devices=1"
 SUMMARY = (
     "algorithm dataset partition model preset seed rounds best_accuracy best_round final_accuracy"
-    " last10_accuracy macro_accuracy micro_f1 macro_f1 worst10_accuracy ari group_sizes units_up"
+    " best_of last10_evals_accuracy last10_evals_best_accuracy macro_accuracy weighted_macro_f1"
+    " macro_f1 worst10_accuracy ari group_sizes nonfinite_model_clients units_up"
     " units_down bytes_up bytes_down client_updates local_steps client_updates_per_s"
     " local_steps_per_s compile_s train_s eval_s planned_memory_bytes peak_memory_bytes width"
     " devices versions"

@@ -75,10 +75,9 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
         table, counts = evaluate.evaluate_clients(
             linear, cfl.make_mesh(1), ServedModels(models, index), toy
         )
-        return (
-            evaluate.finalize(index, 3, table, (counts, (jnp.zeros((), int),) * 2), toy.concept),
-            table,
-        )
+        zero = jnp.zeros((), int)
+        counts = counts, (zero, zero), zero
+        return evaluate.finalize(index, 3, table, counts, toy.concept), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
@@ -90,6 +89,27 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     assert row["group_sizes"].tolist() == [4, 3, 4]
     assert row["evaluated_clients"] == 11
     np.testing.assert_array_equal(table.samples, np.where(np.array(index) >= 0, toy.test.size, 0))
+
+
+def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
+    """By the models that test somebody, or because no loss is finite."""
+    index = jnp.array(INDICES["some without"])
+
+    def score(models, index):
+        served = ServedModels(models, index)
+        algorithm = cfl.Algorithm(init=None, round=None, serve=lambda state: served)
+        return evaluate.evaluate_all(algorithm, linear, cfl.make_mesh(1), None, toy, True)[0]
+
+    score = jax.jit(score)
+    broken = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.inf), models)
+    row, without = score(broken, index), score(broken, jnp.where(index == 1, -1, index))
+    tested = np.asarray((index == 1) & (toy.test.size > 0)).sum()
+    assert row["nonfinite_model_clients"] == tested and without["nonfinite_model_clients"] == 0
+    scores = {name for name in row if name.endswith(("accuracy", "f1"))}
+    assert len(scores) == 8 and all(np.isnan(row[name]) for name in scores)
+    assert not any(np.isnan(without[name]) for name in scores - {"auxiliary_accuracy"})
+    row = score(jax.tree.map(lambda leaf: jnp.full_like(leaf, 3e38), models), index)
+    assert np.isnan(row["accuracy"]) and row["nonfinite_model_clients"] > 0
 
 
 def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):

@@ -44,7 +44,7 @@ SHARED = {
         "A-F1": {
             "title": "A: micro-F1",
             "runs": "A",
-            "measure": "micro_f1",
+            "measure": "weighted_macro_f1",
             "published": {"SEM": 70.6},
         },
         "A-index": {"runs": "A", "measure": "ari"},
@@ -54,7 +54,7 @@ SHARED = {
 }
 LAST = {
     "accuracy": 0.5,
-    "micro_f1": 0.25,
+    "weighted_macro_f1": 0.25,
     "ari": 0.125,
     "bytes_down": 3_000_000,
     "bytes_up": 1_500_000,
@@ -98,7 +98,7 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     assert report.format_cell(SHARED, found["A-index", "SEM"]) == "0.125"
     assert (
         report.format_finished_cell(SHARED, "A", folder)
-        == "final_accuracy 50.0, micro_f1 25.0, ari 0.125, megabytes 4.5"
+        == "final_accuracy 50.0, weighted_macro_f1 25.0, ari 0.125, megabytes 4.5"
     )
     assert report.format_finished_cell(SHARED, "B", folder) == "50.0"
     report.write(SHARED, records, tmp_path, "command")

@@ -27,8 +27,10 @@ SMALL += ["drift=swap_all", "drift.p=0.4"]
 FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3"]
 
 
-def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
-    """Starts the processes of one run; alone, a process has two devices."""
+def begin(folder, processes: int, *more: str, last: tuple = ()) -> list[subprocess.Popen]:
+    """Starts the processes of one run; alone, a process has two devices. `last`: settings of
+    the last process only.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,6 +42,7 @@ def begin(folder, processes: int, *more: str) -> list[subprocess.Popen]:
             if processes > 1
             else []
         )
+        joined += last if number == processes - 1 else ()
         command = [sys.executable, "-m", "fedjax_cfl", *SMALL, *more, *joined, f"run_dir={folder}"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=environment, **pipes))
@@ -104,6 +107,30 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
     assert [status for status, *_ in refused] == [2, 2]
     assert f"already holds this run, finished after {last + 2} rounds" in refused[0][2]
     assert "fedjax-cfl" not in refused[1][2]  # said once
+
+
+def test_processes_with_other_settings_are_refused(tmp_path):
+    started = begin(tmp_path / "run", 2, "algorithm=fedavg", "rounds=4", last=("local.lr=0.07",))
+    for status, _, error in ended(started):
+        assert status == 2, error
+        assert "fedjax-cfl: local.lr: 0.07 in process 1, 0.05 in process 0; all processes" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_process_ends_the_other(number, tmp_path):
+    started = begin(tmp_path / "run", 2, "algorithm=fedavg", "rounds=1000000")
+    path = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(1800):
+        if path.exists() and path.stat().st_size > 5000:
+            break
+        time.sleep(0.1)
+    started[number].kill()
+    status, _, error = ended(started)[1 - number]
+    assert status != 0, error
+    if number == 1:  # process 0 coordinates: without it JAX aborts the others before Python can
+        assert status == 1 and "Traceback" not in error, error
+        assert error.count("fedjax-cfl: another process of this run has ended") == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def fails(number):
 
 HOLD = """
 import sys, time
-from fedjax_cfl import lock
+from fedjax_cfl.runs import lock
 with lock.lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(100)

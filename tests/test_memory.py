@@ -7,6 +7,7 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import local as rounds_local
 from fedjax_cfl.simulation import memory
 
 
@@ -27,12 +28,14 @@ def test_counts_what_a_run_holds(fesem, mlp, toy, local):
 def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 20_000)
     begun = []
+
+    def begin(row, snapshot):
+        begun.append(row)
+
     with pytest.raises(
         InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use "
     ) as error:
-        cfl.run(
-            fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_start=begun.append
-        )
+        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_row=begin)
     assert not begun and "\n" not in str(error.value)
 
 
@@ -62,7 +65,8 @@ def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
     assert (
         4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
     )  # the largest client has 40 samples
-    monkeypatch.setattr(sharding, "is_cpu", lambda mesh: False)
+    for module in (sharding, rounds_local):
+        monkeypatch.setattr(module, "is_cpu", lambda mesh: False, raising=False)
     for has, width in [
         (data + 2 * 10 * each, 10),
         (data + 2 * 10 * each - 1, 9),

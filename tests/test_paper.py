@@ -516,7 +516,7 @@ def test_measures_by_hand():
         and found["rounds_to_85"] == 3
     )
     assert found["median_accuracy"] == pytest.approx(0.84) and found[
-        "last10_accuracy"
+        "last10_evals_accuracy"
     ] == pytest.approx(3.8 / 5)
     assert found["discrepancy_mean"] == pytest.approx(2.0) and found[
         "discrepancy_variance"

@@ -13,8 +13,8 @@ from fedjax_cfl.data.datasets import files
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.compilation import state_shapes
-from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.simulation.compilation import Plan, compile_run, state_shapes
+from fedjax_cfl.simulation.driver import Snapshot, drive
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 
@@ -85,15 +85,11 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     )
     like = state_shapes(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
     found = restore_latest(tmp_path, like, {})
-    rest = cfl.run(
-        algorithm,
-        linear,
-        both[1],
-        jax.random.key(1),
-        mesh=local.mesh,
-        start=Snapshot(*found.tree, found.counters),
-        **QUICK,
+    plan = Plan(**QUICK)
+    program = compile_run(
+        algorithm, linear, both[1], jax.random.key(1), plan, cfl.drift.none(), local.mesh, False
     )
+    (rest,) = drive(program, plan, [Snapshot(*found.tree, found.facts)])
     assert [row["round"] for row in rest.rows] == [4, 5]
     same(rest.rows, whole.rows[1:])
 

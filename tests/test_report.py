@@ -17,7 +17,7 @@ from rich.console import Console
 from fedjax_cfl.cli import doctor
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import compare, plot
+from fedjax_cfl.runs import compare, display, plot
 from fedjax_cfl.runs.display import final_table, progress
 from fedjax_cfl.runs.results import (
     append_row,
@@ -123,7 +123,7 @@ def test_summary_by_hand():
     summary = summarize_rows([row(5 * i + 5, accuracy[i], discrepancy=spread[i]) for i in range(7)])
     assert (summary["best_accuracy"], summary["best_round"]) == (0.6, 20)
     assert (summary["final_accuracy"], summary["rounds"], summary["units_up"]) == (0.5, 35, 350)
-    assert summary["last10_accuracy"] == pytest.approx(2.3 / 5)
+    assert summary["last10_evals_accuracy"] == pytest.approx(2.3 / 5)
     assert (summary["discrepancy_mean"], summary["discrepancy_variance"]) == pytest.approx(
         (3.5, 35 / 12)
     )
@@ -131,7 +131,10 @@ def test_summary_by_hand():
 
 def test_last10_uses_ten_rows_and_target_round():
     rows = [row(i, i / 100) for i in range(1, 21)]
-    assert summarize_rows(rows)["last10_accuracy"] == pytest.approx(0.155)
+    assert summarize_rows(rows)["last10_evals_accuracy"] == pytest.approx(0.155)
+    summary = summarize_rows([row(1, 0.9), *rows])
+    assert (summary["best_accuracy"], summary["best_of"]) == (0.9, 21)
+    assert summary["last10_evals_best_accuracy"] == 0.2
     assert rounds_to(rows, 0.07) == 7
     assert rounds_to([row(1, None), *rows[1:]], 0.9) is None
 
@@ -143,10 +146,11 @@ def test_summary_without_accuracy(rows):
         summary["best_accuracy"]
         is summary["best_round"]
         is summary["final_accuracy"]
-        is summary["last10_accuracy"]
+        is summary["last10_evals_accuracy"]
+        is summary["last10_evals_best_accuracy"]
         is None
     )
-    assert rounds_to(rows, 0.1) is None
+    assert rounds_to(rows, 0.1) is None and summary["best_of"] == 0
 
 
 def test_writers_are_atomic(tmp_path):
@@ -229,11 +233,19 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
     )
 
 
-def test_progress_is_silent_without_a_terminal(capfd):
+def test_progress_without_a_terminal_is_a_line_every_30_seconds(capfd, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
     with progress(10) as show:
-        show(row(5, None))
-        show(row(10, 0.5))
-    assert "".join(capfd.readouterr()) == ""
+        for number in range(1, 8):
+            now[0] += 10
+            show(row(number, 0.5 if number > 3 else None))
+    out, error = capfd.readouterr()
+    assert out == ""
+    assert error.splitlines() == [
+        "fedjax-cfl: round 3 of 10, accuracy -, 1 group",
+        "fedjax-cfl: round 6 of 10, accuracy 50.00%, 1 group",
+    ]
 
 
 def test_progress_on_a_terminal(monkeypatch, capsys):
@@ -292,7 +304,7 @@ def test_compare_by_hand(multirun, tmp_path, capsys):
         assert float(line["best_accuracy_mean"]) == pytest.approx(mean) and float(
             line["best_accuracy_sd"]
         ) == pytest.approx(0.1)
-        assert float(line["last10_accuracy_mean"]) == pytest.approx(mean - 0.05)
+        assert float(line["last10_evals_accuracy_mean"]) == pytest.approx(mean - 0.05)
         assert (line["runs"], line["seeds"], line["units_mean"], line["wall_s_mean"]) == (
             "3",
             "0 1 2",

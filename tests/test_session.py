@@ -4,6 +4,7 @@ nothing had happened.
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import os
@@ -96,9 +97,9 @@ def stopped_at(round: int):
     asked, real = [], results.append_row
 
     def append_row(handle, row):
-        real(handle, row)
         if row["round"] == round:
             asked.append(signal.SIGTERM)
+        return real(handle, row)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signals, "catch_signals", lambda: contextlib.nullcontext(asked))
@@ -115,7 +116,7 @@ def full_at(round: int):
         if row["round"] == round:
             handle.write('{"round": 7, "accur')
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle, row)
+        return real(handle, row)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "append_row", append_row)
@@ -254,7 +255,92 @@ def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_pat
     assert_same(run_dir, whole)
 
 
+def test_the_models_of_the_best_evaluation_are_kept(fedjax_cfl, whole, tmp_path):
+    """Also where no checkpoint was due then, and after a stop; of exactly that round."""
+    line, run_dir = f"{PLAIN} local.lr=0.5 checkpoint.every=9", tmp_path / "run"
+    with stopped_at(4):
+        assert fedjax_cfl(line, run_dir).status == 143
+    done(fedjax_cfl(line, run_dir))
+    best = read_summary(run_dir)["best_round"]
+    assert best < 9, "the last round is the best: nothing to get wrong"
+    (kept,) = list_checkpoints(run_dir / "best")
+    assert kept.name.endswith(f"-step-{best}")
+    done(fedjax_cfl(f"{line} rounds={best}", tmp_path / "short"))
+    there = arrays(tmp_path / "short")
+    for name, value in checkpoint.load_arrays(kept).items():
+        if name.startswith("['models']"):
+            twin = there[name.replace("['models']", "[0].groups")]
+            np.testing.assert_array_equal(value, twin, err_msg=name)
+
+
+def test_a_log_says_how_far_the_run_is(whole):
+    lines = (whole / "run.log").read_text().splitlines()
+    assert len(lines) == 9 and re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d round 9 of 9, accuracy \d+\.\d\d%, 1 group", lines[-1]
+    )
+
+
+def test_models_that_are_not_finite_have_no_accuracy(fedjax_cfl, tmp_path):
+    """A step of the server that is near the largest float32."""
+    line = f"{SMALL} algorithm=fedadam algorithm.server_lr=3e38 rounds=2"
+    answer = done(fedjax_cfl(line, tmp_path / "run"))
+    assert "30 clients have a model that is not finite, so that there is no accuracy" in answer.out
+    last = rows(tmp_path / "run")[-1]
+    assert last["nonfinite_model_clients"] == 30
+    names = ("accuracy", "macro_accuracy", "worst10_accuracy", "macro_f1", "pooled_micro_f1")
+    assert [last[name] for name in names] == [None] * 5
+    assert read_summary(tmp_path / "run")["best_accuracy"] is None
+    assert not (tmp_path / "run" / "best").exists()
+
+
 # refusing
+
+
+def change(lines: list[bytes], kind: str) -> list[bytes]:
+    return {
+        "deleted": [],
+        "cut": lines[:-2],
+        "a row missing": lines[:2] + lines[3:],
+        "a number edited": [lines[0].replace(b'"accuracy": 0.', b'"accuracy": 0.9'), *lines[1:]],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["deleted", "cut", "a row missing", "a number edited"])
+def test_rows_that_a_checkpoint_vouches_for_are_missed(kind, fedjax_cfl, run_dir):
+    path = run_dir / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(change(lines, kind)))
+    if kind == "deleted":
+        path.unlink()
+    error = refused(fedjax_cfl(PLAIN, run_dir))
+    assert "metrics.jsonl has lost or changed rows that the checkpoint of round 7" in error
+    assert steps(run_dir)[-1] == 7 and path.exists() == (kind != "deleted")
+
+
+def test_a_checkpoint_of_another_format_is_refused(fedjax_cfl, run_dir):
+    for path in list_checkpoints(run_dir / CHECKPOINTS):
+        header = path / "checkpoint.json"
+        text = re.sub(r'"format": \d+', '"format": 1', header.read_text())
+        header.write_text(text)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["checkpoint.json"] = hashlib.sha256(text.encode()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "has format 1, this version reads 2: go on with" in refused(fedjax_cfl(PLAIN, run_dir))
+
+
+def test_a_run_whose_directory_goes_away_ends(fedjax_cfl, tmp_path, monkeypatch):
+    real, run_dir = results.append_row, tmp_path / "run"
+
+    def append_row(handle, row):
+        line = real(handle, row)
+        if row["round"] == 4:
+            shutil.rmtree(run_dir)
+        return line
+
+    monkeypatch.setattr(results, "append_row", append_row)
+    error = refused(fedjax_cfl(f"{PLAIN} checkpoint.every=100", run_dir), 1)
+    assert "metrics.jsonl was removed or replaced while the run went on" in error
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +25,7 @@ from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
-from fedjax_cfl.runs.session import train_run
+from fedjax_cfl.runs.session import Member, train_run
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
 
@@ -77,8 +76,9 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
             record(resolved, asked, run_dir)
             return start
 
-        start = sync_resume(begin, algorithm, data, drift, mesh, jax.random.key(resolved["seed"]))
-        return train_run(resolved, HydraConfig.get().runtime.choices, asked, run_dir, *parts, start)
+        start = sync_resume(begin, resolved, algorithm, data, drift, mesh)
+        member = Member(resolved, asked, run_dir)
+        return train_run(member, HydraConfig.get().runtime.choices, parts, start)
 
 
 def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
@@ -114,7 +114,7 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
         )
 
 
-def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> list[grid.Member]:
+def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> list[Member]:
     """Returns the runs of a grid with the settings that each would have alone."""
     shared = [
         text
@@ -127,7 +127,7 @@ def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> li
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        members.append(grid.Member(resolve_config(own), overrides, folder))
+        members.append(Member(resolve_config(own), overrides, folder))
     return members
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 from fedjax_cfl.cli.choices import CHOICES, algorithm_rules
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
-from fedjax_cfl.simulation.driver import check_plan
+from fedjax_cfl.simulation.compilation import Plan
 from fedjax_cfl.validation import (
     BelowOne,
     Epochs,
@@ -118,7 +118,7 @@ def collect_rules(config: dict) -> dict[str, Rule]:
     """
     owners: list[tuple[str, Callable]] = [
         ("algorithm.", AlgorithmSettings),
-        ("", check_plan),
+        ("", Plan),
         ("local.", Local),
         ("faults.", Faults),
         *find_targets(config),

@@ -12,25 +12,29 @@ from typing import Any
 ARRAYS, HEADER, MANIFEST = "arrays", "checkpoint.json", "manifest.json"
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     with open(path, "x", encoding="utf-8") as handle:
         handle.write(text)
 
 
-def _write_manifest(path: Path) -> None:
+def write_manifest(path: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
     inside = sorted(path.rglob("*"))
-    _write_text(
+    write_file(
         path / MANIFEST,
-        _json(
-            {file.relative_to(path).as_posix(): _digest(file) for file in inside if file.is_file()}
+        to_json(
+            {
+                file.relative_to(path).as_posix(): hash_file(file)
+                for file in inside
+                if file.is_file()
+            }
         ),
     )
     for item in (*inside, path / MANIFEST, path):
-        _flush(item)
+        flush(item)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with (
@@ -41,27 +45,27 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
 
 
-def _manifest(path: Path) -> dict[str, str]:
+def read_manifest(path: Path) -> dict[str, str]:
     return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
 
 
-def _json(value: Any) -> str:
+def to_json(value: Any) -> str:
     # No newline at the end: then every truncated file is invalid. NaN and infinities come back
     # as they were.
     return json.dumps(value, indent=1, default=lambda array: array.tolist())
 
 
-def _digest(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _reason(error: Exception) -> str:
+def explain(error: Exception) -> str:
     if system := re.search(r"os_error_code='(\d+)'", str(error)):  # at the end of Orbax's long text
         return os.strerror(int(system[1]))
     text = (

@@ -4,7 +4,7 @@ here is a pickle.
 A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the
 one saved last, whatever its step:
   arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
-  checkpoint.json  format, step, score, identity, facts; name, type and shape of every leaf
+  checkpoint.json  format, step, identity, facts; name, type and shape of every leaf
   manifest.json    the SHA-256 of every other file: Orbax alone does not see a flipped byte
 It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at
 most that one folder, for the next save to remove.
@@ -14,7 +14,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -28,21 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.atomic_folder import (
-    ARRAYS,
-    HEADER,
-    _digest,
-    _flush,
-    _json,
-    _manifest,
-    _reason,
-    _remove,
-    _write_manifest,
-    _write_text,
-)
+from fedjax_cfl.runs import atomic_folder
+from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
 from fedjax_cfl.validation import flatten_settings
 
-FORMAT = 1
+FORMAT = 2  # 1: its rows were not vouched for, its state had other fields
 NAME = re.compile(r"(\d+)-step-\d+")
 UNFINISHED = ".unfinished"  # being written or being deleted
 
@@ -52,7 +41,7 @@ class Checkpoint(NamedTuple):
 
     step: int
     tree: Any  # the structure, types and shardings of `like`
-    counters: dict[str, Any]
+    facts: dict[str, Any]
 
 
 # writing
@@ -66,14 +55,12 @@ def save(
     identity: dict,
     *,
     keep: int = 3,
-    score: float | None = None,
 ) -> Path:
     """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest
     checkpoint of `folder`; returns its path.
 
-    `facts` is what the run wants back: counters, best so far. `run_identity` is what a
-    restore must repeat: algorithm, model, sizes. Afterwards the last `keep` checkpoints
-    remain, and the one with the highest `is_score` (the newest of equals).
+    `facts` is what the run wants back, as its counters. `identity` is what a restore
+    must repeat: algorithm, model, sizes. Afterwards the last `keep` checkpoints remain.
     Raises InputError when it cannot be written; what was there before is untouched. One
     process of a multi-host run saves.
     """
@@ -86,7 +73,6 @@ def save(
     header = {
         "format": FORMAT,
         "step": int(step),
-        "score": None if score is None or math.isnan(score) else float(score),
         "identity": identity,
         "facts": facts,
         "leaves": {name: _spec(leaf) for name, leaf in named.items()},
@@ -94,12 +80,13 @@ def save(
             name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)
         },
     }
-    text = _json(header)
+    text = atomic_folder.to_json(header)
     try:
         path = _write(folder, header["step"], text, stored)
     except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
         raise InputError(
-            f"checkpoint of step {step} in {folder} could not be written: {_reason(error)}"
+            f"checkpoint of step {step} in {folder} could not be written:"
+            f" {atomic_folder.explain(error)}"
         ) from None
     finally:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
@@ -112,16 +99,16 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
     before = list_checkpoints(folder)
     path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
     staging = folder / UNFINISHED
-    _remove(staging)
+    atomic_folder.remove(staging)
     _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
     staging.mkdir()
     if stored:  # Orbax refuses an empty tree
         with _orbax() as (ocp, checkpointer):
             checkpointer.save(staging / ARRAYS, args=ocp.args.PyTreeSave(stored))
-    _write_text(staging / HEADER, text)
-    _write_manifest(staging)
+    atomic_folder.write_file(staging / HEADER, text)
+    atomic_folder.write_manifest(staging)
     os.replace(staging, path)
-    _flush(folder)
+    atomic_folder.flush(folder)
     return path
 
 
@@ -136,9 +123,9 @@ def _retain(folder: Path, keep: int) -> None:
     # What cannot be deleted now is tried again at the next save: the new checkpoint is safe
     # either way.
     with contextlib.suppress(OSError):
-        for path in sorted(set(list_checkpoints(folder)[:-keep]) - {best_checkpoint(folder)}):
+        for path in list_checkpoints(folder)[:-keep]:
             os.replace(path, folder / UNFINISHED)
-            _remove(folder / UNFINISHED)
+            atomic_folder.remove(folder / UNFINISHED)
 
 
 # reading
@@ -155,30 +142,11 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(f"checkpoints in {folder}: {_reason(error)}") from None
+        raise InputError(f"checkpoints in {folder}: {atomic_folder.explain(error)}") from None
 
 
 def _number(path: Path) -> int:
-    return int(NAME.fullmatch(path.name)[1])
-
-
-def best_checkpoint(folder: str | Path) -> Path | None:
-    """Returns the checkpoint with the highest score, the newest of equals; None if
-    there is no score.
-    """
-    scores = {
-        path: score
-        for path in reversed(list_checkpoints(folder))
-        if (score := _score(path)) is not None
-    }
-    return max(scores, key=scores.get, default=None)
-
-
-def _score(path: Path) -> float | None:
-    try:
-        return _header(path)["score"]
-    except Exception:  # whatever damage does to a reader; such a checkpoint is not worth keeping
-        return None
+    return int(path.name.partition("-")[0])
 
 
 def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
@@ -250,7 +218,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
     """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for
     a different run.
     """
-    named, identity = _name_leaves(like), json.loads(_json(identity))
+    named, identity = _name_leaves(like), json.loads(atomic_folder.to_json(identity))
     try:
         header = _header(path)
         _check_same(path, header, named, identity)
@@ -261,7 +229,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
     except InputError:
         raise
     except Exception as error:  # whatever damage does to a reader
-        return None, _reason(error)
+        return None, atomic_folder.explain(error)
     tree = jax.tree.unflatten(
         jax.tree.structure(like),
         [_place_array(header, stored, name, leaf) for name, leaf in named.items()],
@@ -271,8 +239,8 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
 
 def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
     """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
-    for name, digest in _manifest(path).items():
-        if _digest(path / name) != digest:
+    for name, digest in atomic_folder.read_manifest(path).items():
+        if atomic_folder.hash_file(path / name) != digest:
             raise ValueError(f"{name} has changed since it was written")
     if not names:
         return {}
@@ -286,7 +254,7 @@ def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
 
 def _header(path: Path) -> dict[str, Any]:
     text = (path / HEADER).read_bytes()
-    if hashlib.sha256(text).hexdigest() != _manifest(path)[HEADER]:
+    if hashlib.sha256(text).hexdigest() != atomic_folder.read_manifest(path)[HEADER]:
         raise ValueError(f"{HEADER} has changed since it was written")
     return json.loads(text)
 
@@ -294,7 +262,8 @@ def _header(path: Path) -> dict[str, Any]:
 def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
     if header["format"] != FORMAT:
         raise InputError(
-            f"checkpoint {path} has format {header['format']}; this version reads {FORMAT}"
+            f"checkpoint {path} has format {header['format']}, this version reads {FORMAT}: go on"
+            " with the version that wrote it, or choose another run_dir"
         )
     fields = dict(flatten_settings(header["identity"])), dict(flatten_settings(identity))
     shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}

@@ -23,7 +23,7 @@ IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 NUMBERS = (
     "best_accuracy",
     "final_accuracy",
-    "last10_accuracy",
+    "last10_evals_accuracy",
     "macro_accuracy",
     "worst10_accuracy",
     "ari",

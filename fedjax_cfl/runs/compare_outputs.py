@@ -31,7 +31,7 @@ MEASURES = {
     "shared_best_accuracy": ("best % of shared tests", 100, 2),
     "shared_evaluations": ("shared tests", 1, 0),
     "final_accuracy": ("final %", 100, 2),
-    "last10_accuracy": ("last 10 tests %", 100, 2),
+    "last10_evals_accuracy": ("last 10 tests %", 100, 2),
     "macro_accuracy": ("macro %", 100, 2),
     "worst10_accuracy": ("worst 10 %", 100, 2),
     "ari": ("ARI", 1, 3),

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fedjax_cfl.runs.results import to_plain
 def _cell(name: str, summary: dict[str, Any]) -> str:
     value = summary[name]
     if name == "best_accuracy":
-        return f"{value:.2%} (round {summary.get('best_round')})"
+        return f"{value:.2%} (round {summary.get('best_round')}), best of {summary.get('best_of')}"
     if "accuracy" in name or "_f1" in name:
         return f"{value:.2%}"
     if name.endswith("_per_s"):
@@ -65,10 +66,13 @@ def title(summary: dict[str, Any]) -> str:
     )
 
 
+LOG_SECONDS = 30  # between two lines about progress
+
+
 @contextlib.contextmanager
 def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; silent
-    where stderr is not a terminal.
+    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
+    line every LOG_SECONDS where stderr is not a terminal.
     """
     columns = (
         BarColumn(),
@@ -76,31 +80,38 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
+    terminal, shown = sys.stderr.isatty(), time.monotonic()
     # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
     # are further apart
     bar = Progress(
-        *columns,
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        speed_estimate_period=3600,
+        *columns, console=Console(stderr=True), disable=not terminal, speed_estimate_period=3600
     )
     with bar:
         task = bar.add_task("compiling", total=total_rounds, completed=start)
 
         def show(row: dict[str, Any]) -> None:
-            row = to_plain(row)
+            nonlocal shown
             bar.update(task, completed=row["round"])
-            accuracy, speed = row.get("accuracy"), bar.tasks[0].speed
-            groups = sum(size > 0 for size in row.get("group_sizes") or [])
-            parts = [
-                "accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}",
-                "1 group" if groups == 1 else f"{groups} groups",
-            ]
-            bar.update(
-                task, description=", ".join([*parts, f"{speed:.1f} rounds/s"] if speed else parts)
-            )
+            speed = bar.tasks[0].speed
+            pace = f", {speed:.1f} rounds/s" if speed else ""
+            bar.update(task, description=format_progress(row) + pace)
+            if not terminal and time.monotonic() - shown >= LOG_SECONDS:
+                shown = time.monotonic()
+                line = f"fedjax-cfl: round {row['round']} of {total_rounds}, {format_progress(row)}"
+                print(line, file=sys.stderr, flush=True)
 
         yield show
+
+
+def format_progress(row: dict[str, Any]) -> str:
+    """Returns where a run stands, in words."""
+    row = to_plain(row)
+    accuracy = row.get("accuracy")
+    groups = sum(size > 0 for size in row.get("group_sizes") or [])
+    said = "accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}"
+    if row.get("nonfinite_model_clients"):
+        said = "models are not finite"
+    return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
 SUMMARY_FIELDS = (
@@ -119,7 +130,15 @@ SUMMARY_FIELDS = (
 def print_summary(config: dict, run_dir: Path, algorithm, summary: dict, console: Console) -> None:
     """Prints the final table of a run."""
     console.print(final_table(format_summary(summary)))
-    if algorithm.clustered and summary["best_accuracy"] is None:
+    sizes = summary["group_sizes"] or []
+    if summary["nonfinite_model_clients"]:
+        console.print(
+            f"in the last evaluation {summary['nonfinite_model_clients']} clients have a model that"
+            " is not finite, so that there is no accuracy; a smaller step size may help"
+        )
+    elif algorithm.clustered and len(sizes) > 1 and sum(size > 0 for size in sizes) == 1:
+        console.print(f"all clients ended in one group of {len(sizes)}: nothing was split")
+    if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
             f"no accuracy yet: discard={config['discard']} waits until every client has been met;"
             " more rounds, or discard=none"

@@ -2,28 +2,29 @@
 `vectorize=[...]` and `seeds=N`.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import checkpoint, compare
-from fedjax_cfl.runs.display import progress
-from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.resume import CHECKPOINTS
-from fedjax_cfl.runs.scoring import describe_met_rule
-from fedjax_cfl.runs.session import Recorder, describe_machine, finish
-from fedjax_cfl.runs.signals import catch_signals
-from fedjax_cfl.simulation.vectorize import run_members
+from fedjax_cfl.runs.record import CHECKPOINTS
+from fedjax_cfl.runs.session import (
+    Member,
+    describe_machine,
+    headline,
+    make_console,
+    print_met_rule,
+    train_members,
+)
+from fedjax_cfl.simulation.compilation import Plan, Program
+from fedjax_cfl.simulation.vectorize import compile_members
 
 SETTINGS = (
     "seed",
@@ -32,14 +33,6 @@ SETTINGS = (
     "algorithm.eta_g",
     "algorithm.server_lr",
 )  # what members may differ in
-
-
-class Member(NamedTuple):
-    """One run of the grid."""
-
-    config: dict  # its own settings, as it would have them alone
-    overrides: list[str]
-    run_dir: Path
 
 
 def grid_axes(config: dict) -> dict[str, list]:
@@ -115,95 +108,34 @@ def train_grid(
     run_dir: Path,
 ) -> int:
     """Trains the members together and writes the files of each; returns the exit status
-    as `session.train` does.
+    as `session.train_run` does.
 
     Args: `parts` (algorithm, task, data, drift, mesh) of each seed; `make(values)` ->
     Algorithm; `starts` of the members, or Nones.
     """
-    console = Console(highlight=False, soft_wrap=True)
-    _, task, _, drift, mesh = parts[0]
-    config = members[0].config
+    console, config = make_console(), members[0].config
+    _, task, data, drift, mesh = parts[0]
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
-    own = {part: config[part]["name"] for part in ("algorithm", "dataset")}
-    names = {
-        part: escape_markup(name) for part, name in name_parts(own, members[0].overrides).items()
-    }
-    console.print(
-        f"[bold]{names['algorithm']}[/] on {names['dataset']}: {len(members)} runs as one, {said}"
-    )
-    console.print(f"the first: {format_description(parts[0][2])}, {describe_machine(mesh)}")
+    console.print(f"{headline(members[0])}: {len(members)} runs as one, {said}")
+    console.print(f"the first: {format_description(data)}, {describe_machine(mesh)}")
+    print_met_rule(console, parts[0][0], data, config)
     sets = [part[2] for part in parts]
-    same = all(_equal(sets[0], other) for other in sets[1:])
-    options = {"drift": drift, "with_auxiliary": config["eval_auxiliary"], "mesh": mesh}
-    options |= {name: config[name] for name in ("rounds", "eval_every", "discard")}
-    begun = 0 if starts[0] is None else int(starts[0].state.round)
+    if all(_equal(data, other) for other in sets[1:]):
+        sets = sets[:1]
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
-    seeds = grid.get("seed", [config["seed"]])
-    if parts[0][0].clustered and config["discard"] == "met":
-        plan = sets[0].num_clients, config["clients_per_round"], config["rounds"]
-        console.print(describe_met_rule(*plan), markup=False)
-    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [config["seed"]])])
 
-    def data_of(number: int):
-        return sets[number // len(inside)]
+    def compile_program(plan: Plan) -> Program:
+        return compile_members(make, task, sets, keys, values, plan, drift, mesh)
 
-    with catch_signals() as asked:
-        with contextlib.ExitStack() as files:
-            recorders = [
-                Recorder(m.config, m.run_dir, data_of(n), begun, files)
-                for n, m in enumerate(members)
-            ]
-            show = files.enter_context(progress(config["rounds"], begun))
-
-            def on_start(number, snapshot):
-                if starts[0] is None:
-                    recorders[number].save(snapshot())
-
-            def on_rows(rows, snapshots):
-                for recorder, row in zip(recorders, rows, strict=True):
-                    recorder.write_row(row)
-                scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-                show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
-                stop = bool(asked)
-                for recorder, row, snapshot in zip(recorders, rows, snapshots, strict=True):
-                    recorder.checkpoint_if_due(row, snapshot, stop)
-                return stop and rows[0]["round"] < config["rounds"]
-
-            start = None if starts[0] is None else starts
-            results = run_members(
-                make,
-                task,
-                sets[:1] if same else sets,
-                keys,
-                values,
-                **options,
-                start=start,
-                on_start=on_start,
-                on_rows=on_rows,
-            )
-        if asked and int(results[0].state.round) < config["rounds"]:
-            console.print(
-                f"stopped after round {int(results[0].state.round)}; the same command goes on from"
-                " there",
-                markup=False,
-            )
-            return 128 + asked[0]
-        algorithm = parts[0][0]
-        for member, result in zip(members, results, strict=True):
-            finish(
-                member.config,
-                choices,
-                member.overrides,
-                member.run_dir,
-                algorithm,
-                task,
-                result,
-                mesh,
-            )
-
-    compare.compare([run_dir], run_dir)
-    return 0
+    each = [part for part in parts for _ in inside]
+    status, _ = train_members(
+        members, choices, each, compile_program, None if starts[0] is None else starts
+    )
+    if not status:
+        compare.compare([run_dir], run_dir)
+    return status
 
 
 def _equal(one, other) -> bool:

@@ -6,6 +6,7 @@ no reader ever sees half a file.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -20,10 +21,12 @@ import pyarrow.parquet
 from fedjax_cfl.errors import InputError
 
 METRICS_FILE = "metrics.jsonl"
+WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
-    "macro_accuracy", "micro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
-    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
+    "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
+    "nonfinite_model_clients", "units_up", "units_down", "bytes_up", "bytes_down",
+    "client_updates", "local_steps",
 )  # fmt: skip
 
 
@@ -100,10 +103,14 @@ def open_metrics(run_dir: str | Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
-def append_row(handle: IO[str], row: dict[str, Any]) -> None:
-    """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
-    handle.write(json.dumps(to_plain(row), allow_nan=False) + "\n")
+def append_row(handle: IO[str], row: dict[str, Any]) -> str:
+    """Appends one row and flushes, so that a killed run loses at most the row it was
+    writing; returns what it wrote.
+    """
+    line = json.dumps(to_plain(row), allow_nan=False) + "\n"
+    handle.write(line)
     handle.flush()
+    return line
 
 
 # reading
@@ -146,17 +153,21 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(run_dir: str | Path, last: int) -> None:
-    """Drops the rows after round `last`, which a resumed run will write again."""
-    kept = (
-        [row for row in read_metrics(run_dir) if row["round"] <= last]
-        if (Path(run_dir) / METRICS_FILE).exists()
-        else []
-    )
-    with atomic_write(Path(run_dir) / METRICS_FILE) as temporary:
-        temporary.write_text(
-            "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept), encoding="utf-8"
+def cut_metrics(run_dir: str | Path, step: int, rows: int, digest: str) -> None:
+    """Drops what follows the first `rows` rows, which a run resumed after round `step`
+    will write again. Raises InputError unless those rows are what a checkpoint vouches
+    for by their SHA-256 `digest`.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    kept = b"".join(lines[:rows])
+    if hashlib.sha256(kept).hexdigest() != digest:
+        raise InputError(
+            f"run_dir={run_dir}: {METRICS_FILE} has lost or changed rows that the checkpoint of"
+            f" round {step} vouches for ({rows} rows); put the file back, or choose another"
         )
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(kept)
 
 
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
@@ -197,11 +208,15 @@ def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
 def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Reduces a run to its headline numbers: means skip nulls, the variance divides by
     n, and of equal bests the first counts.
+
+    `best_of` says over how many evaluations the best was taken: fewer for a clustered
+    method, whose first accuracies do not count. `last10_evals_*`, the mean and the best
+    of the last ten evaluations, compare methods over the same window.
     """
     rows = to_plain(rows)
     scored = [row for row in rows if row.get("accuracy") is not None]
     best = max(scored, key=lambda row: row["accuracy"], default={})
-    tail = [row["accuracy"] for row in rows[-10:] if row.get("accuracy") is not None]
+    tail = [row["accuracy"] for row in rows[-WINDOW:] if row.get("accuracy") is not None]
     spread = [row["discrepancy"] for row in rows if row.get("discrepancy") is not None]
     last = rows[-1] if rows else {}
     return {
@@ -209,7 +224,9 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "best_accuracy": best.get("accuracy"),
         "best_round": best.get("round"),
         "final_accuracy": last.get("accuracy"),
-        "last10_accuracy": float(np.mean(tail)) if tail else None,
+        "best_of": len(scored),
+        "last10_evals_accuracy": float(np.mean(tail)) if tail else None,
+        "last10_evals_best_accuracy": max(tail, default=None),
         "discrepancy_mean": float(np.mean(spread)) if spread else None,
         "discrepancy_variance": float(np.var(spread)) if spread else None,
         **{name: last.get(name) for name in LAST_ROW_FIELDS},
@@ -217,7 +234,7 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `summarise` does and what published tables show besides: null where
+    """Returns what `summarize_rows` does and what published tables show besides: null where
     a target is not reached or nothing counts.
 
     `units` are models sent down and up in all, `migrations` clients that changed their

@@ -11,14 +11,15 @@ import numpy as np
 from fedjax_cfl import distributed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints, restore_latest
+from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, cut_metrics, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation.compilation import state_shapes
-from fedjax_cfl.simulation.driver import COUNTERS, Snapshot
+from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.simulation.rows import COUNTERS
 from fedjax_cfl.validation import flatten_settings
 
-CHECKPOINTS = "checkpoints"
 # Settings that may differ between a run and its continuation: they change neither the numbers
 # nor what has been computed already.
 RESUME_MAY_CHANGE = (
@@ -39,6 +40,11 @@ RESUME_MAY_CHANGE += (
     "coordinator",
     "process",
 )
+
+# Settings that may differ between the processes of one run: only process 0 reads them, or they
+# say where a process is.
+PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
+PROCESS_MAY_DIFFER += ("paper.",)
 
 
 def run_identity(config: dict, data) -> dict[str, Any]:
@@ -96,19 +102,28 @@ def resume_run(
             f"run_dir={run_dir}: already holds this run, finished after {found.step} rounds; choose"
             " another or more rounds"
         )
-    cut_metrics(run_dir, found.step)
+    cut_metrics(run_dir, found.step, *found.facts["metrics"])
     print(f"resuming after round {found.step}")
-    return Snapshot(*found.tree, found.counters)
+    state, data_state = found.tree
+    return Snapshot(state, data_state, found.facts["counters"])
 
 
 def sync_resume(
-    begin: Callable[[], Snapshot | None], algorithm, data, drift, mesh, key
+    begin: Callable[[], Snapshot | None], config: dict, algorithm, data, drift, mesh
 ) -> Snapshot | None:
     """Returns in every process what `begin`, a use of `resume_run`, returns in process
     0; what it raises ends all of them.
 
-    Raises InputError in the other processes, too, and then without a text.
+    Raises InputError in the other processes, too, and then without a text; and in all
+    of them if they were given different settings or data.
     """
+    distributed.check_same(
+        {
+            name: value
+            for name, value in (run_identity(config, data) | dict(flatten_settings(config))).items()
+            if not name.startswith(PROCESS_MAY_DIFFER)
+        }
+    )
     start, refused = None, None
     if distributed.is_primary():
         try:
@@ -122,15 +137,14 @@ def sync_resume(
         raise refused or InputError("")
     if verdict == 0 or jax.process_count() == 1:
         return start
+    key = jax.random.key(config["seed"])
     mine = (
         (start.state, start.data_state)
         if start
         else make_host_arrays(state_shapes(algorithm, drift, mesh, data, key))
     )
-    return Snapshot(
-        *replicate(distributed.broadcast_from_primary(mine), mesh),
-        start.counters if start else dict(COUNTERS),
-    )
+    state, data_state = replicate(distributed.broadcast_from_primary(mine), mesh)
+    return Snapshot(state, data_state, start.counters if start else dict(COUNTERS))
 
 
 def make_host_arrays(shapes):

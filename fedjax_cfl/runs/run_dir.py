@@ -8,7 +8,9 @@ RUN_FILES = {
     ".hydra",
     ".lock",
     "metrics.jsonl",
+    "run.log",
     "checkpoints",
+    "best",
 }  # what an unfinished run has in its directory
 
 

@@ -7,9 +7,9 @@ import importlib.metadata
 import math
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,21 +19,15 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup
-from fedjax_cfl.runs import checkpoint, plot, results
+from fedjax_cfl.runs import plot, results, signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.results import (
-    append_row,
-    open_metrics,
-    read_metrics,
-    write_clients,
-    write_json,
-)
-from fedjax_cfl.runs.resume import CHECKPOINTS, run_identity
+from fedjax_cfl.runs.record import open_record
+from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
-from fedjax_cfl.runs.signals import catch_signals
 from fedjax_cfl.simulation import memory
-from fedjax_cfl.simulation.driver import Snapshot, run
+from fedjax_cfl.simulation.compilation import Plan, Program, compile_run
+from fedjax_cfl.simulation.driver import Result, Snapshot, Snapshots, drive
 
 PACKAGES = (
     "fedjax-cfl",
@@ -47,54 +41,57 @@ PACKAGES = (
 )
 
 
-def train_run(
-    config: dict,
-    choices: dict,
-    overrides: list[str],
-    run_dir: Path,
-    algorithm,
-    task,
-    data,
-    drift,
-    mesh,
-    start,
-) -> int:
-    """Runs, or goes on with, one run, and writes its files; returns the exit status: 0,
-    or 128 + the signal that stopped it.
+class Member(NamedTuple):
+    """One run of a session, alone or of several."""
+
+    config: dict  # its own settings, as it would have them alone
+    overrides: list[str]
+    run_dir: Path
+
+
+def train_run(member: Member, choices: dict, parts: tuple, start: Snapshot | None) -> int:
+    """Runs, or goes on with, one run of the `parts` (algorithm, task, data, drift,
+    mesh), and writes its files; returns the exit status: 0, or 128 + the signal that
+    stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last
     checkpoint can be resumed.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
-    key = jax.random.key(config["seed"])
-    names = name_parts({part: config[part]["name"] for part in ("algorithm", "dataset")}, overrides)
-    try:
-        console.print(
-            f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}:"
-            f" {format_description(data)}, {describe_machine(mesh)}"
-        )
-        if algorithm.clustered and config["discard"] == "met":
-            plan = data.num_clients, config["clients_per_round"], config["rounds"]
-            console.print(describe_met_rule(*plan), markup=False)
-        with catch_signals() as asked:
-            result = run_rounds(
-                config, run_dir, (algorithm, task, data, drift, mesh, key), start, asked
-            )
-            if asked:
-                console.print(
-                    f"stopped after round {int(result.state.round)}; the same command goes on from"
-                    " there",
-                    markup=False,
-                )
-                return 128 + asked[0]
-            if distributed.is_primary():
-                summary = finish(config, choices, overrides, run_dir, algorithm, task, result, mesh)
-                print_summary(config, run_dir, algorithm, summary, console)
-    except OSError as error:
-        raise RunError(
-            f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed"
-        ) from None
-    return 0
+    (algorithm, task, data, drift, mesh), config = parts, member.config
+    console = make_console()
+    console.print(f"{headline(member)}: {format_description(data)}, {describe_machine(mesh)}")
+    print_met_rule(console, algorithm, data, config)
+    key, fresh = jax.random.key(config["seed"]), start is None
+
+    def compile_program(plan: Plan) -> Program:
+        return compile_run(algorithm, task, data, key, plan, drift, mesh, fresh)
+
+    status, summaries = train_members(
+        [member], choices, [parts], compile_program, None if start is None else [start]
+    )
+    for summary in summaries:
+        print_summary(config, member.run_dir, algorithm, summary, console)
+    return status
+
+
+def headline(member: Member) -> str:
+    """Returns what runs, on which data, in rich markup."""
+    names = name_parts(
+        {part: member.config[part]["name"] for part in ("algorithm", "dataset")}, member.overrides
+    )
+    return f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
+
+
+def print_met_rule(console: Console, algorithm, data, config: dict) -> None:
+    """Says when a clustered method scores that only does so once everybody has been met."""
+    if algorithm.clustered and config["discard"] == "met":
+        plan = data.num_clients, config["clients_per_round"], config["rounds"]
+        console.print(describe_met_rule(*plan), markup=False)
+
+
+def make_console() -> Console:
+    """Returns what prints to stdout, in process 0 alone."""
+    return Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
 
 
 def describe_machine(mesh) -> str:
@@ -106,110 +103,101 @@ def describe_machine(mesh) -> str:
     )
 
 
-class Recorder:
-    """Writes one run's rows as they come, and checkpoints when they are due, at the
-    end, and before stopping.
+def train_members(
+    members: Sequence[Member],
+    choices: dict,
+    parts: Sequence[tuple],
+    compile_program: Callable[[Plan], Program],
+    starts: Sequence[Snapshot] | None,
+) -> tuple[int, list[dict]]:
+    """Trains runs as one program and writes the files of each, in process 0; returns
+    the exit status and the summaries, none if the runs were stopped.
+
+    Args: `parts` (algorithm, task, data, drift, mesh) of each; `starts` of each, or
+    None to begin. Raises RunError.
     """
-
-    def __init__(self, config: dict, run_dir: Path, data, begun: int, files: contextlib.ExitStack):
-        self.last, self.every, self.folder = (
-            config["rounds"],
-            config["checkpoint"],
-            run_dir / CHECKPOINTS,
-        )
-        self.identity, self.handle = (
-            run_identity(config, data),
-            files.enter_context(open_metrics(run_dir)),
-        )
-        self.saved = {"round": begun, "at": time.monotonic()}
-
-    def save(self, snapshot: Snapshot, accuracy: float | None = None) -> None:
-        """Saves where the run stands."""
-        step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
-        try:
-            checkpoint.save(
-                self.folder,
-                step,
-                tree,
-                snapshot.counters,
-                self.identity,
-                keep=self.every["keep"],
-                score=accuracy,
-            )
-        except InputError as error:  # nothing was wrong with what was asked for
-            raise RunError(str(error)) from None
-        self.saved = {"round": step, "at": time.monotonic()}
-
-    def write_row(self, row: dict) -> None:
-        """Writes a row."""
-        append_row(self.handle, row)
-
-    def checkpoint_if_due(self, row: dict, snapshot: Callable[[], Snapshot], stop: bool) -> None:
-        """Saves where the run stands after a row, `snapshot()`, if it is time, or if
-        the run stops or ends there.
-        """
-        passed, waited = row["round"] - self.saved["round"], time.monotonic() - self.saved["at"]
-        if (
-            passed >= self.every["every"]
-            or waited >= 60 * self.every["minutes"]
-            or stop
-            or row["round"] >= self.last
-        ):
-            self.save(snapshot(), row["accuracy"])
+    config, run_dir = members[0].config, members[0].run_dir
+    plan = Plan(*(config[name] for name in ("rounds", "eval_every", "discard", "eval_auxiliary")))
+    algorithm, task, _, _, mesh = parts[0]
+    try:
+        with signals.catch_signals() as asked:
+            program = compile_program(plan)
+            found = record_rounds(members, parts, program, plan, starts, asked)
+            done = int(found[0].state.round)
+            if done < plan.rounds:
+                make_console().print(
+                    f"stopped after round {done}; the same command goes on from there",
+                    markup=False,
+                )
+                return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
+            if not distributed.is_primary():
+                return 0, []
+            return 0, [
+                finish(member, choices, algorithm, task, result, mesh)
+                for member, result in zip(members, found, strict=True)
+            ]
+    except OSError as error:
+        raise RunError(
+            f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed"
+        ) from None
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # a collective raises either
+        if not isinstance(error, InputError):
+            distributed.end_if_alone(error)
+        raise
 
 
-def run_rounds(config: dict, run_dir: Path, parts: tuple, start: Snapshot | None, asked: list[int]):
+def record_rounds(
+    members: Sequence[Member],
+    parts: Sequence[tuple],
+    program: Program,
+    plan: Plan,
+    starts: Sequence[Snapshot] | None,
+    asked: list[int],
+) -> list[Result]:
     """Runs the rounds; every row and checkpoint is written as it comes."""
-    algorithm, task, data, drift, mesh, key = parts
-    begun = 0 if start is None else int(start.state.round)
+    begun = int(starts[0].state.round) if starts else 0
     with contextlib.ExitStack() as files:
-        recorder = (
-            Recorder(config, run_dir, data, begun, files) if distributed.is_primary() else None
-        )
-        show = (
-            files.enter_context(progress(config["rounds"], begun))
-            if distributed.is_primary()
-            else None
-        )
+        records, show = [], lambda row: None
+        if distributed.is_primary():
+            records = [
+                files.enter_context(
+                    open_record(
+                        member.config,
+                        member.run_dir,
+                        algorithm,
+                        run_identity(member.config, data),
+                        begun,
+                    )
+                )
+                for member, (algorithm, _, data, _, _) in zip(members, parts, strict=True)
+            ]
+            show = files.enter_context(progress(plan.rounds, begun))
 
-        def on_row(row, snapshot: Snapshot):
-            if recorder:
-                recorder.write_row(row)
-                show(row)
-            stop = distributed.any_process(
-                bool(asked)
-            )  # only now: a signal that came while the row was written still stops here
-            if recorder:
-                recorder.checkpoint_if_due(row, lambda: snapshot, stop)
-            return (
-                stop and row["round"] < config["rounds"]
-            )  # asked meanwhile: after the next block, so that nothing stops unsaved
+        def on_start(snapshots: Snapshots) -> None:
+            if not starts:  # from now on the directories are known to be these runs'
+                for record, locate in zip(records, snapshots, strict=bool(records)):
+                    record.save(locate())
 
-        def on_start(snapshot: Snapshot):
-            if start is None and recorder:  # from now on the directory is known to be this run's
-                recorder.save(snapshot)
+        def on_rows(rows: list[dict], snapshots: Snapshots) -> bool:
+            for record, row in zip(records, rows, strict=bool(records)):
+                record.write(row)
+            scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+            show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
+            # only now: a signal that came while the rows were written still stops here; one
+            # that comes later stops after the next block, so that nothing stops unsaved
+            stop = distributed.any_process(bool(asked))
+            for record, row, locate in zip(records, rows, snapshots, strict=bool(records)):
+                record.save_if_due(row, locate, stop)
+            return stop
 
-        options = {
-            "drift": drift,
-            "with_auxiliary": config["eval_auxiliary"],
-            "mesh": mesh,
-            "start": start,
-        }
-        options |= {name: config[name] for name in ("rounds", "eval_every", "discard")}
-        result = run(algorithm, task, data, key, **options, on_start=on_start, on_row=on_row)
-    if int(result.state.round) >= config["rounds"]:
-        asked.clear()  # there was nothing left to stop
-    elif not asked:
-        asked.append(signal.SIGTERM)  # another process was
-    return result
+        return drive(program, plan, starts, on_start, on_rows)
 
 
-def finish(
-    config: dict, choices: dict, overrides: list[str], run_dir: Path, algorithm, task, result, mesh
-) -> dict:
+def finish(member: Member, choices: dict, algorithm, task, result: Result, mesh) -> dict:
     """Writes clients.parquet, summary.json and curves.png of a finished run; returns
     the summary.
     """
+    run_dir = member.run_dir
     table, served, held = jax.device_get(
         (result.clients, algorithm.serve(result.state).index, result.data.replace(x=None))
     )
@@ -218,30 +206,25 @@ def finish(
         "group": served,
         "concept": held.concept,
         "train_samples": held.train.size,
+        "test_samples": table.samples,
+        "accuracy": table.accuracy,
+        "loss": table.loss,
+        "f1": table.f1,
     }
-    write_clients(
-        run_dir,
-        columns
-        | {
-            "test_samples": table.samples,
-            "accuracy": table.accuracy,
-            "loss": table.loss,
-            "f1": table.f1,
-        },
-    )
-    summary = build_summary(config, choices, overrides, read_metrics(run_dir), task, result, mesh)
-
+    results.write_clients(run_dir, columns)
+    summary = build_summary(member, choices, results.read_metrics(run_dir), task, result, mesh)
     plot.plot_curves(run_dir, summary)
-    write_json(
+    results.write_json(
         run_dir / "summary.json", summary
     )  # last: its presence says that the run is finished
     return summary
 
 
 def build_summary(
-    config: dict, choices: dict, overrides: list[str], rows: list[dict], task, result, mesh
+    member: Member, choices: dict, rows: list[dict], task, result: Result, mesh
 ) -> dict:
     """Returns the contents of summary.json."""
+    config = member.config
     names = {
         group: choices[group]
         for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")
@@ -249,7 +232,7 @@ def build_summary(
     numbers = results.summarize_rows(rows)
     seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
-        **name_parts(names, overrides),
+        **name_parts(names, member.overrides),
         "seed": config["seed"],
         **numbers,
         "client_updates_per_s": numbers["client_updates"] / seconds,
@@ -263,5 +246,5 @@ def build_summary(
             {"python": sys.version.split()[0]}
             | {name: importlib.metadata.version(name) for name in PACKAGES}
         ),
-        "overrides": overrides,
+        "overrides": member.overrides,
     }

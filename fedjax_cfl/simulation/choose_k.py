@@ -55,9 +55,7 @@ def choose_k(
     few = sample_clients(derive_key(key, SELECT), data, clients)
     table = []
     for m in candidates:
-        last = run(
-            make(m), task, few, key, rounds=rounds, discard="none", with_auxiliary=False, mesh=mesh
-        ).rows[-1]
+        last = run(make(m), task, few, key, rounds=rounds, discard="none", mesh=mesh).rows[-1]
         table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
     return Choice(pick_best(table, by), table)
 

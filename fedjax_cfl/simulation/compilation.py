@@ -3,12 +3,14 @@ runs at once, in `vectorize` they are compiled.
 """
 
 import contextlib
+import functools
 import hashlib
 import platform
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,12 @@ from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.datasets.download import cache_dir
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding
-from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, State
+from fedjax_cfl.simulation import evaluate, memory
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, State, Task
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 class DataState(NamedTuple):
@@ -43,6 +47,57 @@ class DataState(NamedTuple):
         return data.replace(
             **{name: value for name, value in self._asdict().items() if name != "memory"}
         )
+
+
+class Plan(NamedTuple):
+    """How long a run is, and how it is tested: after every `eval_every` rounds and the
+    last.
+
+    `discard` (D17) hides a clustered method's accuracy while its first rounds do not
+    cover everybody: `rounds` in round t = 0, 1, ... while t < K / cohort (the FlexCFL
+    code), `met` while clients have not been met, `none` never.
+    """
+
+    rounds: PositiveInt
+    eval_every: PositiveInt = 1
+    discard: Literal["rounds", "met", "none"] = "rounds"
+    with_auxiliary: bool = True  # also test the mean of the models
+
+
+def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
+    """Raises InputError for a plan that there cannot be, or data without test samples."""
+    check_arguments(Plan, plan._asdict())
+    if not all(one.test.order.size for one in data):
+        raise InputError("data: nobody holds a test sample, so that nothing can be scored")
+
+
+Carry = tuple[State, Any]  # what goes from round to round: (state, data_state)
+
+
+class Compiled(NamedTuple):
+    """What steps a run, or several as one."""
+
+    begin: Callable[[], Carry]
+    train: Callable  # (carry, data, done, count) -> (carry, infos [.., >= count])
+    test: Callable  # (carry) -> (served models' index [.., K], table, counts, concept [.., K])
+    shapes: Any  # of the carry
+    memory: dict[str, int]  # bytes that each device was planned to hold, see `plan_memory`
+    seconds: float  # of compiling
+
+
+class Program(NamedTuple):
+    """A compiled run, or several as one, its members.
+
+    A member's arrays stand at its place in the leading axes of the program's; those of
+    a run alone have no such axes.
+    """
+
+    algorithm: Algorithm  # of any member
+    data: list[FederatedData]  # of each member
+    shapes: list[Carry]  # of each member's carry alone
+    places: list[tuple[int, ...]]  # of each member; () of a run alone
+    blocks: Callable  # (done) -> iterator of (count, data) of the blocks from round `done` on
+    compiled: Compiled
 
 
 def init_data_state(drift: Drift, key, data: FederatedData) -> DataState:
@@ -151,77 +206,100 @@ def parallel_compiler() -> Iterator[Callable[..., Future]]:
         yield lambda lowered: pool.submit(lowered.compile)
 
 
-def compile_run(algorithm, drift, task, mesh, feed, key, with_auxiliary: bool, fresh: bool):
-    """Returns the state's shapes and the compiled programs of a run: the start if it is
-    `fresh`, the rounds, the evaluation.
+def compile_run(
+    algorithm: Algorithm,
+    task: Task,
+    data: FederatedData,
+    key,
+    plan: Plan,
+    drift: Drift,
+    mesh,
+    fresh: bool = True,
+) -> Program:
+    """Compiles one run: its start if it is `fresh`, its rounds, its evaluation.
+
+    Raises InputError for data without test samples, for data on the host that the
+    algorithm cannot use, and for a run that does not fit into memory.
     """
-    everywhere = replicated_sharding(mesh)
+    check_plan(plan, [data])
+    prefetch.check_host_data(data, algorithm, drift)
+    key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
+    if prefetch.is_on_host(data):
+        feed = prefetch.HostFeed(data, algorithm, key, plan.rounds, plan.eval_every, mesh)
+    else:
+        on_device = sharding.replicate(data, mesh)
+        feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
     rounds = make_rounds_fn(algorithm, drift, feed.length)
 
-    def block(key, state, data_state, data, count):
+    def train(key, data, state, data_state, done, count):
         if data_state:
             return rounds(key, state, data_state, data, count)
-        state, _, infos = rounds(
-            key, state, data_state_of(data, ()), data, count
-        )  # a block of a population on the host
+        # a block of a population on the host
+        state, _, infos = rounds(key, state, data_state_of(data, ()), data, count)
         return state, (), infos
 
-    def part(found, state, data_state, data, first):
+    def test(key, data, state, data_state, found, first):
         data = data_state.apply_to(data) if data_state else data
-        more = evaluate.evaluate_block(algorithm, task, mesh, state, data, with_auxiliary, first)
-        found = more if found is None else evaluate.merge(found, more, first)
-        return found, algorithm.serve(state).index
+        return test_block(algorithm, task, mesh, plan, state, data, found, first)
 
-    nothing, client = None, None
+    functions = make_init(algorithm, drift, feed.streamed), train, test
+    compiled = compile_functions(functions, (key,), feed, mesh, fresh)
+    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
+
+
+def test_block(algorithm, task, mesh, plan: Plan, state: State, data, found, first):
+    """Returns (`found` and the evaluation of a further part of the test data, from
+    client `first` on; index of the served models [K]).
+    """
+    more = evaluate.evaluate_block(algorithm, task, mesh, state, data, plan.with_auxiliary, first)
+    found = more if found is None else evaluate.merge(found, more, first)
+    return found, algorithm.serve(state).index
+
+
+def compile_functions(functions, given: tuple, feed, mesh, fresh: bool = True) -> Compiled:
+    """Compiles (begin, train, test), functions of (*given, data), (*given, data,
+    *carry, done, count) and (*given, data, *carry, found, first client).
+
+    Raises InputError for what does not fit into memory.
+    """
+    began, side = time.perf_counter(), len(given) + 1
+    jit = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh))
+    nothing = None  # what tests begin with, and their first client: there is one part
     if feed.streamed:
-        nothing, client = (
-            sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh),
-            0,
-        )
+        empty = evaluate.empty(feed.data.num_clients, feed.data.num_classes)
+        nothing = sharding.replicate(empty, mesh)
     with parallel_compiler() as compiled:
-        begin = jax.jit(make_init(algorithm, drift, feed.streamed), out_shardings=everywhere).lower(
-            key, feed.shapes("train")
-        )
-        state, data_state = replicated_shapes(begin.out_info, mesh)
+        begin = jit(functions[0]).lower(*given, feed.shapes("train"))
+        shapes = replicated_shapes(begin.out_info, mesh)
         begin = compiled(begin) if fresh else None
-        train = jax.jit(block, donate_argnums=(1, 2), out_shardings=everywhere)
-        train = compiled(train.lower(key, state, data_state, feed.shapes("train"), 1))
-        score = compiled(
-            jax.jit(part, out_shardings=everywhere).lower(
-                nothing, state, data_state, feed.shapes("test"), client
-            )
-        )
-        num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
-        return (
-            state,
-            begin and begin.result(),
-            train.result(),
-            CompiledEvaluation(nothing, score.result(), num_models),
-        )
+        train = jit(functions[1], donate_argnums=(side, side + 1))
+        train = compiled(train.lower(*given, feed.shapes("train"), *shapes, 0, 1))
+        first = 0 if feed.streamed else None
+        score = jit(functions[2]).lower(*given, feed.shapes("test"), *shapes, nothing, first)
+        score = compiled(score).result()
+        train, begin = train.result(), begin and begin.result()
 
+    def start() -> Carry:
+        assert begin is not None, "only compiled for a fresh run"
+        return begin(*given, feed.initial_data())
 
-class CompiledEvaluation(NamedTuple):
-    """The compiled evaluation, over all the parts of the test data."""
+    def step(carry: Carry, data, done: int, count: int):
+        state, data_state, infos = train(*given, data, *carry, done, count)
+        return (state, data_state), infos
 
-    empty: Any  # where it begins; None: there is one part
-    # (found, state, data_state, data, first client) -> (found, see evaluate.joined; index of
-    # the served models [K])
-    evaluate_block: Callable
-    num_models: int
+    def test(carry: Carry):
+        found: Any = nothing
+        index: Any = None
+        for data, first in feed.test_blocks():
+            # one after another: waiting to be tested, all of them would be in memory
+            found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
+        return index, *found, carry[1].concept if carry[1] else np.full(index.shape, -1)
 
-    def __call__(self, state, data_state, parts):
-        """Returns (metrics, per-client table)."""
-        found = self.empty
-        for (
-            data,
-            first,
-        ) in parts:  # one after another: waiting to be tested, all of them would be in memory
-            found, index = jax.block_until_ready(
-                self.evaluate_block(found, state, data_state, data, first)
-            )
-        index, (table, counts) = jax.device_get((index, found))
-        concept = jax.device_get(data_state.concept) if data_state else np.full_like(index, -1)
-        return evaluate.finalize(index, self.num_models, table, counts, concept), found[0]
+    planned = memory.plan_memory(
+        shapes[0], feed.peak_shapes(), [program for program in (begin, train, score) if program]
+    )
+    memory.check_memory(planned, mesh)
+    return Compiled(start, step, test, shapes, planned, time.perf_counter() - began)
 
 
 def use_compile_cache() -> None:

@@ -1,35 +1,35 @@
 """A whole run: rounds and evaluations.
 
-`make_block_fn` is the program, `whole` runs it to the end as one function of a key (so
-`jit(vmap(whole))` runs many seeds), and `run` calls the same two halves from Python, so
-that numbers appear while the run goes on.
+`make_run_fn` is the definition, one function of a key (so `jit(vmap(...))` runs many
+seeds). `drive` calls the same parts from Python, compiled as a Program of one run or of
+several, so that numbers appear while it goes on: there is no other loop.
 """
 
+import functools
 import time
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.data import prefetch
-from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
-from fedjax_cfl.errors import InputError, NonFiniteUpdate
-from fedjax_cfl.round import traffic
-from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.sharding import make_mesh, replicate
-from fedjax_cfl.simulation import evaluate, memory
+from fedjax_cfl.sharding import make_mesh
+from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.compilation import (
+    Carry,
     DataState,
+    Plan,
+    Program,
     compile_run,
     init_data_state,
     make_rounds_fn,
 )
 from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
 from fedjax_cfl.types import Algorithm, FederatedData, State, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 def make_block_fn(
@@ -46,7 +46,8 @@ def make_block_fn(
     rounds = make_rounds_fn(algorithm, drift or no_drift(), eval_every)
 
     def step(key, carry, data):
-        state, data_state, infos = rounds(key, *carry, data, eval_every)
+        state, data_state = carry
+        state, data_state, infos = rounds(key, state, data_state, data, eval_every)
         found, _ = evaluate.evaluate_all(
             algorithm, task, mesh, state, data_state.apply_to(data), with_auxiliary
         )
@@ -89,7 +90,7 @@ class Snapshot(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `run` returns."""
+    """What a run leaves."""
 
     state: State
     data: FederatedData  # as the drift left it
@@ -97,25 +98,6 @@ class Result(NamedTuple):
     clients: ClientMetrics  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
     memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan`
-
-
-COUNTERS = {
-    "client_updates": 0,
-    "local_steps": 0,
-    "wall_s": 0.0,
-    "compile_s": 0.0,
-    "train_s": 0.0,
-    "eval_s": 0.0,
-}
-TIMES = ("compile_s", "train_s", "eval_s")
-
-
-Discard = Literal["rounds", "met", "none"]  # see `run`
-
-
-def check_plan(rounds: PositiveInt, eval_every: PositiveInt, discard: Discard) -> None:
-    """Raises InputError for a number of rounds, or a way to test them, that there cannot be."""
-    check_arguments(check_plan, locals())
 
 
 def run(
@@ -128,157 +110,123 @@ def run(
     eval_every: int = 1,
     drift: Drift | None = None,
     discard: str = "rounds",
-    with_auxiliary: bool = True,
     mesh=None,
-    start: Snapshot | None = None,
-    on_start: Callable[[Snapshot], None] = lambda snapshot: None,
     on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
 ) -> Result:
-    """Runs up to round `rounds`, from `start` or from the beginning, with an evaluation
-    after every `eval_every` rounds and the last.
+    """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last.
 
-    `on_start` gets where the run stands before its first round, `on_row` each
-    evaluation's row as soon as it is known, and where the run stands then; the run ends
-    early if it returns true. `discard` (D17) hides a clustered method's accuracy while
-    its first rounds do not cover everybody: `rounds` in round t = 0, 1, ... while t < K
-    / cohort (the FlexCFL code), `met` while clients have not been met, `none` never.
+    `on_row` gets each evaluation's row as soon as it is known, and where the run stands
+    then; the run ends early if it returns true. `discard`: see `Plan`.
     Raises InputError for data without test samples and for a run that does not fit into
     memory, NonFiniteUpdate where the faults ask for it.
     """
-    if not data.test.order.size:
-        raise InputError("data: nobody holds a test sample, so that nothing can be scored")
-    mesh, drift = mesh or make_mesh(), drift or no_drift()
-    check_plan(rounds, eval_every, discard)
-    prefetch.check_host_data(data, algorithm, drift)
-    key, data = replicate(key, mesh), bound_client_samples(data, drift)
-    if prefetch.is_on_host(data):
-        feed = prefetch.HostFeed(data, algorithm, key, rounds, eval_every, mesh)
-    else:
-        feed = prefetch.DeviceFeed(replicate(data, mesh), rounds, eval_every)
-    began = time.perf_counter()
-    shapes, begin, train, test = compile_run(
-        algorithm, drift, task, mesh, feed, key, with_auxiliary, fresh=start is None
+    plan = Plan(rounds, eval_every, discard)
+    program = compile_run(
+        algorithm, task, data, key, plan, drift or no_drift(), mesh or make_mesh()
     )
-    compile_s = time.perf_counter() - began
-    planned = memory.plan_memory(
-        shapes,
-        feed.peak_shapes(),
-        [program for program in (begin, train, test.evaluate_block) if program],
+    (result,) = drive(
+        program, plan, on_rows=lambda rows, snapshots: on_row(rows[0], snapshots[0]())
     )
-    memory.check_memory(planned, mesh)
-    state, data_state, counters = start or (*begin(key, feed.initial_data()), dict(COUNTERS))
-    counters = counters | {"compile_s": counters["compile_s"] + compile_s}
-    on_start(Snapshot(state, data_state, counters))
-    done, rows, table, blocks, started = int(state.round), [], None, [], time.perf_counter()
-    for count, block in feed.train_blocks(done):
-        state, data_state, infos = jax.block_until_ready(
-            train(key, state, data_state, block, count)
-        )
-        blocks.append(
-            jax.tree.map(lambda values, count=count: values[:count], jax.device_get(infos))
-        )
+    return result
+
+
+Snapshots = list[Callable[[], Snapshot]]  # of each member, taken when it is asked for
+
+
+def drive(
+    program: Program,
+    plan: Plan,
+    start: Sequence[Snapshot] | None = None,
+    on_start: Callable[[Snapshots], None] = lambda snapshots: None,
+    on_rows: Callable[[list[dict[str, Any]], Snapshots], bool | None] = lambda rows, snapshots: (
+        None
+    ),
+) -> list[Result]:
+    """Runs a program up to round `plan.rounds`, from `start` or from the beginning;
+    returns the results of its members, who share its seconds evenly.
+
+    `on_start` gets where the members stand before the first round, `on_rows` their rows
+    of each evaluation as soon as they are known, and where they stand then; the run
+    ends early if it returns true. Raises NonFiniteUpdate where the faults ask for it.
+    """
+    carry, members = begin(program, start), range(len(program.places))
+    compile_s = program.compiled.seconds / len(members)
+    counters = [s.counters for s in start] if start else [COUNTERS] * len(members)
+    counters = [one | {"compile_s": one["compile_s"] + compile_s} for one in counters]
+
+    def locate(member: int) -> Snapshot:
+        state, data_state = take_member(program, member, carry)
+        return Snapshot(state, data_state, counters[member])
+
+    snapshots: Snapshots = [functools.partial(locate, member) for member in members]
+    on_start(snapshots)
+    done = int(np.max(jax.device_get(carry[0].round)))
+    rows, blocks, tested, started = [[] for _ in members], [], None, time.perf_counter()
+    for count, block in program.blocks(done):
+        carry, infos = jax.block_until_ready(program.compiled.train(carry, block, done, count))
+        blocks.append((count, jax.device_get(infos)))
         done += count
-        if done % eval_every and done < rounds:
+        if done % plan.eval_every and done < plan.rounds:
             continue
         trained = time.perf_counter()
-        found, table = jax.block_until_ready(test(state, data_state, feed.test_blocks()))
-        infos, blocks = jax.tree.map(lambda *parts: np.concatenate(parts), *blocks), []
-        ended = time.perf_counter()
-        raise_if_nonfinite(
-            algorithm, state, infos
-        )  # first: neither row nor checkpoint may lead past it
-        row = metrics_row(state, infos, found, counters)
-        if algorithm.clustered and discards_accuracy(
-            discard, row, int(infos.selected[0]), data.num_clients
-        ):
-            row["accuracy"] = None
-        counters = update_counters(counters, row, trained - started, ended - trained)
-        rows.append(row)
-        if on_row(row, Snapshot(state, data_state, counters)):
+        tested = jax.device_get(program.compiled.test(carry))
+        seconds = {"train_s": trained - started, "eval_s": time.perf_counter() - trained}
+        seconds = {name: value / len(members) for name, value in seconds.items()}
+        ledger = jax.device_get((carry[0].traffic, carry[0].clock_ms))
+        for member in members:
+            row = make_row(program, plan, member, (done, ledger, blocks, tested), counters[member])
+            counters[member] = update_counters(counters[member], row, **seconds)
+            rows[member].append(row)
+        blocks = []
+        if on_rows([each[-1] for each in rows], snapshots):
             break
         started = time.perf_counter()
-    if table is None:  # a finished run was taken up again
-        _, table = test(state, data_state, feed.test_blocks())
+    if tested is None:  # a finished run was taken up again
+        tested = jax.device_get(program.compiled.test(carry))
+    return [
+        make_result(program, member, locate(member), rows[member], tested) for member in members
+    ]
+
+
+def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
+    """Returns the carry before the first round, with what the members' snapshots keep
+    written over its leading parts.
+    """
+    if start and not program.places[0]:
+        return start[0].state, start[0].data_state
+    carry = program.compiled.begin()
+    if not start:
+        return carry
+
+    def write(base, *parts):
+        base = np.array(base)
+        for place, part in zip(program.places, parts, strict=True):
+            base[(*place, *map(slice, part.shape))] = part
+        return base
+
+    kept = jax.device_get([(one.state, one.data_state) for one in start])
+    kept = jax.tree.map(write, jax.device_get(carry), *kept)
+    return jax.tree.map(lambda base, leaf: jax.device_put(leaf, base.sharding), carry, kept)
+
+
+def take_member(program: Program, member: int, carry):
+    """Returns a member's own carry, without what `stack_data` added to it."""
+    place = program.places[member]
+    if not place:
+        return carry
+    return jax.tree.map(
+        lambda leaf, like: leaf[(*place, *map(slice, like.shape))], carry, program.shapes[member]
+    )
+
+
+def make_result(program: Program, member: int, ends: Snapshot, rows: list, tested) -> Result:
+    """Returns what a member leaves, from where it ends."""
+    data, place = program.data[member], program.places[member]
     return Result(
-        state,
-        data_state.apply_to(data) if data_state else data,
+        ends.state,
+        ends.data_state.apply_to(data) if ends.data_state else data,
         rows,
-        table,
-        {name: counters[name] for name in TIMES},
-        planned,
+        jax.tree.map(lambda leaf: leaf[place], tested[1]),
+        {name: ends.counters[name] for name in TIMES},
+        program.compiled.memory,
     )
-
-
-def update_counters(
-    counters: dict[str, Any], row: dict[str, Any], train_s: float, eval_s: float
-) -> dict[str, Any]:
-    """Returns the counters and seconds after a block of rounds, and gives its row the
-    seconds so far.
-    """
-    spent = {"wall_s": train_s + eval_s, "train_s": train_s, "eval_s": eval_s}
-    counters = counters | {name: counters[name] + value for name, value in spent.items()}
-    row["wall_s"] = counters["wall_s"]
-    return counters | {name: row[name] for name in ("client_updates", "local_steps")}
-
-
-def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
-    """Returns whether the accuracy of a clustered method's row does not count yet."""
-    if discard == "rounds":
-        return (row["round"] - 1) * selected < num_clients
-    return discard == "met" and row["evaluated_clients"] < num_clients
-
-
-def raise_if_nonfinite(algorithm: Algorithm, state: State, infos) -> None:
-    """Raises NonFiniteUpdate for the first update of the rounds just done that was not
-    finite, if that is the policy.
-    """
-    if algorithm.nonfinite != "raise":
-        return
-    culprits = np.asarray(infos.fault_counts.first_nonfinite)
-    for place in np.flatnonzero(culprits[:, 0] >= 0):
-        client, leaf = culprits[place]
-        layer = jax.tree_util.keystr(
-            jax.tree_util.tree_leaves_with_path(state.groups)[leaf][0], simple=True, separator="/"
-        )
-        raise NonFiniteUpdate(
-            f"round {int(state.round) - len(culprits) + place + 1}: client {client} sent a"
-            f" non-finite update of {layer}"
-        )
-
-
-def metrics_row(state: State, infos, found, before: dict[str, Any]) -> dict[str, Any]:
-    """Returns one row of metrics.jsonl in plain Python: the last round's losses, the
-    block's mean discrepancy, everything sent so far.
-    """
-    state_round, sent, clock_ms, infos, found = jax.device_get(
-        (state.round, state.traffic, state.clock_ms, infos, found)
-    )
-    model_bytes = sum(
-        leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.groups)
-    )
-    down, up = traffic.count_bytes(sent, model_bytes)
-    row = {name: value.tolist() for name, value in found.items()}
-    return {
-        "round": int(state_round),
-        **row,
-        "train_loss": float(infos.loss[-1]),
-        "train_loss_last": float(infos.last_loss[-1]),
-        "discrepancy": float(infos.discrepancy.mean()),
-        "group_discrepancy": infos.group_discrepancy[-1].tolist(),
-        "dissimilarity": float(infos.dissimilarity.mean()),
-        "cold_clients": int(infos.cold.sum()),
-        "shifted_clients": int(infos.shifted.sum()),
-        "migrated_clients": int(infos.migrated.sum()),
-        "dropped_clients": int(infos.fault_counts.dropped.sum()),
-        "nonfinite_clients": int(infos.fault_counts.nonfinite.sum()),
-        "hostile_clients": int(infos.fault_counts.byzantine.sum()),
-        "idle_groups": int(infos.idle_groups.sum()),
-        "late_clients": int(infos.late.sum()),
-        "units_down": count_to_int(sent.units_down),
-        "units_up": count_to_int(sent.units_up),
-        "bytes_down": down,
-        "bytes_up": up,
-        "client_updates": before["client_updates"] + int(infos.clients.sum()),
-        "local_steps": before["local_steps"] + sum(map(count_to_int, infos.steps)),
-        "sim_time_s": count_to_int(clock_ms) / 1000,
-    }

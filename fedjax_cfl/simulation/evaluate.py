@@ -28,8 +28,7 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
     models cost one pass and not m. Samples of clients without a model get class -1.
     """
     models, index = served
-    num_models = count_models(models)
-    total = data.test.order.size
+    num_models, total = count_models(models), data.test.order.size
     owner = data.owner[data.test.order]
     index = jnp.where(owner >= 0, index[owner], -1)
     key = jnp.where(index >= 0, index, num_models)
@@ -137,8 +136,9 @@ def evaluate_block(
     with_auxiliary: bool,
     first=None,
 ):
-    """Returns the per-client table, and the counts of classes and of the auxiliary
-    model, on all test samples of the clients of `data`.
+    """Returns the per-client table and, on all test samples of the clients of `data`,
+    the counts of classes, of the auxiliary model, and of the clients whose model is not
+    finite.
 
     These are by default everybody, otherwise the clients from number `first` on.
     """
@@ -154,18 +154,27 @@ def evaluate_block(
         if count_models(served.models) > 1 and with_auxiliary
         else (jnp.zeros((), jnp.int32),) * 2
     )
-    return table, (counts, right)
+    bad = ~is_finite(models)[jnp.maximum(index, 0)] & (index >= 0) & (data.test.size > 0)
+    return table, (counts, right, bad.sum(dtype=jnp.int32))
+
+
+def is_finite(models) -> jax.Array:
+    """Returns for each of the models [M, ...] whether all of its numbers are finite."""
+    leaves = jax.tree.leaves(models)
+    return jnp.stack([jnp.isfinite(leaf.reshape(leaf.shape[0], -1)).all(1) for leaf in leaves]).all(
+        0
+    )
 
 
 def empty(num_clients: int, num_classes: int):
-    """Returns what `part` would of nobody, for all clients."""
+    """Returns what `evaluate_block` would of nobody, for all clients."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
     table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
-    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero))
+    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero), zero)
 
 
 def merge(found, more, first):
-    """Enters the result of a `part`, about clients from number `first` on, into that of all."""
+    """Enters an `evaluate_block` of the clients from number `first` on into that of all."""
     (table, counts), (part, also) = found, more
     ids = jnp.where(
         part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size
@@ -180,16 +189,23 @@ def finalize(index, num_models: int, table: metrics.ClientMetrics, counts, conce
     1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
 
     `index` [K] are the served models, `concept` [K] the true groups; without an
-    auxiliary model its accuracy is NaN.
+    auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
+    tested on a model that is not finite, or if nobody's loss is finite: such a model
+    does not predict.
     """
-    counts, (right, held) = counts
+    counts, (right, held), bad = counts
     xp, has_model = index.__array_namespace__(), index >= 0
     found = metrics.summarize_clients(table, counts)
     found["test_loss"] = found.pop("loss")
     found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[
         :num_models
     ]
-    found["ari"] = metrics.ari(index, concept, has_model & (concept >= 0), num_models, concept.size)
+    found["ari"] = metrics.ari(index, concept, has_model)
     found["evaluated_clients"] = has_model.sum()
     found["auxiliary_accuracy"] = xp.where(held > 0, right / held.clip(1), xp.nan)
-    return found
+    tested = table.samples > 0
+    bad = xp.where(xp.isfinite(table.loss).any(), bad, tested.sum())
+    for name in found:
+        if name.endswith(("accuracy", "f1")):
+            found[name] = xp.where(bad > 0, xp.nan, found[name])
+    return found | {"nonfinite_model_clients": bad}

@@ -6,12 +6,13 @@ import resource
 import sys
 
 import jax
+import jax.numpy as jnp
 
+from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_si
 from fedjax_cfl.round.cohort import bucket_sizes
 from fedjax_cfl.round.local import MAX_WIDTH
-from fedjax_cfl.sharding import is_cpu
 
 
 def tree_bytes(tree) -> int:
@@ -19,7 +20,7 @@ def tree_bytes(tree) -> int:
     return sum(
         leaf.size * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
 
 
@@ -27,13 +28,19 @@ def plan_memory(state, data, programs) -> dict[str, int]:
     """Returns the bytes that each device holds at once: data, models, what is kept per
     client, and the work of the largest program.
     """
-    work = max((program.memory_analysis().temp_size_in_bytes for program in programs), default=0)
+    work = max(map(work_bytes, programs), default=0)
     return {
         "data": tree_bytes(data),
         "models": tree_bytes((state.groups, state.server)),
         "client_memory": tree_bytes(state.memory),
         "work": work,
     }
+
+
+def work_bytes(program) -> int:
+    """Returns the bytes that a compiled program needs besides its arguments and results."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis else 0
 
 
 def choose_width(chosen: dict, task, data, mesh) -> int:
@@ -45,7 +52,7 @@ def choose_width(chosen: dict, task, data, mesh) -> int:
     """
     if chosen["width"] != "auto":
         return chosen["width"]
-    if is_cpu(mesh):
+    if sharding.is_cpu(mesh):
         return 1
     has, held = (
         available_bytes(mesh),
@@ -81,7 +88,7 @@ def step_bytes(task, x, y) -> int:
         jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum())
     )
     model = jax.eval_shape(task.init, jax.random.key(0))
-    return gradient.lower(model, x, y).compile().memory_analysis().temp_size_in_bytes
+    return work_bytes(gradient.lower(model, x, y).compile())
 
 
 def available_bytes(mesh) -> int | None:
@@ -89,7 +96,7 @@ def available_bytes(mesh) -> int | None:
     say; CPU devices share the machine's.
     """
     device = mesh.devices.flat[0]
-    if is_cpu(mesh):
+    if sharding.is_cpu(mesh):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return (device.memory_stats() or {}).get("bytes_limit")
 
@@ -113,7 +120,7 @@ def check_memory(planned: dict[str, int], mesh) -> None:
     parts = ", ".join(
         f"{name.replace('_', ' ')} {format_si(value, 'B')}" for name, value in planned.items()
     )
-    largest = max(planned, key=planned.get)
+    largest = max(planned, key=lambda name: planned[name])
     total = format_si(sum(planned.values()), "B")
     raise InputError(
         f"memory: each device needs {total} ({parts}) and has {format_si(has, 'B')}; use"

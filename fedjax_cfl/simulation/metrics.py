@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+MAX_SUMMED = 2**22  # samples whose losses are added up in one float32
+
 
 class ClientMetrics(struct.PyTreeNode):
     """What every client measures on its own test samples; NaN for a client without samples."""
@@ -63,27 +65,31 @@ def client_metrics(
     named = none.at[owner, y].add(1, mode="drop").at[owner, prediction].add(1, mode="drop")
     samples = jnp.zeros(num_clients, jnp.int32).at[owner].add(1, mode="drop")
 
-    def mean(value):
-        total = (
-            jnp.zeros(num_clients, jnp.float32)
-            .at[owner]
-            .add(value.astype(jnp.float32), mode="drop")
-        )
-        return jnp.where(samples > 0, total / jnp.maximum(samples, 1), jnp.nan)
+    right = jnp.zeros(num_clients, jnp.int32).at[owner].add(correct.astype(jnp.int32), mode="drop")
+    # float32 adds up MAX_SUMMED values, not many more: a large set in several parts
+    parts = -(-owner.size // MAX_SUMMED)
+    total = jnp.zeros((parts, num_clients), jnp.float32)
+    part = jnp.arange(owner.size) // MAX_SUMMED
+    total = total.at[part, owner].add(loss.astype(jnp.float32), mode="drop").sum(0)
+
+    def mean(sums):
+        return jnp.where(samples > 0, sums / jnp.maximum(samples, 1), jnp.nan)
 
     table = ClientMetrics(
-        samples=samples, accuracy=mean(correct), loss=mean(loss), f1=_macro_f1(hits, named)
+        samples=samples, accuracy=mean(right), loss=mean(total), f1=_macro_f1(hits, named)
     )
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
 def summarize_clients(metrics: ClientMetrics, counts) -> dict:
     """Returns one number [] per metric over the clients that have test samples, given
-    `per_client`'s counts [2, C]; NaN if there are none.
+    `client_metrics`' counts [2, C]; NaN if there are none.
 
-    accuracy, loss and micro_f1 weight clients by samples; macro_accuracy and macro_f1
-    are plain means over clients; worst10_accuracy is that of the worst tenth of the
-    clients, at least one; pooled_* forget who owns a sample. Of JAX's arrays or of
+    accuracy, loss and weighted_macro_f1 weight clients by samples; macro_accuracy and
+    macro_f1 are plain means over clients; either is of each client's macro-F1 over its
+    classes (FeSEM's tables call them Micro-F1 and Macro-F1). worst10_accuracy is that
+    of the worst tenth of the clients, at least one; pooled_micro_f1 and pooled_macro_f1
+    are micro-F1 and macro-F1 of all samples, whoever owns them. Of JAX's arrays or of
     NumPy's, like `ari` and `bincount`: a run's few numbers are not worth a program.
     """
     samples = metrics.samples
@@ -95,7 +101,7 @@ def summarize_clients(metrics: ClientMetrics, counts) -> dict:
         "macro_accuracy": _mean(metrics.accuracy, evaluated),
         "worst10_accuracy": _mean(ascending, worst & (ascending < xp.inf)),
         "loss": _mean(metrics.loss, samples),
-        "micro_f1": _mean(metrics.f1, samples),
+        "weighted_macro_f1": _mean(metrics.f1, samples),
         "macro_f1": _mean(metrics.f1, evaluated),
         "pooled_micro_f1": xp.where(evaluated.any(), _f1(*counts.sum(1)), xp.nan),
         "pooled_macro_f1": _macro_f1(*counts),
@@ -108,31 +114,47 @@ def bincount(labels, length: int):
     return xp.bincount(labels, minlength=length) if xp is np else xp.bincount(labels, length=length)
 
 
-def ari(a, b, valid, size_a: int, size_b: int):
-    """Returns the adjusted Rand index [] of labels `a [K]`, below size_a, and `b [K]`,
-    below size_b, over the clients `valid [K] bool`.
+def _count_pairs(start, valid):
+    """Returns the pairs within runs as two exact integers (high, low) of the value
+    high * 2^21 + low, low < 2^21.
+
+    `start` [K] bool marks where a run begins, `valid` [K] the places that count, each
+    run's first. A run of n gives 0 + 1 + .. + (n - 1): the sum of the ranks in it,
+    added up by digits of 7 bits, so that int32 holds it up to K = 2^24.
+    """
+    xp = start.__array_namespace__()
+    place = xp.arange(start.size)
+    cummax = np.maximum.accumulate if xp is np else jax.lax.cummax
+    rank = xp.where(valid, place - cummax(xp.where(start, place, 0)), 0)
+    digits = [((rank >> shift) & 127).sum() for shift in (0, 7, 14, 21)]
+    for low in range(3):
+        digits[low + 1] = digits[low + 1] + (digits[low] >> 7)
+    return digits[3], sum((digits[low] & 127) << 7 * low for low in range(3))
+
+
+def ari(a, b, valid):
+    """Returns the adjusted Rand index [] of labels `a [K]` and `b [K]` over the clients
+    `valid [K] bool`; K <= 2^24.
 
     1 if both partitions are trivial and equal; NaN without valid clients. Negative
-    labels are not valid. Pairs are counted in int32 (exact for K <= 46,341; NumPy's in
-    int64); from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn))
+    labels are not valid. Pairs are counted exactly, without a table of all pairs of
+    labels; from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn))
     (Hubert and Arabie 1985) has a denominator without cancellation, no smaller than
     either product above, and so is right to float32 rounding.
     """
     xp, valid = a.__array_namespace__(), valid & (a >= 0) & (b >= 0)
-    table = bincount(xp.where(valid, a * size_b + b, size_a * size_b), size_a * size_b + 1)[
-        :-1
-    ].reshape(size_a, size_b)
+    a, b = (xp.where(valid, labels, np.iinfo(np.int32).max) for labels in (a, b))  # sorted last
+    counted = xp.arange(a.size) < valid.sum()
+    by_a, by_b = xp.lexsort((b, a)), xp.sort(b)
 
-    def pairs(n):
-        return (n * (n - 1) // 2).sum()
+    def changes(labels):
+        return xp.concatenate([xp.ones(1, bool), labels[1:] != labels[:-1]])
 
-    in_both, in_a, in_b, total = (
-        pairs(table),
-        pairs(table.sum(1)),
-        pairs(table.sum(0)),
-        pairs(table.sum()),
-    )
-    counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both
+    new_a, new_both = changes(a[by_a]), changes(a[by_a]) | changes(b[by_a])
+    runs = new_both, new_a, changes(by_b), xp.arange(a.size) == 0
+    in_both, in_a, in_b, total = (xp.stack(_count_pairs(start, counted)) for start in runs)
+    counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both, total
+    *counts, total = (high * 2.0**21 + low for high, low in counts)
     tp, fp, fn, tn = (n / total.clip(1) for n in counts)
     scale = (tp + fn) * (fn + tn) + (tp + fp) * (fp + tn)
     index = xp.where(scale > 0, 2 * (tp * tn - fp * fn) / xp.where(scale > 0, scale, 1), 1.0)

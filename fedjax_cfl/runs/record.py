@@ -1,0 +1,118 @@
+"""The files that a run writes while it goes on: rows, a log, checkpoints, the models of
+its best evaluation.
+
+A checkpoint vouches for the rows before it: their number and SHA-256 stand in it, and
+they are on the disk first.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.runs import checkpoint, results
+from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
+from fedjax_cfl.runs.results import METRICS_FILE
+from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.types import Algorithm
+
+CHECKPOINTS, BEST, LOG_FILE = "checkpoints", "best", "run.log"
+
+
+class Record(NamedTuple):
+    """What writes the files of one run."""
+
+    write: Callable[[dict[str, Any]], None]  # (row): at once
+    save: Callable[[Snapshot], None]  # (snapshot): a checkpoint
+    # (row, snapshot, stop): the models if they are the best so far, and a checkpoint if it is
+    # time, or if the run stops or ends there
+    save_if_due: Callable[[dict[str, Any], Callable[[], Snapshot], bool], None]
+
+
+@contextlib.contextmanager
+def open_record(
+    config: dict, run_dir: Path, algorithm: Algorithm, identity: dict, begun: int
+) -> Iterator[Record]:
+    """Yields what writes the files of a run that begins, or goes on, after round
+    `begun`. Raises RunError where a checkpoint cannot be written or `run_dir` has gone.
+    """
+    every, rounds, digest = config["checkpoint"], config["rounds"], hashlib.sha256()
+    saved = logged = (begun, time.monotonic())  # round, when
+    with (
+        results.open_metrics(run_dir) as handle,
+        open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
+    ):
+        held, before = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
+        digest.update(held)
+        written, best = held.count(b"\n"), results.summarize_rows(before)["best_accuracy"]
+        pending = None  # (round, models and who uses which) of the best evaluation, if not saved
+
+        def write(row: dict[str, Any]) -> None:
+            nonlocal written, logged
+            check_present(handle, run_dir)
+            digest.update(results.append_row(handle, row).encode())
+            written += 1
+            if is_due(logged, row["round"], rounds):
+                logged = row["round"], time.monotonic()
+                line = f"round {row['round']} of {rounds}, {format_progress(row)}"
+                print(time.strftime("%F %T"), line, file=log, flush=True)
+
+        def save(snapshot: Snapshot) -> None:
+            nonlocal pending, saved
+            os.fsync(handle.fileno())
+            facts = {"counters": snapshot.counters, "metrics": [written, digest.hexdigest()]}
+            step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
+            try:
+                if pending:
+                    checkpoint.save(run_dir / BEST, *pending, {}, {}, keep=1)
+                checkpoint.save(
+                    run_dir / CHECKPOINTS, step, tree, facts, identity, keep=every["keep"]
+                )
+            except InputError as error:  # nothing was wrong with what was asked for
+                raise RunError(str(error)) from None
+            pending, saved = None, (step, time.monotonic())
+
+        def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
+            nonlocal best, pending
+            accuracy = results.to_plain(row["accuracy"])
+            if accuracy is not None and (best is None or accuracy > best):
+                best, pending = accuracy, (row["round"], copy_models(algorithm, locate().state))
+            passed, waited = row["round"] - saved[0], time.monotonic() - saved[1]
+            due = passed >= every["every"] or waited >= 60 * every["minutes"]
+            if due or stop or row["round"] >= rounds:
+                save(locate())
+
+        yield Record(write, save, save_if_due)
+
+
+def copy_models(algorithm: Algorithm, state) -> dict[str, Any]:
+    """Returns a copy on the host of the models that clients are served, and of who uses which."""
+    served = algorithm.serve(state)
+    return jax.tree.map(np.array, jax.device_get({"models": served.models, "index": served.index}))
+
+
+def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:
+    """Returns whether a line in the log is due: LOG_SECONDS after the last one (its
+    round, when), or with a further tenth of the rounds.
+    """
+    passed = 10 * done // rounds > 10 * logged[0] // rounds
+    return passed or time.monotonic() - logged[1] >= LOG_SECONDS
+
+
+def check_present(handle, run_dir: Path) -> None:
+    """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
+    with contextlib.suppress(FileNotFoundError):
+        there = (run_dir / METRICS_FILE).stat()
+        if os.path.samestat(os.fstat(handle.fileno()), there):
+            return
+    raise RunError(
+        f"run_dir={run_dir}: {METRICS_FILE} was removed or replaced while the run went on; it"
+        " ends here"
+    )
