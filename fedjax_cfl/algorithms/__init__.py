@@ -1,4 +1,4 @@
-"""The catalogue: one file per paper, one factory (task, local, select, ...) ->
+"""The catalogue of methods: one file per paper, one function (task, local, select, ...) ->
 Algorithm per method.
 """
 

@@ -1,30 +1,48 @@
 """Training without federation: the baseline NonFed of Xie, Long, Shen, Zhou, Wang,
 Jiang, Zhang, "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026.
 
-Every client trains its own model on its own data and sends nothing. A client is a group
-of its own: models [K, ...], group k is client k's.
+Every client trains its own model on its own data and sends nothing. Each client is a
+group: models [K, ...], group k is that of client k.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.errors import require
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, Start, make_report
+from fedjax_cfl.round.hooks import Hooks, Start, StartFn, make_report
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Info,
+    Key,
+    Params,
+    Report,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
 
 
-def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False) -> Algorithm:
-    """NonFed: all clients start from the same random model and are tested on their own.
+def nonfed(
+    task: Task, local: Local, select: Selection, *, trains: str = "all", ship_start: bool = False
+) -> Algorithm:
+    """NonFed: every client trains a model of its own, from the same random start.
 
-    Args: `trains` all: every client trains E epochs in every round | cohort: those whom
-    `select` draws, as many steps as FedAvg takes; `ship_start` counts the common start
-    as K models down. An evaluation costs at least one block of samples a client
-    (`evaluate.BLOCK`); its auxiliary accuracy is that of the mean of all models. Raises
-    InputError for a value of `trains` that is not listed here.
+    Args: `trains` all (every client trains E epochs in every round) | cohort (only those
+    that `select` draws, as many steps as FedAvg takes); `ship_start` counts the common
+    start as K models down.
+    A test costs at least one block of samples per client (`evaluate.BLOCK`). Its auxiliary
+    accuracy is that of the mean of all models. Raises InputError for another value of
+    `trains`.
     """
     require("algorithm.trains", trains, ("all", "cohort"))
     local = local.resolve()
@@ -40,19 +58,18 @@ def nonfed(task, local, select, *, trains: str = "all", ship_start: bool = False
         ),
     )
 
-    def silent_round(key, state: State, data: FederatedData):
+    def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)
         return after.replace(traffic=state.traffic), info
 
-    return algorithm._replace(
-        round=silent_round, clustered=False
-    )  # everybody has a model from the start
+    # not clustered: every client has a model from the start
+    return algorithm._replace(round=silent_round, clustered=False)
 
 
-def shared_model(task, ship_start: bool):
+def shared_model(task: Task, ship_start: bool) -> StartFn:
     """Starts every client from the same random model."""
 
-    def start(key, data: FederatedData):
+    def start(key: Key, data: FederatedData) -> Start:
         count = data.num_clients
         models = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), task.init(key)
@@ -66,14 +83,19 @@ def shared_model(task, ship_start: bool):
     return start
 
 
-def assign_client_id(key, state: State, data: FederatedData, cohort: Cohort):
-    """Each client is its own group."""
+def assign_client_id(
+    key: Key, state: State, data: FederatedData, cohort: Cohort
+) -> tuple[jax.Array, Report]:
+    """Assigns each client the group of its own id (an `AssignFn`)."""
     return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
 
 
-def client_delta(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Each client's own update: a scatter, where a mean over K groups would be a
-    product with a [S, K] matrix.
+def client_delta(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Returns each client's own update as the step of its group (an `AggregateFn`).
+
+    It is a scatter; a mean over K groups would be a product with a matrix [S, K].
     """
     rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
     step = jax.tree.map(

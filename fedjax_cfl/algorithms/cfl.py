@@ -1,17 +1,17 @@
 """Sattler, Mueller, Samek, "Clustered Federated Learning: Model-Agnostic Distributed
 Multitask Optimization under Privacy Constraints", IEEE TNNLS 2021,
-https://arxiv.org/abs/1910.01991. (`fedcluster` is what the FeSEM paper compares with by
-that name.)
+https://arxiv.org/abs/1910.01991. (What the FeSEM paper calls CFL is `fedcluster`.)
 
-Everybody begins in one group. Where federated learning has become stationary for a
-group as a whole, but not for some of its members, the group is cut in two between the
-clients whose updates point apart, and each half goes on by itself.
+All clients start in one group. When training has become stationary for a group as a
+whole, but not for some of its clients, the group is cut in two, between the clients whose
+updates point in different directions. Each half then trains by itself.
 
-Differs from the paper: there is room for `m` groups and no more; a member that was
-absent when its group was cut joins a half when it next takes part, as newcomers do;
-newcomers are compared by the server, which costs a model down and one up per cut.
+Differs from the paper: there can be at most `m` groups; a client that was absent when its
+group was cut joins a half when it next takes part, as newcomers do; newcomers are compared
+by the server, which costs a model down and one up per cut.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine, dissimilarity
@@ -27,9 +28,17 @@ from fedjax_cfl.errors import require
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    AssignFn,
+    Hooks,
+    RegroupFn,
+    Start,
+    StartFn,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.pretrain import train_aside
+from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
@@ -37,7 +46,9 @@ from fedjax_cfl.types import (
     Algorithm,
     Cohort,
     FederatedData,
+    Key,
     Params,
+    Report,
     Selection,
     State,
     Task,
@@ -45,32 +56,36 @@ from fedjax_cfl.types import (
 )
 
 LINKAGES = ("single", "complete", "average")
+# (round, active [m], norm of the mean update [m], longest norm [m], clients [m]) -> [m] bool, the
+# groups to cut
+DueFn = Callable[..., jax.Array]
 
 
 class SplitTree(struct.PyTreeNode):
-    """The cuts so far: cut h = 1 .. m - 1 made group h from members of group parent[h],
-    and later cuts have higher numbers.
+    """The cuts so far: cut h = 1 .. m - 1 made group h of clients of group parent[h]. Later
+    cuts have higher numbers.
     """
 
     parent: jax.Array  # [m] int32, -1 where there has been no cut
     models: Params  # [m, ...], the parent's model when it was cut
-    parent_update: Params  # [m, ...], mean update of the members that stayed with the parent
+    parent_update: Params  # [m, ...], mean update of the clients that stayed with the parent
     split_update: Params  # [m, ...], mean update of those that left
-    last_split: jax.Array  # [K] int32, the last cut that the client has taken its side in
-    last_update: Any = ()  # [K, ...], every client's last update, only with stale updates
-    known: Any = ()  # [K] bool, it has sent one
+    last_split: jax.Array  # [K] int32, the last cut at which the client has taken a side
+    last_update: Any = ()  # [K, ...], every client's last update; only with stale updates
+    known: Any = ()  # [K] bool, the client has sent one; only with stale updates
 
 
 class SplitRule(NamedTuple):
     """When a group is cut in two, and where."""
 
-    eps1: Any = 0.4  # the mean update is shorter: the group is stationary
-    eps2: Any = 1.6  # the longest update is longer: some members are not
-    gamma_max: Any = 0.0  # sqrt((1 - alpha) / 2) is larger, alpha the largest cosine across
+    eps1: ArrayLike = 0.4  # the mean update is shorter: the group is stationary
+    eps2: ArrayLike = 1.6  # the longest update is longer: some clients are not stationary
+    # sqrt((1 - alpha) / 2) is larger; alpha is the largest cosine between the halves
+    gamma_max: ArrayLike = 0.0
     min_size: int = 2  # only larger groups are cut
     warm_up: int = 20  # no cut before this round
-    # of the updates by their cosines: single, which is the cut of least alpha | complete (the
-    # released code, D35) | average
+    # of the updates, by their cosines: single (the cut of least alpha) | complete (the released
+    # code, D35) | average
     linkage: str = "single"
 
 
@@ -84,11 +99,11 @@ def cfl(
     aggregate: AggregateFn = uniform_mean,
     stale_updates: bool = False,
 ) -> Algorithm:
-    """CFL with room for m groups.
+    """CFL with at most m groups.
 
-    Args: `rule` says when a group is cut; `aggregate` the clients within a group:
-    uniform_mean | weighted_mean; `stale_updates` lets members that are not in the cohort be
-    judged and cut by their last update, else a group is judged by the members present.
+    Args: `rule` says when a group is cut; `aggregate` is uniform_mean | weighted_mean;
+    `stale_updates` counts clients outside the cohort by their last update when a group is
+    tested and cut; otherwise only the clients of the cohort count.
     Raises InputError for an unknown linkage.
     """
     require("algorithm.linkage", rule.linkage, LINKAGES)
@@ -109,15 +124,15 @@ def cfl(
     return federated(task, local, select, hooks)
 
 
-def single_active_group(task, m: int, stale_updates: bool):
-    """Starts from one random model in group 0; the others wait."""
+def single_active_group(task: Task, m: int, stale_updates: bool) -> StartFn:
+    """Starts from one random model in group 0; the other groups are not active yet."""
 
-    def start(key, data: FederatedData):
+    def start(key: Key, data: FederatedData) -> Start:
         groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), task.init(key))
-        nothing = jax.tree.map(jnp.zeros_like, groups)
+        zeros = jax.tree.map(jnp.zeros_like, groups)
         clients = data.num_clients
         tree = SplitTree(
-            jnp.full(m, -1, jnp.int32), nothing, nothing, nothing, jnp.zeros(clients, jnp.int32)
+            jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
         )
         if stale_updates:
             latest = jax.tree.map(
@@ -129,55 +144,67 @@ def single_active_group(task, m: int, stale_updates: bool):
     return start
 
 
-def descend_splits(train) -> AssignFn:
-    """Lets clients pass the cuts made without them: they train from the model that was
-    cut and join the half of the more similar update.
+def descend_splits(train: TrainFn) -> AssignFn:
+    """Lets clients take their side at the cuts that were made without them (Algorithm 3 of
+    the paper).
 
-    `train` is a `train_aside`. (Algorithm 3 of the paper; newcomers begin in
-    group 0.) Each cut costs 1 model down and 1 up.
+    They train from the model of the group that was cut, and join the half of the more
+    similar mean update. Newcomers start in group 0. Each cut costs a model down and one up.
     """
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
         real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
 
         def cut(h, carry):
-            here, walked, faults = carry
+            here, trained, faults = carry
             asked = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
-                model, stayed, moved = (
+                model, stayed, left = (
                     jax.tree.map(lambda leaf: leaf[h][None], each)
                     for each in (tree.models, tree.parent_update, tree.split_update)
                 )
-                walkers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
+                trainees = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
                 shared, work = (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here))
-                upload, bad = train(walkers, data, shared, work)
-                return cosine(upload.delta, moved)[:, 0] > cosine(upload.delta, stayed)[:, 0], bad
+                upload, bad = train(trainees, data, shared, work)
+                return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], bad
 
             leaves, bad = lax.cond(
                 jnp.any(asked), sides, lambda: (jnp.zeros_like(asked), no_faults())
             )
             here = jnp.where(asked & leaves, h, here).astype(jnp.int32)
-            return here, walked + asked, add_fault_counts(faults, bad)
+            return here, trained + asked, add_fault_counts(faults, bad)
 
         begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), no_faults()
-        gid, walked, faults = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, make_report(make_traffic(walked, walked), fault_counts=faults)
+        gid, trained, faults = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
+        return gid, make_report(make_traffic(trained, trained), fault_counts=faults)
 
     return assign
 
 
 def bipartition(
-    due, linkage: str, gamma_max, stale_updates: bool, seen=lambda delta: delta
+    due: DueFn,
+    linkage: str,
+    gamma_max: ArrayLike,
+    stale_updates: bool,
+    compared: Callable[[Params], Params] = lambda delta: delta,
 ) -> RegroupFn:
-    """Cuts every group that is `due(round, active, mean norm,
-    longest norm, size)` [m] and can be cut.
+    """Cuts every group that is due and whose halves are far enough apart (`gamma_max`).
 
-    `seen` takes from the updates what their cosines are of.
+    `compared` takes the part of the updates whose cosines are compared.
     """
 
-    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
+    def regroup(
+        key: Key,
+        state: State,
+        data: FederatedData,
+        cohort: Cohort,
+        gid: jax.Array,
+        upload: Upload,
+    ) -> tuple[State, jax.Array]:
         tree, m = state.memory, state.active.size
         passed = tree.last_split.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
@@ -203,7 +230,7 @@ def bipartition(
 
         def cut():
             half, gamma = bisect_updates(
-                ids, jnp.where(sent, group, -1), seen(delta), ready, linkage
+                ids, jnp.where(sent, group, -1), compared(delta), ready, linkage
             )
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
@@ -219,14 +246,16 @@ def bipartition(
     return regroup
 
 
-def bisect_updates(ids, group, delta, ready, linkage: str):
-    """Returns the half [R] int32, 0 or 1, that each of R updates falls in, and gamma
-    [m] = sqrt((1 - alpha) / 2) of each `ready` group.
+def bisect_updates(
+    ids: jax.Array, group: jax.Array, delta: Params, ready: jax.Array, linkage: str
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts each group of `ready` [m] bool in two; returns the half [R] int32, 0 or 1, of
+    each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
 
-    alpha is the largest cosine across. Half 0 holds the client of lowest id; rows of
-    group -1 are masked.
+    alpha is the largest cosine between the halves. Half 0 has the client of lowest id.
+    Rows of group -1 are masked.
     """
-    order = jnp.argsort(ids)  # neither halves nor ties depend on slots
+    order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
     group = group[order]
     apart = dissimilarity(delta, delta)[order][:, order]
 
@@ -240,7 +269,8 @@ def bisect_updates(ids, group, delta, ready, linkage: str):
 
         return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
 
-    label, gamma = lax.map(cut, jnp.arange(ready.size))  # by groups: the distances of one at a time
+    # one group at a time: the distances of all groups would be m matrices [R, R]
+    label, gamma = lax.map(cut, jnp.arange(ready.size))
     return (
         jnp.zeros_like(group)
         .at[order]
@@ -249,11 +279,20 @@ def bisect_updates(ids, group, delta, ready, linkage: str):
     )
 
 
-def split(state: State, ids, group, sent, delta, half, chosen):
-    """Gives half 1 of every `chosen` [m] group the lowest free group, while there
-    is one; returns (state, groups [R] of the updates).
+def split(
+    state: State,
+    ids: jax.Array,
+    group: jax.Array,
+    sent: jax.Array,
+    delta: Params,
+    half: jax.Array,
+    chosen: jax.Array,
+) -> tuple[State, jax.Array]:
+    """Moves half 1 of every group of `chosen` [m] bool to the lowest free group, while
+    there is one; returns (state, groups [R] of the updates).
 
-    The new group inherits model and optimizer state; the tree remembers the cut.
+    A new group inherits model and optimizer state, and the tree stores the cut. `sent`
+    [R] bool are the updates that count.
     """
     m, tree = state.active.size, state.memory
     target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1

@@ -1,8 +1,7 @@
 """McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of
 Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629.
 
-Clients train the one global model on their own data; the server averages what they
-learned.
+Clients train one global model on their own data; the server averages their updates.
 """
 
 from fedjax_cfl.round.aggregate import weighted_mean
@@ -23,7 +22,7 @@ def fedavg(
 
 
 def fedsgd(task: Task, local: Local, select: Selection) -> Algorithm:
-    """FedSGD: one full-batch gradient a client, i.e. FedAvg with E = 1 and B = infinity."""
+    """FedSGD: one full-batch gradient per client; FedAvg with E = 1 and B = infinity."""
     local = local.resolve()
     hooks = Hooks(gradient_step(task, local), start_clients=no_clients)
     return federated(task, local, select, hooks)

@@ -1,19 +1,20 @@
-"""FedCluster, the form of clustered federated learning (see `cfl`) that Xie et al.,
+"""FedCluster: the form of clustered federated learning (see `cfl`) that Xie et al.,
 "Multi-Center Federated Learning", 2020, https://arxiv.org/abs/2005.01026 (FeSEM),
-compare with: FedAvg enclosed in a hierarchical clustering.
+compare with. It puts FedAvg into a hierarchical clustering.
 
-After some rounds of FedAvg comes a round with all clients, in which every large group
-is cut in two between the clients whose updates of the output layer point apart. Both
-parts go on in the same way; no norm is tested.
+After some rounds of FedAvg there is a round with all clients. In it every large group is
+cut in two, between the clients whose updates of the output layer point in different
+directions. Both halves go on in the same way; no norm is tested.
 
-Differs from the authors' code, which visits one group after another: all groups train
-side by side, a cohort is drawn from all clients and not from each group, a group that
-was not cut trains on and is tested again at its next turn; there is room for `m` groups
-and no more.
+Differs from the authors' code, which treats one group after another: all groups train in
+the same rounds; a cohort is drawn from all clients and not from each group; a group that
+was not cut trains on and is tested again in the next such round; there can be at most `m`
+groups.
 """
 
 import jax
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, single_active_group
 from fedjax_cfl.errors import InputError
@@ -23,7 +24,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, Selection, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, Selection, State, Task
 
 
 def fedcluster(
@@ -33,15 +34,15 @@ def fedcluster(
     *,
     m: int,
     rounds: int = 30,
-    gamma=0.13,
+    gamma: ArrayLike = 0.13,
     min_size: int = 20,
 ) -> Algorithm:
-    """CFL as in the FeSEM paper, with room for m groups: cycles of `rounds` rounds of
-    FedAvg and one round with all clients.
+    """CFL as in the FeSEM paper, with at most m groups: `rounds` rounds of FedAvg, then one
+    round with all clients, again and again.
 
-    In that one each group of more than `min_size` clients is cut by average linkage of
-    the cosines of its updates of the layer `head`, if sqrt((1 - largest cosine across)
-    / 2) exceeds `gamma`. It costs K models down and K up.
+    The round with all clients cuts each group of more than `min_size` clients by average
+    linkage of the cosines of its updates of the layer `head`, if sqrt((1 - largest cosine
+    across) / 2) is above `gamma`. It costs K models down and K up.
     Raises InputError for a model without a dense layer `head`.
     """
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
@@ -60,14 +61,21 @@ def fedcluster(
         start=single_active_group(task, m, False),
         assign=descend_splits(train_aside(solve, local)),
         regroup=bipartition(
-            due, "average", gamma, False, seen=lambda delta: delta["head"]["kernel"]
+            due, "average", gamma, False, compared=lambda delta: delta["head"]["kernel"]
         ),
     )
-    some, whole = (federated(task, local, each, hooks) for each in (select, full_participation()))
+    cohort_only, everybody = (
+        federated(task, local, each, hooks) for each in (select, full_participation())
+    )
 
-    def round(key, state, data):
+    def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(
-            state.round % (rounds + 1) == rounds, whole.round, some.round, key, state, data
+            state.round % (rounds + 1) == rounds,
+            everybody.round,
+            cohort_only.round,
+            key,
+            state,
+            data,
         )
 
-    return some._replace(round=round)
+    return cohort_only._replace(round=round)

@@ -1,11 +1,12 @@
 """Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "FedDANE: A Federated Newton-Type
 Method", Asilomar 2019, https://arxiv.org/abs/2001.01920.
 
-A round has two phases: clients S1 send their gradients of the received model, whose
-mean is g_t; clients S2 then train on their loss with its gradient at w_t replaced by
-g_t: F_i(w) + <g_t - grad F_i(w_t), w - w_t> + mu / 2 ||w - w_t||^2. Differs from the
-paper: both phases weigh clients by their samples, where the paper draws them with that
-probability.
+A round has two phases. First the clients S1 send the gradients of the received model w_t;
+their mean is g_t. Then the clients S2 train on their loss with its gradient at w_t
+replaced by g_t: F_i(w) + <g_t - grad F_i(w_t), w - w_t> + mu / 2 ||w - w_t||^2.
+
+Differs from the paper: both phases weigh clients by their samples, where the paper draws
+them with that probability.
 """
 
 import jax
@@ -14,21 +15,38 @@ import jax.numpy as jnp
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import federated, serve_global
-from fedjax_cfl.round.hooks import Hooks, make_report
-from fedjax_cfl.round.local import Work, full_work
+from fedjax_cfl.round.hooks import AssignFn, Hooks, PrepareFn, make_report
+from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.objective import add_linear_term, erm, proximal
 from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Report,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
 
 
-def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm:
-    """FedDANE: S1 is a second, independent draw of `select`, or with `same_set` the
+def feddane(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    mu: float | jax.Array = 1.0,
+    same_set: bool = False,
+) -> Algorithm:
+    """FedDANE: S1 is a second, independent draw of `select`; with `same_set` it is the
     cohort itself.
 
-    Simulated faults strike in the second phase; gradients that are not finite are left
-    out of the mean.
+    Simulated faults happen in the second phase only. The mean leaves out gradients that
+    are not finite.
     """
     local, objective = local.resolve(), proximal(mu, erm(task))
     algorithm = federated(
@@ -41,28 +59,32 @@ def feddane(task, local, select, *, mu=1.0, same_set: bool = False) -> Algorithm
             prepare=gradient_correction(task, local, None if same_set else select),
         ),
     )
-    return algorithm._replace(serve=serve_global, clustered=False)  # `assign` only adds to the bill
+    # not clustered: `assign` only adds traffic
+    return algorithm._replace(serve=serve_global, clustered=False)
 
 
-def gradient_correction(task, local, select):
-    """Returns prepare(...), which adds g_t - grad F_i(w_t) [S, ...] to the work; `select`
-    draws S1, None: S1 is the cohort. Zero if nobody in S1 has samples.
+def gradient_correction(task: Task, local: Local, select: Selection | None) -> PrepareFn:
+    """Adds g_t - grad F_i(w_t) [S, ...] to the work of each client.
+
+    `select` draws S1; None: S1 is the cohort. The term is 0 if nobody in S1 has samples.
     """
     gradient = over_clients(gradient_step(task, local), local)
 
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         draw, noise = jax.random.split(key)
 
-        def asked(cohort):
+        def take_step(cohort: Cohort) -> Upload:  # delta = -lr grad F_i(w_t)
             return gradient(
                 cohort, data, (noise, state.groups), full_work(jnp.zeros_like(cohort.ids))
-            )  # delta = -lr grad F_i(w_t)
+            )
 
-        own = asked(cohort)
+        own = take_step(cohort)
         first = (
             own
             if select is None
-            else asked(make_cohort(select.select(draw, state.selection, state, data), data, local))
+            else take_step(
+                make_cohort(select.select(draw, state.selection, state, data), data, local)
+            )
         )
         first, *_ = faults.guard_nonfinite("skip", first)
         mean, mass = group_mean(
@@ -76,15 +98,16 @@ def gradient_correction(task, local, select):
     return prepare
 
 
-def assign_with_s1_traffic(same_set: bool):
-    """Returns assign(...): everybody trains group 0; the bill of what FedAvg does not
-    send.
+def assign_with_s1_traffic(same_set: bool) -> AssignFn:
+    """Assigns group 0 to everybody, and counts what FedDANE sends more than FedAvg.
 
-    With K clients in each phase that is a gradient up, and g_t down next to w_t: 4 K in
-    all if the same clients serve both phases and keep w_t, else 5 K.
+    That is a gradient up, and g_t down next to w_t. With K clients in each phase a round
+    costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K.
     """
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (1 if same_set else 2), units_up=real)
         return jnp.zeros_like(cohort.ids), make_report(sent)

@@ -4,9 +4,13 @@ Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning",
 https://arxiv.org/abs/2005.01026.
 
 FedAvg whose server goes only the fraction epsilon of the way to the mean of the trained
-models: w <- w + epsilon (mean_i w_i - w). Differs from the code of FeSEM: its FedDWS
-reads an undefined name; here it is the formula next to it (D31).
+models: w <- w + epsilon (mean_i w_i - w).
+
+Differs from the code of FeSEM: its FedDWS reads an undefined name; here it is the formula
+next to it (D31).
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +18,36 @@ import optax
 
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.hooks import AggregateFn, Hooks
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Cohort, Params, Selection, State, Task, Upload
 
 
-def feddist(task, local, select, *, epsilon=0.6) -> Algorithm:
-    """FedDist: plain means, step `epsilon` (None: 1 / |S|, the clients that answered)."""
+def feddist(
+    task: Task, local: Local, select: Selection, *, epsilon: float | jax.Array | None = 0.6
+) -> Algorithm:
+    """FedDist: unweighted means, step `epsilon` (None: 1 / |S|, S the clients that answered)."""
     return step_towards(task, local, select, uniform_mean, epsilon)
 
 
-def feddws(task, local, select, *, epsilon=None) -> Algorithm:
-    """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, the
+def feddws(
+    task: Task, local: Local, select: Selection, *, epsilon: float | jax.Array | None = None
+) -> Algorithm:
+    """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, S the
     clients that answered).
     """
     return step_towards(task, local, select, weighted_mean, epsilon)
 
 
-def step_towards(task, local, select, mean, epsilon) -> Algorithm:
-    """FedAvg that goes `epsilon` of the way to `mean`, an aggregate."""
+def step_towards(
+    task: Task,
+    local: Local,
+    select: Selection,
+    mean: AggregateFn,
+    epsilon: float | jax.Array | None,
+) -> Algorithm:
+    """FedAvg whose server goes the fraction `epsilon` of the way to the `mean`."""
     local = local.resolve()
     aggregate, server = (
         (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
@@ -41,10 +56,12 @@ def step_towards(task, local, select, mean, epsilon) -> Algorithm:
     return federated(task, local, select, hooks)
 
 
-def divide_by_cohort(mean):
+def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
     """Divides the steps of `mean` by the number of clients that answered."""
 
-    def aggregate(upload, gid, cohort, client_extra, state):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         step, mass = mean(upload, gid, cohort, client_extra, state)
         return (
             jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step),

@@ -2,11 +2,11 @@
 Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295; server momentum: Hsu, Qi,
 Brown 2019, https://arxiv.org/abs/1909.06335.
 
-The averaged update is treated as a gradient and handed to a server optimizer. Differs
-from optax's adam and yogi: Algorithm 2 of the paper has no bias correction and adds tau
-outside the root.
+A server optimizer takes the averaged update for a gradient. Differs from adam and yogi of
+optax: Algorithm 2 of the paper has no bias correction and adds tau outside the root.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,20 +15,28 @@ import optax
 
 from fedjax_cfl.round.engine import federated, no_clients
 from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Params, Selection, Task
 
 
 class Moments(NamedTuple):
-    """First and second moments of the averaged update; same structure as the parameters."""
+    """The first and second moments of the averaged update."""
 
-    first: optax.Params
-    second: optax.Params
+    first: Params  # like the parameters
+    second: Params
 
 
-def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
-    """Algorithm 2 of the paper: m <- b1 m + (1 - b1) g, v <- second(v, g^2), update -lr
-    m / (sqrt(v) + tau); v starts at tau^2.
+def adaptive(
+    second: Callable[[jax.Array, jax.Array], jax.Array],
+    lr: float | jax.Array,
+    b1: float,
+    tau: float,
+) -> optax.GradientTransformation:
+    """Makes the server optimizer of Algorithm 2 of the paper.
+
+    m <- b1 m + (1 - b1) g, v <- second(v, g^2), update -lr m / (sqrt(v) + tau); v starts
+    at tau^2.
     """
 
     def init(params):
@@ -47,27 +55,49 @@ def adaptive(second, lr, b1: float, tau: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def with_server(task, local, select, server) -> Algorithm:
+def with_server(
+    task: Task, local: Local, select: Selection, server: optax.GradientTransformation
+) -> Algorithm:
     """FedAvg with a server optimizer."""
     local = local.resolve()
     hooks = Hooks(sgd(task, local), server=server, start_clients=no_clients)
     return federated(task, local, select, hooks)
 
 
-def fedavgm(task, local, select, *, server_lr=1.0, momentum: float = 0.9) -> Algorithm:
+def fedavgm(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    server_lr: float | jax.Array = 1.0,
+    momentum: float = 0.9,
+) -> Algorithm:
     """FedAvgM: the server adds momentum."""
     return with_server(task, local, select, optax.sgd(server_lr, momentum=momentum))
 
 
 def fedadagrad(
-    task, local, select, *, server_lr=0.1, b1: float = 0.0, tau: float = 1e-3
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    server_lr: float | jax.Array = 0.1,
+    b1: float = 0.0,
+    tau: float = 1e-3,
 ) -> Algorithm:
     """FedAdagrad: v <- v + g^2."""
     return with_server(task, local, select, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
 
 def fedadam(
-    task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    server_lr: float | jax.Array = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    tau: float = 1e-3,
 ) -> Algorithm:
     """FedAdam: v <- b2 v + (1 - b2) g^2."""
     return with_server(
@@ -76,7 +106,14 @@ def fedadam(
 
 
 def fedyogi(
-    task, local, select, *, server_lr=0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    server_lr: float | jax.Array = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    tau: float = 1e-3,
 ) -> Algorithm:
     """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2)."""
     return with_server(

@@ -2,25 +2,32 @@
 Networks", MLSys 2020, https://arxiv.org/abs/1812.06127.
 
 FedAvg whose clients are pulled back to the received model by mu / 2 ||w - w_t||^2, and
-whose stragglers hand in what they have.
+which keeps the unfinished updates of stragglers.
 """
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round.engine import federated, no_clients
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Selection, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 
 
 def fedprox(
-    task: Task, local: Local, select: Selection, *, mu=1.0, drop_percent: float = 0.0
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    mu: float | jax.Array = 1.0,
+    drop_percent: float = 0.0,
 ) -> Algorithm:
-    """FedProx: `drop_percent` (fraction) of the cohort train only 1 .. E - 1 epochs,
-    uniformly drawn, and are kept.
+    """FedProx with proximal weight `mu`.
+
+    `drop_percent` (a fraction) of the cohort train only 1 .. E - 1 epochs, uniformly
+    drawn, and their updates count.
     """
     local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
@@ -29,12 +36,10 @@ def fedprox(
     return federated(task, local, select, hooks)
 
 
-def partial_epochs(drop_percent: float, epochs: int):
-    """Returns prepare(...) -> Work: the share of its E epochs that each client manages in
-    this round.
-    """
+def partial_epochs(drop_percent: float, epochs: int) -> PrepareFn:
+    """Draws the share of its E epochs that each client completes in a round."""
 
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
         lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)

@@ -1,8 +1,8 @@
 """Li, Sanjabi, Beirami, Smith, "Fair Resource Allocation in Federated Learning", ICLR
 2020, https://arxiv.org/abs/1905.10497.
 
-Clients count by the q-th power of their loss of the received model, so badly served
-clients pull harder.
+A client counts by the q-th power of its loss of the received model, so that clients with
+a high loss count more.
 """
 
 import jax.numpy as jnp
@@ -14,15 +14,15 @@ from fedjax_cfl.round.engine import federated, no_clients
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Selection, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 
 
 def qfedavg(task: Task, local: Local, select: Selection, *, q: float = 1.0) -> Algorithm:
-    """q-FedAvg; each client also uploads its loss, one word."""
+    """q-FedAvg: clients are weighted by their loss to the power `q`."""
     local = local.resolve()
     loss = over_clients(training_loss(task), local)
 
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         each = loss(cohort, data, state.groups)
         own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
         return work._replace(client_extra=own)

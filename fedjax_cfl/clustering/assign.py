@@ -1,10 +1,11 @@
-"""Which group each client of the cohort trains. A `ChooseFn` names groups; `every_round`
-and `cold_start` make an `AssignFn` (see `hooks`) of it.
+"""Which group each client of the cohort trains.
 
-The engine stores the groups as the clients' assignment; clients outside the cohort keep
+A `ChooseFn` names groups; `every_round` and `cold_start` make an `AssignFn` (see `hooks`)
+of it. The engine stores the groups as the assignment of the cohort; other clients keep
 theirs.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -17,14 +18,15 @@ from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import AssignFn, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, State, Task
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Report, State, Task
 
 
 class ChooseFn(Protocol):
-    """Chooses the group [S] int32 of each client of a cohort; the counts say which of them
-    sent an update that is not finite, if they had to train for it.
+    """Chooses the group [S] int32 of each client of a cohort. Where clients train for it,
+    the counts say whose update is not finite.
     """
 
     def __call__(
@@ -32,12 +34,13 @@ class ChooseFn(Protocol):
     ) -> tuple[jax.Array, FaultCounts]: ...
 
 
-def training_loss(task: Task, with_l2: bool = False):
-    """Returns visit(client, bucket, data, models [m, ...], ()) -> [m]: each model's
-    mean loss over the client's whole training set.
+def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]:
+    """Returns a function of one client: the mean loss [m] of each model over the client's
+    whole training set.
 
-    Plain cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the
-    FlexCFL code does (D10).
+    It is (client, bucket, data, models [m, ...], ()) -> [m], for `over_clients`. The loss
+    is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
+    code does (D10).
     """
 
     def sample_loss(model, x, y, owner):
@@ -45,7 +48,7 @@ def training_loss(task: Task, with_l2: bool = False):
             return task.loss(model, x, y, None, owner)
         return cross_entropy(task.predict(model, x, owner), y)
 
-    def visit(client, bucket, data: FederatedData, models, client_inputs):
+    def client_loss(client, bucket, data: FederatedData, models, client_inputs):
         count, start = client_range(client, data)
 
         def block(b, total):
@@ -61,16 +64,20 @@ def training_loss(task: Task, with_l2: bool = False):
             -(-count // SAMPLE_BLOCK), block, jnp.zeros(num_models)
         ) / jnp.maximum(count, 1)
 
-    return visit
+    return client_loss
 
 
 def best_model(task: Task, local: Local, with_l2: bool = False) -> ChooseFn:
-    """Chooses the group model of lowest loss on the client's training set, ties to the
-    lowest; never one whose loss is not finite, while there is another.
+    """Chooses the group model of lowest loss on the client's training set.
+
+    Ties go to the lowest group. A model whose loss is not finite is chosen only if all
+    are so.
     """
     losses = over_clients(training_loss(task, with_l2), local.resolve())
 
-    def choose(key, state: State, data: FederatedData, cohort: Cohort):
+    def choose(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, FaultCounts]:
         loss = losses(cohort, data, state.groups)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         return jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32), no_faults()
@@ -79,13 +86,15 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> ChooseFn:
 
 
 def every_round(choose: ChooseFn) -> AssignFn:
-    """Groups the whole cohort anew in every round (IFCA, Algorithm 1 line 6).
+    """Chooses the groups of the whole cohort in every round (IFCA, Algorithm 1 line 6).
 
-    The cohort downloads all m models (one of them is the round's own download) and
-    names its choice in one word.
+    A client downloads m models, one of which the round counts already, and sends its
+    choice in one word.
     """
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         gid, faults = choose(key, state, data, cohort)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (state.active.size - 1), words_up=real)
@@ -95,8 +104,8 @@ def every_round(choose: ChooseFn) -> AssignFn:
 
 
 def met_groups(state: State, cohort: Cohort) -> jax.Array:
-    """Returns the groups [S] that the clients were last assigned to, -1 for clients never
-    met and in empty slots.
+    """Returns the present groups [S] of the clients; -1 for a client never met and for an
+    empty slot.
     """
     clients = state.assignment.size
     met = state.assignment[jnp.minimum(cohort.ids, clients - 1)]
@@ -104,23 +113,27 @@ def met_groups(state: State, cohort: Cohort) -> jax.Array:
 
 
 def is_cold(state: State, cohort: Cohort) -> jax.Array:
-    """Returns [S] bool: real clients that have never been assigned."""
+    """Returns which slots [S] bool have a client that was never assigned to a group."""
     return (cohort.ids < state.assignment.size) & (met_groups(state, cohort) < 0)
 
 
-def keep_groups(key, state: State, data: FederatedData, cohort: Cohort):
+def keep_groups(
+    key: Key, state: State, data: FederatedData, cohort: Cohort
+) -> tuple[jax.Array, Report]:
     """Leaves every client in its group; clients never met train group 0 (an `AssignFn`)."""
     return jnp.maximum(met_groups(state, cohort), 0), make_report()
 
 
 def cold_start(choose: ChooseFn) -> AssignFn:
-    """Keeps the group of every client already met; groups the others once and for all.
+    """Keeps the group of every client already met, and chooses that of the others once.
 
-    A newcomer downloads m vectors, once in its life (FlexCFL, Algorithm 3 line 18
-    onwards); it joins by itself.
+    A newcomer downloads m vectors when it is first met, and chooses by itself (FlexCFL,
+    Algorithm 3 from line 18).
     """
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         cold = is_cold(state, cohort)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
         chosen, faults = choose(key, state, data, newcomers)
@@ -132,15 +145,17 @@ def cold_start(choose: ChooseFn) -> AssignFn:
     return assign
 
 
-def nearest_direction(pretrain) -> ChooseFn:
-    """Newcomers pre-train from the initial model and join the group whose first
-    direction has the smallest cosine dissimilarity (FlexCFL eq. 8).
+def nearest_direction(pretrain: TrainFn) -> ChooseFn:
+    """Chooses the group of most similar direction: clients pre-train from the initial model,
+    and the cosine dissimilarity of their update is smallest (FlexCFL, eq. 8).
 
-    `pretrain` is a `train_aside`. `state.memory` holds `initial` [1, ...], `directions`
+    `state.memory` holds `initial` [1, ...], `directions`
     [m, ...] and `has_founders` [m]; a group without founders is never chosen.
     """
 
-    def choose(key, state: State, data: FederatedData, cohort: Cohort):
+    def choose(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, FaultCounts]:
         memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
         upload, faults = pretrain(cohort, data, (key, memory.initial), work)
         similarity = cosine(upload.delta, memory.directions)
@@ -150,10 +165,10 @@ def nearest_direction(pretrain) -> ChooseFn:
     return choose
 
 
-def random_group(key, state: State, data: FederatedData, cohort: Cohort):
-    """Newcomers join a uniformly random group, drawn per client (ablation RAC; a
-    `ChooseFn`).
-    """
+def random_group(
+    key: Key, state: State, data: FederatedData, cohort: Cohort
+) -> tuple[jax.Array, FaultCounts]:
+    """Draws a uniformly random group for each client (ablation RAC; a `ChooseFn`)."""
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
     gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, state.active.size))(keys)
     return gid, no_faults()

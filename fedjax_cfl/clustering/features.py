@@ -1,53 +1,53 @@
 """Features of updates for clustering: EDC and MADC, from a Gram matrix."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import _divide, _dot, _rows, _sum, gram
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Key
+from fedjax_cfl.types import Key, Params
 
 
 def _features(values: jax.Array, vectors: jax.Array, square_norm: jax.Array, m: int) -> jax.Array:
-    """Returns the cosines [S, m] of every row to the top m singular directions, from
-    ascending eigenpairs of the Gram matrix.
+    """Returns the cosines [S, m] of every row with the top m singular directions.
+
+    `values` and `vectors` are the eigenpairs of the Gram matrix in ascending order.
     """
     width = min(m, values.shape[0])
     values, vectors = values[::-1][:width], vectors[:, ::-1][:, :width]
-    # Eigenvalues below the rounding error of the Gram matrix are noise, and its eigenvectors
-    # arbitrary.
+    # Eigenvalues below the rounding error of the Gram matrix are noise, and their eigenvectors
+    # are arbitrary.
     rounding = vectors.shape[0] * jnp.finfo(jnp.float32).eps * jnp.max(values)
     scores = jnp.where(values > rounding, jnp.sqrt(jnp.maximum(values, 0)), 0) * vectors
     features = jnp.clip(_divide(scores, jnp.sqrt(jnp.maximum(square_norm, 0))[:, None]), -1, 1)
-    pivot = jnp.take_along_axis(
-        features, jnp.argmax(jnp.abs(features), axis=0)[None], axis=0
-    )  # its sign is made positive
+    # the largest entry of each column, which is made positive
+    pivot = jnp.take_along_axis(features, jnp.argmax(jnp.abs(features), axis=0)[None], axis=0)
     return jnp.pad(features * jnp.where(pivot < 0, -1, 1), ((0, 0), (0, m - width)))
 
 
 def edc(gram: jax.Array, m: int) -> jax.Array:
-    """Returns decomposed cosine features [S, m] of updates with inner products `gram
-    [S, S]` (FedGroup, Duan et al., eq. 8).
+    """Returns decomposed cosine features [S, m] of updates with inner products `gram` [S,
+    S] (FedGroup, Duan et al., eq. 8).
 
-    The paper takes cosines of the updates to their top m singular directions. With
-    eigenpairs (l_k, q_k) of the Gram matrix these are E_ik = sqrt(l_k) q_ik /
-    sqrt(G_ii), and no direction is ever formed. The largest entry of a column is
-    positive; zero updates give zero rows, and columns beyond the rank are zero.
+    The paper takes the cosines of the updates with their top m singular directions. With
+    eigenpairs (l_k, q_k) of the Gram matrix these are E_ik = sqrt(l_k) q_ik / sqrt(G_ii);
+    the directions themselves are not needed. The largest entry of a column is positive.
+    Zero updates give zero rows, and columns beyond the rank are zero.
     """
     values, vectors = jnp.linalg.eigh(gram)
     return _features(values, vectors, jnp.diag(gram), m)
 
 
-def edc_randomized(key: Key, delta: Any, m: int, oversample: int = 10, power: int = 2) -> jax.Array:
-    """Returns `edc(gram(delta), m)` approximately, without the Gram matrix: for
-    thousands of updates `delta [S, ...]`.
+def edc_randomized(
+    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 2
+) -> jax.Array:
+    """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
+    their Gram matrix.
 
-    Randomized range finder with power iterations (Halko, Martinsson, Tropp 2011,
-    Algorithm 4.4), then Rayleigh-Ritz on that range.
-    Raises InputError if power < 1: without a power iteration the directions are wrong
-    unless the spectrum decays fast.
+    It is the randomized range finder with `power` iterations (Halko, Martinsson, Tropp
+    2011, Algorithm 4.4), and then Rayleigh-Ritz on that range. Raises InputError if power
+    < 1: without a power iteration the directions are wrong unless the spectrum decays
+    fast.
     """
     if power < 1:
         raise InputError(f"power={power}: must be at least 1")
@@ -69,10 +69,10 @@ def edc_randomized(key: Key, delta: Any, m: int, oversample: int = 10, power: in
 
 def madc(gram: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     """Returns the mean of absolute differences of cosines [S, S] of updates with inner
-    products `gram [S, S]` (FedGroup, eq. 7).
+    products `gram` [S, S] (FedGroup, eq. 7).
 
-    M_ij = 1 / (N - 2) sum_{z != i, j} |S_iz - S_jz| over the N rows that are `valid [S]
-    bool`; 0 in rows and columns that are not.
+    M_ij = 1 / (N - 2) sum_{z != i, j} |S_iz - S_jz| over the N rows that are `valid` [S]
+    bool. Rows and columns that are not are 0.
     """
     index = jnp.arange(gram.shape[0])
     valid = jnp.ones(index.shape, bool) if valid is None else valid
@@ -83,5 +83,5 @@ def madc(gram: jax.Array, valid: jax.Array | None = None) -> jax.Array:
         others = valid & (index != i) & (index[:, None] != index)  # [j, z]
         return jnp.sum(jnp.where(others, jnp.abs(cosines[i] - cosines), 0), axis=1)
 
-    total = jax.lax.map(row, index)  # by rows: all at once would be an N^3 array
+    total = jax.lax.map(row, index)  # one row at a time: all at once would be an N^3 array
     return jnp.where(valid[:, None] & valid, total / jnp.maximum(jnp.sum(valid) - 2, 1), 0)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import _divide
 from fedjax_cfl.errors import InputError
@@ -12,17 +13,18 @@ FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fi
 
 
 def _ward(to_a, to_b, size_a, size_b, apart, size):
-    """Returns Ward's distance, as SciPy defines it: of Euclidean distances, sqrt(2 x
-    the growth of the sum of squares by the union).
+    """Returns Ward's distance as SciPy defines it: for Euclidean distances, sqrt(2 x the
+    growth of the sum of squares by the union).
     """
-    unit = jnp.maximum(jnp.maximum(to_a, to_b), apart)  # the square of FARTHEST is beyond float32
+    # scaled, because the square of FARTHEST is beyond float32
+    unit = jnp.maximum(jnp.maximum(to_a, to_b), apart)
     a, b, between = _divide(to_a, unit), _divide(to_b, unit), _divide(apart, unit)
     square = (size + size_a) * a * a + (size + size_b) * b * b - size * between * between
     return unit * jnp.sqrt(jnp.maximum(square, 0) / (size + size_a + size_b))
 
 
-# Lance-Williams: distance [N] of every cluster to the union of a and b, from its distances to a
-# and b, their sizes, the distance of a to b, and its own size.
+# Lance-Williams: the distance [N] of every cluster from the union of a and b, given its distances
+# from a and b, their sizes, the distance of a from b, and its own size.
 LINKAGES = {
     "complete": lambda to_a, to_b, *_: jnp.maximum(to_a, to_b),
     "average": lambda to_a, to_b, size_a, size_b, *_: (
@@ -38,16 +40,15 @@ def agglomerate(
     m: int,
     linkage: str = "complete",
     valid: jax.Array | None = None,
-    threshold=None,
+    threshold: ArrayLike | None = None,
 ) -> jax.Array:
-    """Merges the closest pair of clusters until m are left; returns labels [N] int32,
-    numbered by first occurrence, -1 for masked rows.
+    """Merges the closest pair of clusters until m are left; returns labels [N] int32.
 
-    `distance [N, N]` is symmetric, `valid [N] bool`; ties go to the lowest index; pairs
-    up to `threshold` apart merge beyond m. Every row keeps a lower bound of its nearest
-    distance, which all linkages respect, so that a step costs O(N): it either tightens
-    one bound or merges (Muellner 2011, generic algorithm).
-    Raises InputError for an unknown linkage.
+    Labels count up by first occurrence; a row that is not `valid` [N] bool has -1.
+    `distance` [N, N] is symmetric. Ties go to the lowest index. Pairs up to `threshold`
+    apart are merged even if only m are left. Every row keeps a lower bound of its nearest
+    distance, so that a step costs O(N): it raises one bound or merges a pair (Muellner
+    2011, generic algorithm). Raises InputError for an unknown linkage.
     """
     if linkage not in LINKAGES:
         raise InputError(f"linkage={linkage!r}: must be one of {', '.join(LINKAGES)}")
@@ -76,11 +77,11 @@ def agglomerate(
 
 
 def _merge_closest(update, carry):
-    """One step: tightens the lowest bound, or merges the two clusters it belongs to."""
+    """Takes one step: raises the lowest bound, or merges the pair that it belongs to."""
     distance, (a, union), bound, size, label = carry
     index = jnp.arange(bound.size, dtype=jnp.int32)
-    # the last step's write, made before anything is read: else XLA copies the matrix at every
-    # step
+    # the write of the step before, made before anything is read: else XLA copies the matrix at
+    # every step
     for axis in (0, 1):
         distance = jax.lax.dynamic_update_index_in_dim(distance, union, a, axis)
     i = jnp.argmin(bound)

@@ -9,14 +9,13 @@ from flax import struct
 from fedjax_cfl.clustering.distances import _divide, _dot
 from fedjax_cfl.types import Key
 
-SAME_POINT_TOLERANCE = (
-    1e-5  # points closer than this, relative to their norm, differ by rounding alone
-)
+# points that are closer, relative to their norm, differ by rounding alone
+SAME_POINT_TOLERANCE = 1e-5
 
 
 class KMeans(struct.PyTreeNode):
-    """The best of all restarts; a cluster may be empty if there are fewer distinct
-    points than clusters (up to 1e-5 of their norm).
+    """The best of all restarts. A cluster may be empty if there are fewer distinct points
+    than clusters (points within 1e-5 of their norm count as one).
     """
 
     labels: jax.Array  # [N] int32, 0 .. m - 1, the nearest center, for masked rows too
@@ -25,36 +24,33 @@ class KMeans(struct.PyTreeNode):
 
 
 def _squared_distance(x: jax.Array, centers: jax.Array) -> jax.Array:
-    """Returns [N, m], 0 within rounding, so that equal points that differ in the last
-    digits count as one.
-    """
-    square = jnp.sum(
-        jnp.square(x[:, None] - centers), axis=-1
-    )  # |x|^2 - 2 x.c + |c|^2 would cancel
+    """Returns the squared distances [N, m]; 0 for points that differ by rounding alone."""
+    # |x|^2 - 2 x.c + |c|^2 would cancel
+    square = jnp.sum(jnp.square(x[:, None] - centers), axis=-1)
     return jnp.where(
         square > SAME_POINT_TOLERANCE**2 * jnp.sum(x * x, axis=-1, keepdims=True), square, 0
     )
 
 
 def _sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
-    """Returns rows [k], with probabilities in proportion to `mass [N]`, for `draws [k]`
-    uniform in 0 .. 1.
+    """Draws rows [k] with probabilities proportional to `mass` [N], by `draws` [k] uniform
+    in 0 .. 1.
     """
     up_to = jnp.cumsum(mass)
     return jnp.sum(up_to[:, None] < up_to[-1] * (1 - draws), axis=0)
 
 
 def _init_centers(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns m rows of `x [N, p]` as centers by D^2 sampling, of `draws [m, k]` per
-    center the one that lowers the inertia most.
+    """Draws m rows of `x` [N, p] as centers by D^2 sampling.
+
+    Of the `draws` [m, k] for a center, the one that lowers the inertia most is taken.
     """
 
     def add(i, carry):
         centers, nearest = carry
         mass = weight * nearest
-        mass = jnp.where(
-            jnp.sum(mass) > 0, mass, weight
-        )  # every point already is a center: draw any
+        # any point, where every point is a center already
+        mass = jnp.where(jnp.sum(mass) > 0, mass, weight)
         candidates = x[_sample_rows(mass, draws[i])]
         improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
         best = jnp.argmin(jnp.sum(weight[:, None] * improved, axis=0))
@@ -68,8 +64,8 @@ def _init_centers(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def _move(x: jax.Array, weight: jax.Array, centers: jax.Array) -> jax.Array:
-    """Returns the weighted means of the clusters [m, p]; the j-th empty cluster goes to
-    the j-th farthest point.
+    """Returns the weighted means [m, p] of the clusters; the j-th empty cluster gets the
+    j-th farthest point as its center.
     """
     m = centers.shape[0]
     distance = _squared_distance(x, centers)
@@ -79,15 +75,14 @@ def _move(x: jax.Array, weight: jax.Array, centers: jax.Array) -> jax.Array:
         jnp.where(weight > 0, jnp.min(distance, axis=1), 0), min(m, x.shape[0])
     )
     rank = jnp.cumsum(mass == 0) - 1
-    moves = (
-        (far > 0).at[rank].get(mode="fill", fill_value=False)
-    )  # else no point is left to move to: stays where it is, empty
+    # where no point is left to move to, the center stays, and its cluster stays empty
+    moves = (far > 0).at[rank].get(mode="fill", fill_value=False)
     empty = jnp.where(moves[:, None], x[point.at[rank].get(mode="clip")], centers)
     return jnp.where(mass[:, None] > 0, _divide(_dot(member.T, x), mass[:, None]), empty)
 
 
 def _lloyd(x: jax.Array, weight: jax.Array, centers: jax.Array, iterations: int) -> jax.Array:
-    """Returns the centers [m, p] after Lloyd's iterations, stopped when they hardly move."""
+    """Returns the centers [m, p] after Lloyd's iterations, which stop when centers hardly move."""
     total = jnp.sum(weight)
     mean = _divide(_dot(weight, x), total)
     tolerance = 1e-4 * jnp.mean(_divide(_dot(weight, jnp.square(x - mean)), total))
@@ -113,12 +108,12 @@ def kmeans(
     weight: jax.Array | None = None,
     greedy: int | None = None,
 ) -> KMeans:
-    """Clusters the rows of `x [N, p]` into m by K-means++ (Arthur and Vassilvitskii
-    2007) and Lloyd; the restart of lowest inertia wins.
+    """Clusters the rows of `x` [N, p] into m by K-means++ (Arthur and Vassilvitskii 2007)
+    and Lloyd; the restart of lowest inertia wins.
 
-    Rows of `weight [N]` 0 are masked: whatever they hold (NaN too), they only get a
-    label. `greedy` is the number of draws per seed, 2 + floor(log m) unless given, 1
-    for the original seeding.
+    A row of `weight` [N] 0 is masked: it may hold anything, NaN too, and only gets a
+    label. `greedy` is the number of draws per center: 2 + floor(log m) unless given; 1 is
+    the original method.
     """
     x = x.astype(jnp.float32)
     weight = jnp.ones(x.shape[0]) if weight is None else weight.astype(jnp.float32)
@@ -140,12 +135,13 @@ def kmeans(
 def silhouette(
     x: jax.Array, labels: jax.Array, m: int, valid: jax.Array | None = None, block: int = 256
 ) -> jax.Array:
-    """Returns the mean silhouette [] of the clusters `labels [N]` of the rows of `x [N,
-    p]` (Rousseeuw 1987), Euclidean, in -1 .. 1.
+    """Returns the mean silhouette [], from -1 to 1, of the rows of `x` [N, p] with
+    `labels` [N] (Rousseeuw 1987).
 
-    (b - a) / max(a, b): a is a point's mean distance to the others of its cluster, b
-    the smallest to another cluster; 0 for a single point. Rows outside `valid [N]` bool
-    count nowhere. Distances are made `block` rows at a time.
+    A point has (b - a) / max(a, b): a is its mean Euclidean distance from the others of
+    its cluster, b the smallest mean distance from another cluster. A point that is alone
+    has 0. Rows that are not `valid` [N] bool do not count. Distances are computed for
+    `block` rows at a time.
     """
     valid = jnp.ones(x.shape[0], bool) if valid is None else valid
     x = jnp.where(valid[:, None], x, 0)

@@ -1,8 +1,8 @@
-"""Moving clients whose data have changed, before a round's selection: a `MigrateFn`, see
-`hooks`.
+"""Moving clients whose data have changed, before a round's selection (a `MigrateFn`, see
+`hooks`).
 
-`state.memory.shift_reference` remembers what every client's data looked like when it
-was last assigned.
+`state.memory.shift_reference` holds the label counts of every client's data at the time
+when it was last assigned.
 """
 
 from typing import Protocol
@@ -17,22 +17,21 @@ from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
-from fedjax_cfl.round.hooks import MigrateFn, StartFn, make_report
+from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import FaultCounts, FederatedData, Key, State
+from fedjax_cfl.types import FaultCounts, FederatedData, Key, Report, State
 
-# clients assigned anew at once: bounds the updates in memory, whatever the number of shifted
-# clients
+# clients reassigned at once: bounds the updates in memory, however many clients have shifted
 CLIENT_BLOCK = 32
 
 
 class ShiftReference(struct.PyTreeNode):
-    """What detection compares with."""
+    """What `DetectFn` compares the present label counts with."""
 
     # [K, C] int32, training samples per label when the client was last assigned
     reference: jax.Array
-    initial_size: jax.Array  # [K] int32, training samples when the run began
+    initial_size: jax.Array  # [K] int32, training samples at the start of the run
 
 
 def init_reference(data: FederatedData) -> ShiftReference:
@@ -43,42 +42,39 @@ def init_reference(data: FederatedData) -> ShiftReference:
 
 
 def with_shift_reference(start: StartFn) -> StartFn:
-    """Adds to a start's memory, which has a field `shift_reference`, what `on_shift`
-    compares with.
-    """
+    """Sets the field `shift_reference` of a start's memory, which `on_shift` needs."""
 
-    def watched(key, data: FederatedData):
-        begun = start(key, data)
-        return begun._replace(memory=begun.memory.replace(shift_reference=init_reference(data)))
+    def start_with_reference(key: Key, data: FederatedData) -> Start:
+        initial = start(key, data)
+        return initial._replace(memory=initial.memory.replace(shift_reference=init_reference(data)))
 
-    return watched
+    return start_with_reference
 
 
 class ChargeFn(Protocol):
-    """Says which clients [K] bool pay for a migration, given those whose shift was
-    `detected` [K] among the clients that were `met` [K].
+    """Says which clients [K] bool pay for a migration: `detected` [K] bool are the clients
+    whose shift was detected, `met` [K] bool those met before.
     """
 
     def __call__(self, detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array: ...
 
 
-def charge_detected(detected, met, data: FederatedData) -> jax.Array:
-    """Every client whose shift was detected pays."""
+def charge_detected(detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array:
+    """Charges every client whose shift was detected (a `ChargeFn`)."""
     return detected
 
 
-def charge_swapped(detected, met, data: FederatedData) -> jax.Array:
-    """Every client met whose data the shift touched pays: what Fig. 6 of FlexCFL adds up
-    to.
-    """
+def charge_swapped(detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array:
+    """Charges every client met whose data changed, as Fig. 6 of FlexCFL does (a `ChargeFn`)."""
     return met & data.shifted
 
 
 def reassign(
     choose: ChooseFn, local: Local, key: Key, state: State, data: FederatedData, mask: jax.Array
 ) -> tuple[jax.Array, FaultCounts]:
-    """Groups the clients of `mask` [K] anew, in blocks; returns the assignment [K] and what
-    went wrong.
+    """Chooses new groups for the clients of `mask` [K] bool, in blocks.
+
+    Returns the assignment [K] of all clients, and what went wrong.
     """
     size = min(CLIENT_BLOCK, data.num_clients)
     queue = jnp.argsort(~mask, stable=True).astype(jnp.int32)
@@ -105,25 +101,26 @@ def on_shift(
     units_each: int = 0,
     charge: ChargeFn = charge_detected,
 ) -> MigrateFn:
-    """Clients already met whose label counts are detected to have shifted are assigned
-    anew at once (FlexCFL, section 3.4 and eq. 9). Each that `charge` names costs
-    `units_each` models down.
+    """Reassigns clients already met, before the round, when a shift of their label counts is
+    detected (FlexCFL, section 3.4 and eq. 9).
+
+    Each client that `charge` names costs `units_each` models down.
     """
     local = local.resolve()
 
-    def migrate(key, state: State, data: FederatedData):
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         if not data.has_drift:
             return state, make_report()
-        seen = state.memory.shift_reference
+        before = state.memory.shift_reference
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
         met = state.assignment >= 0
-        detected = met & detect(counts, seen.reference, seen.initial_size)
+        detected = met & detect(counts, before.reference, before.initial_size)
         assignment, faults = reassign(choose, local, key, state, data, detected)
-        moved = jnp.sum(detected & (assignment != state.assignment))
-        reference = jnp.where(detected[:, None], counts, seen.reference)
-        memory = state.memory.replace(shift_reference=seen.replace(reference=reference))
+        migrated = jnp.sum(detected & (assignment != state.assignment))
+        reference = jnp.where(detected[:, None], counts, before.reference)
+        memory = state.memory.replace(shift_reference=before.replace(reference=reference))
         sent = make_traffic(units_down=units_each * jnp.sum(charge(detected, met, data)))
         state = state.replace(assignment=assignment, memory=memory)
-        return state, make_report(sent, moved, faults)
+        return state, make_report(sent, migrated, faults)
 
     return migrate

@@ -18,58 +18,64 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-# a distance that equals its threshold up to this is not above it: 2 of 10 samples are not more
-# than 20 %
+# a distance is above its threshold only if it is so by more than this: 2 of 10 samples are not
+# more than 20 %
 ROUNDING = 1e-6
 
 
 class DetectFn(Protocol):
-    """Detects shifted clients, [K] bool."""
+    """Returns which clients [K] bool have shifted, see the module for the arguments."""
 
     def __call__(
         self, counts: jax.Array, reference: jax.Array, initial_size: jax.Array
     ) -> jax.Array: ...
 
 
-def tv(counts, reference, initial_size, threshold=0.2):
-    """Detects a total variation distance of the label shares above `threshold`: the
-    share of the data that changed its label.
+def tv(
+    counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.2
+) -> jax.Array:
+    """Detects a total variation distance of the label shares above `threshold` (a fraction):
+    the share of the data that changed its label.
 
-    Sees which label is which, and does not see the number of samples.
+    A renaming of labels counts as a shift, another number of samples does not.
     """
     return total_variation(counts, reference) > threshold + ROUNDING
 
 
-def label_w1(counts, reference, initial_size, threshold=0.6):
-    """Detects a Wasserstein distance of the label shares above `threshold` labels
+def label_w1(
+    counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.6
+) -> jax.Array:
+    """Detects a Wasserstein distance of the label shares above `threshold`, in labels
     (default: 20 % of the data moved by 3 labels).
 
-    What one expects of the paper's words; it takes label 3 to be nearer to 4 than to 7.
+    This is what the words of the paper say. For it, label 3 is nearer to 4 than to 7.
     """
     return label_wasserstein(counts, reference) > threshold + ROUNDING
 
 
-def counts_as_samples(counts, reference, initial_size, threshold=0.2):
-    """Detects sum_k |c_(k) - r_(k)| > threshold * n, sorted counts c and r: eq. 9 as
-    the FlexCFL code computes it.
+def counts_as_samples(
+    counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.2
+) -> jax.Array:
+    """Detects sum_k |c_(k) - r_(k)| > threshold * n for sorted counts c and r: eq. 9 as the
+    FlexCFL code computes it.
 
-    Blind to any renaming of labels, and sensitive to the number of samples.
+    A renaming of labels does not count as a shift, another number of samples does.
     """
-    return (
-        jnp.sum(_sorted_gaps(counts, reference), axis=1) > threshold * initial_size
-    )  # whole numbers: both sides times C
+    # both sides of eq. 9 times C, so that they are whole numbers
+    return jnp.sum(_sorted_gaps(counts, reference), axis=1) > threshold * initial_size
 
 
-def total_variation(counts, reference):
+def total_variation(counts: jax.Array, reference: jax.Array) -> jax.Array:
     """Returns 1/2 sum_k |c_k / sum c - r_k / sum r| [K], from 0 to 1."""
     now, then = _shares(counts), _shares(reference)
     return _of_clients_with_data(0.5 * jnp.sum(jnp.abs(now - then), axis=1), counts, reference)
 
 
-def label_wasserstein(counts, reference):
-    """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], the Wasserstein-1 distance with |a -
-    b| between labels a and b, from 0 to C - 1.
+def label_wasserstein(counts: jax.Array, reference: jax.Array) -> jax.Array:
+    """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], from 0 to C - 1: the Wasserstein-1
+    distance where labels a and b are |a - b| apart.
     """
     gaps = jnp.cumsum(_shares(counts) - _shares(reference), axis=1)[:, :-1]
     return _of_clients_with_data(jnp.sum(jnp.abs(gaps), axis=1), counts, reference)
@@ -80,8 +86,8 @@ def _shares(counts):
 
 
 def _of_clients_with_data(distance, counts, reference):
-    """Sets 0 for a client without samples, which shows nothing, and infinity for one
-    that has its first ones.
+    """Sets the distance to 0 for a client without samples, and to infinity for a client
+    that got its first ones.
     """
     distance = jnp.where(reference.sum(axis=1) > 0, distance, jnp.inf)
     return jnp.where(counts.sum(axis=1) > 0, distance, 0.0)

@@ -1,36 +1,43 @@
-"""Server aggregation: functions (upload, gid [S], cohort, client_extra, state) -> (step
-[m, ...], mass [m]).
+"""Server aggregation: each function is an `AggregateFn` (see `hooks`) or returns one.
 
-`step` is what the server adds to each group's model; a group of mass 0 keeps its model.
-`state` is that of the round's beginning, but for the assignment, which already is `gid`
-for the cohort.
+The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.
+`state` is the state before the round's training, with the cohort's groups `gid` already
+in its assignment.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
+from fedjax_cfl.round.hooks import AggregateFn, FinishFn
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights, squared_norms
-from fedjax_cfl.types import Cohort, State, Upload
+from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
 
 
-def weighted_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Means weighted by training samples (FedAvg)."""
+def weighted_mean(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages the updates of each group, weighted by training samples (FedAvg)."""
     return group_mean(upload.weight, gid, upload.delta, state.active.size)
 
 
-def uniform_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Plain means of the clients that have data (IFCA, FeSEM)."""
+def uniform_mean(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages the updates of each group's clients that have data, unweighted (IFCA, FeSEM)."""
     return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 
-def first_client(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Only the update of the group's first selected client, times L / (L + 1e-5), L
-    clients: the FlexCFL code's "simple average" (D4).
+def first_client(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Takes only the update of each group's first selected client, times L / (L + 1e-5)
+    for L clients: the "simple average" of the FlexCFL code (D4).
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
@@ -39,31 +46,37 @@ def first_client(upload: Upload, gid, cohort: Cohort, client_extra, state: State
     return group_sum(first * (count / (count + 1e-5)), upload.delta), count
 
 
-def cohort_mean(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Sums divided by ALL participants, not the group's: gradient averaging of IFCA
-    (Algorithm 1, option I).
+def cohort_mean(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
+    of IFCA (Algorithm 1, option I).
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
 
 
-def count_trimmed(count, share):
-    """Returns how many of `count` values are trimmed at one end, floor(share * count);
-    1/2 leaves the middle one or two: the median.
+def count_trimmed(count: ArrayLike, share: ArrayLike) -> jax.Array:
+    """Returns how many of `count` values are trimmed at one end, floor(share * count).
+
+    A share of 1/2 leaves the middle one or two values: the median.
     """
+    # 1e-3: shares are rounded
     return jnp.minimum(jnp.floor(share * count + 1e-3), (jnp.maximum(count, 1) - 1) // 2).astype(
         jnp.int32
-    )  # 1e-3: shares are rounded
+    )
 
 
-def trimmed_group_mean(present, gid, tree, num_groups, share):
-    """Returns the coordinate-wise trimmed mean of `tree` [S, ...] within each group [m,
-    ...], and its clients [m]; 0 for an empty group.
+def trimmed_group_mean(
+    present: jax.Array, gid: jax.Array, tree: Params, num_groups: int, share: ArrayLike
+) -> tuple[Params, jax.Array]:
+    """Returns the trimmed mean [m, ...] of each coordinate of `tree` [S, ...] within each
+    group, and the number of its clients [m]. Both are 0 for an empty group.
 
-    At either end of each coordinate `count_trimmed` values of the clients `present` [S]
-    bool play no part. Rows are sorted by group and then by value, so that a row has the
-    same group and rank in every coordinate: one sort and one matrix product a leaf, for
-    all groups.
+    Only the clients `present` [S] bool count. At both ends of each coordinate
+    `count_trimmed` of their values are left out. Rows are sorted by group and then by
+    value, so that a row has the same group and rank in every coordinate: one sort and one
+    matrix product per leaf serve all groups.
     """
     group = jnp.where(present, gid, num_groups)
     count = jnp.bincount(group, length=num_groups + 1)[:num_groups]
@@ -73,38 +86,41 @@ def trimmed_group_mean(present, gid, tree, num_groups, share):
     kept = (rank >= drop[row]) & (rank < (count - drop)[row])
     coefficient = membership_weights(kept / jnp.maximum(count - 2 * drop, 1)[row], row, num_groups)
 
-    def ordered(leaf):
+    def sort_rows(leaf):
         key = jax.vmap(lambda group: jnp.full(leaf.shape[1:], group))(group)
         return lax.sort((key, leaf), dimension=0, num_keys=2)[1]
 
-    return group_sum(coefficient, jax.tree.map(ordered, tree)), count
+    return group_sum(coefficient, jax.tree.map(sort_rows, tree)), count
 
 
-def trimmed_mean(beta):
-    """Plain means of each coordinate without the fraction `beta` of a group's clients
-    at either end (Yin et al. 2018); 0.5: the median.
+def trimmed_mean(beta: ArrayLike) -> AggregateFn:
+    """Averages each coordinate without the fraction `beta` of a group's clients at both
+    ends (Yin et al. 2018), unweighted; 0.5 is the median.
     """
 
-    def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         return trimmed_group_mean(upload.weight > 0, gid, upload.delta, state.active.size, beta)
 
     return aggregate
 
 
-def q_fair(q: float, local: Local):
+def q_fair(q: float, local: Local) -> AggregateFn:
     """Weighs clients by their loss to the power q (q-FedAvg, "Fair Resource Allocation
     in Federated Learning", Algorithm 2).
 
-    `client_extra` [S] is each client's loss F_i of the received model. The Lipschitz
-    constant is one over the step size. q = 0 is the plain mean.
+    `client_extra` [S] is the loss F_i of the model that each client received. The
+    Lipschitz constant is one over the step size. q = 0 is the plain mean.
     """
 
-    def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         lipschitz = 1.0 / (local.lr * local.lr_scale(state.round))
         present = (upload.weight > 0).astype(jnp.float32)
-        loss = (
-            jnp.where(present > 0, client_extra, 0.0) + 1e-10
-        )  # an absent client's loss may be anything
+        # the loss of an absent client may be anything
+        loss = jnp.where(present > 0, client_extra, 0.0) + 1e-10
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * upload.squared_norm + lipschitz * gain
         total = membership_weights(present * bend, gid, state.active.size).sum(0)
@@ -114,16 +130,18 @@ def q_fair(q: float, local: Local):
     return aggregate
 
 
-def inter_group(eta_g, normalize: bool = True) -> Callable:
-    """Mixes the group models with each other after aggregation (FlexCFL, Algorithm 2
-    and eq. 20), from simultaneous old values.
+def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
+    """Mixes the group models with each other after aggregation, all at once (FlexCFL,
+    Algorithm 2 and eq. 20).
 
-    Divides by the total weight, a convex combination (the reference code).
-    Returns the `finish` of a round; groups that own no client take no part. The exchange
-    costs m models (none where a traced eta_g is 0).
+    With `normalize` the new model is divided by the total weight, as the reference code
+    does: a convex combination. Groups without clients take no part. The exchange costs m
+    models down, none where `eta_g` is 0.
     """
 
-    def finish(state: State, before: State, cohort: Cohort, gid, upload: Upload):
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
         groups = state.groups
         owning = jnp.any(state.assignment[:, None] == jnp.arange(state.active.size), axis=0)
         square = squared_norms(groups).sum(0)
@@ -141,6 +159,6 @@ def inter_group(eta_g, normalize: bool = True) -> Callable:
     return finish
 
 
-def add_inter_group(eta_g) -> Callable:
-    """As `inter_group`, but adds without dividing, as eq. 20 is printed (D14)."""
+def add_inter_group(eta_g: ArrayLike) -> FinishFn:
+    """Mixes as `inter_group`, but without dividing, as eq. 20 is printed (D14)."""
     return inter_group(eta_g, normalize=False)

@@ -28,8 +28,8 @@ class Clock(NamedTuple):
 def device_profiles(
     step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None = None
 ) -> Clock:
-    """Gives every client a device: `step_seconds` [K] for a local step, and the
-    `bytes_per_second` [K] of its connection, both ways.
+    """Gives every client a device: `step_seconds` [K] per local step, and a connection of
+    `bytes_per_second` [K], down and up alike.
     """
     compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
 
@@ -40,7 +40,9 @@ def device_profiles(
     return Clock(seconds, wait_for)
 
 
-def end_round(seconds, answers, wait_for: int | None):
+def end_round(
+    seconds: jax.Array, answers: jax.Array, wait_for: int | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns (duration [] float32 seconds, late [S] bool) of a round whose clients take
     `seconds` [S].
 

@@ -1,24 +1,30 @@
-"""How the clients of a cohort, of very different sizes, work side by side without
-padding anyone to the largest.
+"""How the clients of a cohort train side by side, whatever their sizes, without padding
+anyone to the largest.
 
-A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort
-axis in one visible place. Chunks of up to `width` clients run one after another, within
-a chunk in ever fewer lanes (`ragged_loop`): 1 on a CPU core (a client's weights stay in
-its cache), as many as fit on an accelerator. Devices split the cohort.
+A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort axis, here and
+nowhere else. Chunks of up to `width` clients run one after another; within a chunk lanes
+end as their clients are done (`ragged_loop`). The width is 1 on a CPU core, where a
+client's weights stay in the cache, and as many as fit on an accelerator. Devices split
+the cohort.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.round import members
 from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.runs_as_one import CohortFn, over_clients_of_runs
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData
 
 MIN_BUCKET = 16  # samples in the smallest size bucket
 SAMPLE_BLOCK = 64  # samples in one step of a pass over a client's whole training set
-NO_CLIENT = jnp.iinfo(jnp.int32).max  # no client's number
+NO_CLIENT = jnp.iinfo(jnp.int32).max  # the id in an empty slot of a chunk
+
+CostFn = Callable[[jax.Array], jax.Array]  # samples [k] -> cost [k] of such clients, in any unit
 
 
 def bucket_sizes(capacity: int) -> list[int]:
@@ -29,27 +35,27 @@ def bucket_sizes(capacity: int) -> list[int]:
     return sizes
 
 
-def make_int_array(numbers: list[int]):
-    """Returns an int32 array [n] made by the program: a branch that trains and captures
-    constants cannot be mapped, see `members`.
+def make_int_array(numbers: list[int]) -> jax.Array:
+    """Returns the numbers [n] int32 as an array that the compiled program makes.
+
+    A branch that captures constants cannot be mapped over runs, see `runs_as_one`.
     """
     return jnp.stack([jnp.full((), number, jnp.int32) for number in numbers])
 
 
-def over_clients(visit, local: Local):
-    """Turns visit(client, bucket, data, shared, client_inputs) for one client into a
-    function of a whole cohort.
+def over_clients(client_fn: Callable[..., Any], local: Local) -> CohortFn:
+    """Turns `client_fn`, a function of one client, into a function of a whole cohort.
 
-    The result (cohort, data, shared, client_inputs [S, ...]) -> [S, ...] does not
-    depend on `width`, on the slots or on the devices, up to rounding. `bucket` [] int32
-    indexes the smallest size bucket that holds every client of the chunk: the one thing
-    chunk mates share. A `visit` that depends on values which differ between the members
-    of a vectorised run is a `Partial` of them.
+    `client_fn` is a `ClientFn`, or has its arguments with other `shared` values and
+    inputs: (client, bucket, data, shared, client_inputs) -> any pytree. `bucket` [] int32
+    is the number of the smallest size bucket that holds every client of the chunk. The
+    result does not depend on `width`, slots or devices, up to rounding. Where a grid maps
+    runs whose settings differ, `client_fn` must be a `Partial` of the values that differ.
     """
     assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
     width = local.width
     if local.vmap_runs:
-        return members.over_clients_of_members(visit, local, in_chunks)
+        return over_clients_of_runs(client_fn, local, in_chunks)
 
     def block(shared, client_inputs):
         (data, shared), (clients, own) = shared, client_inputs
@@ -60,24 +66,31 @@ def over_clients(visit, local: Local):
         )
 
         def one(client, bucket, own):
-            return visit(client, bucket, data, shared, own)
+            return client_fn(client, bucket, data, shared, own)
 
         return in_chunks(one, held, clients, own, data.max_client_samples, width)
 
     mapped = over_devices(block, local.mesh)
 
-    def run(cohort: Cohort, data: FederatedData, shared, client_inputs=()):
+    def run(cohort: Cohort, data: FederatedData, shared: Any, client_inputs: Any = ()) -> Any:
         return mapped((data, shared), (cohort.ids, client_inputs))
 
     return run
 
 
-def in_chunks(one, held, clients, own, capacity: int, width: int):
+def in_chunks(
+    one: Callable[..., Any],
+    held: jax.Array,
+    clients: jax.Array,
+    own: Any,
+    capacity: int,
+    width: int,
+) -> Any:
     """Applies one(client, bucket, own) to the slots of one device, in chunks of up to
-    `width` clients of like size, longest first.
+    `width` clients of similar size, largest first.
 
-    `held` [S] are the clients' training samples, -1 in an empty slot. Chunks of empty
-    slots cost nothing; what was not visited gives 0.
+    `held` [S] are the training samples of the `clients` [S], -1 in an empty slot; `own`
+    [S, ...] are their inputs. Chunks of empty slots cost nothing and give 0.
     """
     slots = held.size
     width = min(width, slots)
@@ -103,38 +116,40 @@ def in_chunks(one, held, clients, own, capacity: int, width: int):
             else whole.at[at].set(part, mode="drop")
         )
 
-    begun = jax.tree.map(
+    zeros = jax.tree.map(
         lambda s: jnp.zeros((slots, *s.shape[width > 1 :]), s.dtype),
         jax.eval_shape(chunk, order[0]),
     )
 
-    def visit(i, done):
+    def run_chunk(i, done):
         return jax.tree.map(lambda whole, part: enter(whole, part, order[i]), done, chunk(order[i]))
 
-    return lax.fori_loop(0, -(-jnp.sum(held >= 0) // width), visit, begun)
+    return lax.fori_loop(0, -(-jnp.sum(held >= 0) // width), run_chunk, zeros)
 
 
-def cost_by_samples(held):
-    """Returns how long clients of `held` [k] samples take, in any unit: a visit costs
-    about the steps of a few samples.
+def cost_by_samples(held: jax.Array) -> jax.Array:
+    """Returns how long clients of `held` [k] samples take, in any unit.
+
+    The constant is what a client costs besides its steps: about those of 16 samples.
     """
     return held + 16.0
 
 
-def make_cohort(ids, data: FederatedData, local: Local, load=cost_by_samples) -> Cohort:
-    """Returns the clients `ids` (K: nobody) in slots, dealt by the work they are,
-    `load(held [k])`.
-    """
+def make_cohort(
+    ids: jax.Array, data: FederatedData, local: Local, cost: CostFn = cost_by_samples
+) -> Cohort:
+    """Gives the clients `ids` [k] (K: nobody) slots on the devices, balanced by `cost`."""
     assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
     load = jnp.where(
-        ids < data.num_clients, load(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0
+        ids < data.num_clients, cost(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0
     )
     return balance_over_devices(ids, load, data.num_clients, local.mesh.size, local.width)
 
 
-def client_range(client, data: FederatedData):
-    """Returns (number of training samples, first position in the view) of one client; 0
-    samples for an empty slot.
+def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax.Array]:
+    """Returns (number of training samples, first position in `train.order`) of a client.
+
+    An empty slot has 0 samples.
     """
     clamped = jnp.minimum(client, data.num_clients - 1)
     return (
@@ -146,19 +161,21 @@ def client_range(client, data: FederatedData):
 def balance_over_devices(
     ids: jax.Array, load: jax.Array, num_clients: int, devices: int, width: int
 ) -> Cohort:
-    """Deals the selected clients to device queues, longest first.
+    """Distributes the selected clients over the queues of the devices, longest first.
 
-    Args: ids [k] in order of selection; load [k] float, any number proportional to a
-    client's work; `width` as in `Local`.
-    Returns slots [S]: device d trains slots d * S / devices onwards; S >= k is static
-    and a multiple of devices. One at a time, longest-processing-time-first keeps the
-    queues within one client of each other; queues are a little longer than even shares
-    so that one long client can be balanced by many short ones. Side by side a device
-    takes as long as its longest client, and dealing back and forth gives all devices a
-    like mixture. With one device the cohort is only sorted.
+    Args: `ids` [k] in order of selection; `load` [k] float, proportional to a client's
+    work, in any unit; `width` as in `Local`.
+    Returns slots [S]: device d trains slots d * S / devices onwards. S >= k is static and
+    a multiple of `devices`. Where clients train one at a time, each goes to the shortest
+    queue, so that queues differ by one client at most; there are a few slots more than
+    even shares need, so that many short clients can balance a long one. Where they train
+    side by side, a device takes as long as its longest client; clients are handed out
+    back and forth, so that all devices get a similar mixture. With one device the cohort
+    is only sorted.
     """
     even = -(-ids.size // devices)
-    length = min(ids.size, even + 8) if devices > 1 and width == 1 else even  # slots in one queue
+    # slots in one queue
+    length = min(ids.size, even + 8) if devices > 1 and width == 1 else even
     rank = jnp.argsort(-load, stable=True).astype(jnp.int32)
 
     def next_client(queues, cost):

@@ -1,10 +1,8 @@
-"""One federated round, in order. Every method that fits is a call of `federated` with
-other hooks.
-"""
+"""One federated round, in order. A method is a call of `federated` with hooks of its own."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,18 @@ import optax
 from jax.typing import ArrayLike
 
 from fedjax_cfl.round import clock, faults, traffic
+from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.counts import add_counts, make_count
-from fedjax_cfl.round.hooks import Hooks, Start, add_reports, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    Hooks,
+    Start,
+    StartClientsFn,
+    StartFn,
+    add_reports,
+    make_report,
+)
 from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.sgd import client_cost
@@ -35,37 +42,38 @@ from fedjax_cfl.types import (
     Upload,
 )
 
-# Purposes: every draw of a run comes from fold_in(key, purpose), then the round, then the
-# client's id; never a position in the cohort.
+# Purposes: every draw of a run is made with fold_in(key, purpose), then the round, then the
+# client's id; never with a position in the cohort.
 SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(
     PURPOSES := 10
 )
 
 
 def derive_key(key: Key, purpose: ArrayLike, round: ArrayLike | None = None) -> Key:
-    """Returns the key of one purpose, in one round if given."""
+    """Returns the key of one purpose; of one round, if given."""
     key = jax.random.fold_in(key, purpose)
     return key if round is None else jax.random.fold_in(key, round)
 
 
 def derive_keys(key: Key, round: ArrayLike) -> Key:
-    """Returns the keys [PURPOSES] of all purposes in one round; at once, for each would be
-    compiled by itself.
+    """Returns the keys [PURPOSES] of all purposes in one round.
+
+    All at once, because each would be compiled by itself.
     """
     return jax.vmap(derive_key, (None, 0, None))(key, jnp.arange(PURPOSES), round)
 
 
-def random_groups(task: Task, num_groups: int):
+def random_groups(task: Task, num_groups: int) -> StartFn:
     """Starts from `num_groups` independent random models."""
 
-    def start(key, data) -> Start:
+    def start(key: Key, data: FederatedData) -> Start:
         return Start(jax.vmap(task.init)(jax.random.split(key, num_groups)))
 
     return start
 
 
-def no_clients(key, num_clients: int) -> jax.Array:
-    """The clients whose samples a start reads that reads none."""
+def no_clients(key: Key, num_clients: int) -> jax.Array:
+    """Returns no ids: the start reads nobody's samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
 
 
@@ -75,25 +83,27 @@ def serve_global(state: State) -> ServedModels:
 
 
 def serve_assigned(state: State) -> ServedModels:
-    """Serves each client the model of the group it was last assigned to; clients never
-    met have none.
-    """
+    """Serves each client the model of its group; clients never met have none."""
     return ServedModels(state.groups, state.assignment)
 
 
 class Parts(NamedTuple):
-    """What a round is made of, once the hooks' defaults are filled in."""
+    """What a round is made of, with the defaults of the hooks filled in."""
 
     task: Task
     local: Local
     select: Selection
     hooks: Hooks
-    train: Callable[..., tuple[Upload, FaultCounts]]  # the cohort's training, with faults
+    train: Callable[..., tuple[Upload, FaultCounts]]  # trains the cohort, with faults
+    aggregate: AggregateFn
     server: optax.GradientTransformation
 
 
 def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algorithm:
-    """Composes a method from the hooks of one round, see `Hooks`."""
+    """Composes a method from the hooks of one round, see `Hooks`.
+
+    Raises InputError for settings of `local` that are not allowed.
+    """
     local = local.resolve()
     parts = Parts(
         task,
@@ -101,23 +111,24 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         select,
         hooks,
         over_clients(faults.with_faults(local.faults.validate(), hooks.solve), local),
+        hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
     )
     start = hooks.start or random_groups(task, 1)
 
-    def init(key, data: FederatedData) -> State:
+    def init(key: Key, data: FederatedData) -> State:
         return init_state(parts, start(derive_key(key, START), data), data)
 
-    def round(key, state: State, data: FederatedData) -> tuple[State, Info]:
+    def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         keys = derive_keys(key, state.round)
-        state, moves = migrate(parts, keys, state, data)
+        state, migration = migrate(parts, keys, state, data)
         cohort = draw_cohort(parts, keys, state, data)
-        work, asked = plan_work(parts, keys, state, data, cohort)
-        upload, answers = train_cohort(parts, key, keys, state, data, cohort, work, asked)
+        work, assignment = plan_work(parts, keys, state, data, cohort)
+        upload, answers = train_cohort(parts, key, keys, state, data, cohort, work, assignment)
         sent = state.groups
         state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
-        after, mass, mixed = update_groups(parts, state, cohort, work, gid, upload)
-        reports = add_reports(moves, asked, answers.report, make_report(mixed))
+        after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
+        reports = add_reports(migration, assignment, answers.report, make_report(finishing))
         info = make_info(state, after.groups, cohort, gid, upload, mass).replace(
             shifted=jnp.sum(data.shifted),
             migrated=reports.migrated,
@@ -137,14 +148,16 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
     )
 
 
-def know_clients(start_clients: Callable | None, draw: Callable | None) -> Callable | None:
-    """Returns f(key, round, K): the clients whose samples a round reads, or for None the
-    start; None where that is not known before the run.
+def know_clients(
+    start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
+) -> Callable[..., jax.Array] | None:
+    """Returns `Algorithm.data_clients`, (key, round, K) -> ids, whose samples a round (None:
+    the start) reads; None where that is not known before the run.
     """
     if start_clients is None or draw is None:
         return None
 
-    def data_clients(key, round, num_clients: int):
+    def data_clients(key: Key, round: ArrayLike | None, num_clients: int) -> jax.Array:
         if round is None:
             return start_clients(derive_key(key, START), num_clients)
         return draw(derive_key(key, SELECT, round), round, num_clients)
@@ -152,19 +165,19 @@ def know_clients(start_clients: Callable | None, draw: Callable | None) -> Calla
     return data_clients
 
 
-def init_state(parts: Parts, begun: Start, data: FederatedData) -> State:
+def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
-    num_groups = jax.tree.leaves(begun.groups)[0].shape[0]
-    report = begun.report or make_report()
+    num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
+    report = initial.report or make_report()
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
         round=jnp.zeros((), jnp.int32),
-        groups=begun.groups,
-        server=jax.vmap(parts.server.init)(begun.groups),
-        active=jnp.ones(num_groups, bool) if begun.active is None else begun.active,
-        assignment=unknown if begun.assignment is None else begun.assignment,
+        groups=initial.groups,
+        server=jax.vmap(parts.server.init)(initial.groups),
+        active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
+        assignment=unknown if initial.assignment is None else initial.assignment,
         traffic=traffic.add_traffic(report.traffic),
-        memory=begun.memory,
+        memory=initial.memory,
         selection=parts.select.init(data),
         clock_ms=make_count(0),
         received=(),
@@ -174,44 +187,42 @@ def init_state(parts: Parts, begun: Start, data: FederatedData) -> State:
 
 
 def keep_served(state: State) -> State:
-    """Lets every client have received the model of its group; group 0's if it has none."""
+    """Sets `received` to the model of each client's group; of group 0 if it has none."""
     rows = jnp.maximum(state.assignment, 0)
     return state.replace(received=jax.tree.map(lambda leaf: leaf[rows], state.groups))
 
 
-def migrate(parts: Parts, keys, state: State, data: FederatedData) -> tuple[State, Report]:
-    """Step 1: what happens to the groups before anybody is selected."""
+def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    """Step 1: moves clients, or founds new groups, before anybody is selected."""
     if parts.hooks.migrate is None:
         return state, make_report()
     return parts.hooks.migrate(keys[MIGRATE], state, data)
 
 
-def draw_cohort(parts: Parts, keys, state: State, data: FederatedData) -> Cohort:
-    """Step 2: draws the clients and gives them slots, longest first. The ids are drawn
-    here and nowhere else.
-    """
+def draw_cohort(parts: Parts, keys: Key, state: State, data: FederatedData) -> Cohort:
+    """Step 2: draws the clients, here and nowhere else, and gives them slots, longest first."""
     ids = parts.select.select(keys[SELECT], state.selection, state, data)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
     return make_cohort(ids, data, parts.local, cost)
 
 
 def plan_work(
-    parts: Parts, keys, state: State, data: FederatedData, cohort: Cohort
+    parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort
 ) -> tuple[Work, Report]:
-    """Step 3: the group that each client trains, how far, and what it needs besides."""
+    """Step 3: names the group that each client trains, and its work."""
     if parts.hooks.assign:
-        gid, asked = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
+        gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
     else:
-        gid, asked = jnp.zeros_like(cohort.ids), make_report()
+        gid, report = jnp.zeros_like(cohort.ids), make_report()
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.hooks.prepare:
         work = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
     fraction = faults.apply_stragglers(parts.local.faults, keys[FAULTS], cohort, work.step_fraction)
-    return work._replace(step_fraction=fraction), asked
+    return work._replace(step_fraction=fraction), report
 
 
 class Answers(NamedTuple):
-    """What came back from the cohort, besides the updates."""
+    """What the cohort's training gives besides the updates."""
 
     report: Report  # models sent, and faults
     seconds: jax.Array | None  # [S] float32, how long each client took; None: no clock
@@ -220,35 +231,51 @@ class Answers(NamedTuple):
 
 
 def train_cohort(
-    parts: Parts, key, keys, state: State, data: FederatedData, cohort: Cohort, work: Work, asked
+    parts: Parts,
+    key: Key,
+    keys: Key,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    work: Work,
+    assignment: Report,
 ) -> tuple[Upload, Answers]:
-    """Step 4: every client trains from its group's model; ragged, chunked, sharded.
+    """Step 4: trains every client from the model of its group.
 
-    Late clients count like those that never answered.
+    A late client counts as one that never answered. Its time includes the traffic of the
+    `assignment`.
     """
     local = parts.local
     attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
-    seen = faults.flip_labels(local.faults, attackers, data)
+    train_data = faults.flip_labels(local.faults, attackers, data)
     shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
-    upload, lost = parts.train(cohort, seen, shared, work)
+    upload, counts = parts.train(cohort, train_data, shared, work)
     real = cohort.ids < data.num_clients
-    answered = real & (lost.dropped == 0)
+    answered = real & (counts.dropped == 0)
     sent = traffic.make_traffic(units_down=real, units_up=answered)
-    report = make_report(sent, fault_counts=faults.sum_fault_counts(lost, cohort))
+    report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
     if local.clock is None:
         return upload, Answers(report, None, jnp.zeros(()), jnp.zeros((), jnp.int32))
     model_bytes = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
-    moved = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(asked.traffic, model_bytes)
-    seconds = jnp.where(real, local.clock.seconds(cohort, upload, moved), 0.0)
+    slot_bytes = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(
+        assignment.traffic, model_bytes
+    )
+    seconds = jnp.where(real, local.clock.seconds(cohort, upload, slot_bytes), 0.0)
     duration, late = clock.end_round(seconds, answered, local.clock.wait_for)
     upload = faults.drop_updates(late, upload)
     return upload, Answers(report, seconds, duration, jnp.sum(late).astype(jnp.int32))
 
 
 def regroup(
-    parts: Parts, keys, state: State, data: FederatedData, cohort: Cohort, work: Work, upload
+    parts: Parts,
+    keys: Key,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    work: Work,
+    upload: Upload,
 ) -> tuple[State, Upload, jax.Array]:
-    """Step 5: clients may move to other groups by what they sent; returns their groups."""
+    """Step 5: moves clients to other groups by what they sent; returns their groups [S]."""
     if parts.hooks.regroup is None:
         return state, upload, work.group
     sent = state.groups
@@ -256,22 +283,22 @@ def regroup(
     return state, rebase(upload, sent, state.groups, gid), gid
 
 
-def rebase(upload: Upload, sent: Params, groups: Params, gid) -> Upload:
-    """Returns the upload with every delta relative to the model of the client's present
+def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Upload:
+    """Returns the upload with each delta relative to the model of the client's present
     group `gid` [S]: start + delta - group.
 
-    A client that has moved trained from `sent` [m, ...] of another group. Its delta means
-    nothing to the new one, its model does.
+    A client that changed its group trained from the model that was `sent` [m, ...] to
+    another one. The new group can use its model, but not its delta.
     """
 
     def shift() -> Upload:
-        def moved(delta, sent, groups):
+        def from_new_group(delta, sent, groups):
             return delta + sent[upload.start_group] - groups[gid]
 
         elsewhere = (gid != upload.start_group) & (upload.weight > 0)
         delta = jax.tree.map(
             partial(jax.vmap(jnp.where), elsewhere),
-            jax.tree.map(moved, upload.delta, sent, groups),
+            jax.tree.map(from_new_group, upload.delta, sent, groups),
             upload.delta,
         )
         return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
@@ -280,13 +307,14 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid) -> Upload:
 
 
 def update_groups(
-    parts: Parts, state: State, cohort: Cohort, work: Work, gid, upload: Upload
+    parts: Parts, state: State, cohort: Cohort, work: Work, gid: jax.Array, upload: Upload
 ) -> tuple[State, jax.Array, traffic.Traffic]:
-    """Steps 6 and 7: aggregates, takes the server's step, and finishes the method's own
-    business; returns (state, mass [m] behind each group's step, what finishing sent).
+    """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`.
+
+    Returns (state, mass [m] behind each group's step, traffic of `finish`).
     """
     met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
-    step, mass = parts.hooks.aggregate(upload, gid, cohort, work.client_extra, met)
+    step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after = met.replace(groups=groups, server=server)
     if parts.hooks.finish is None:
@@ -305,7 +333,10 @@ def finish_round(
     answers: Answers,
     reports: Report,
 ) -> State:
-    """Step 8: the ledger, the clock, and what is remembered of the cohort."""
+    """Step 8: adds up traffic and time, and stores what is remembered of the cohort.
+
+    `sent` [m, ...] are the models that the cohort received.
+    """
     received = state.received
     if parts.local.keep_received:
         received = jax.tree.map(
@@ -324,15 +355,17 @@ def finish_round(
     )
 
 
-def apply_server_optimizer(server: optax.GradientTransformation, state: State, step, mass):
-    """Applies the server optimizer to every group that received something; the others
-    keep model and optimizer state.
+def apply_server_optimizer(
+    server: optax.GradientTransformation, state: State, step: Params, mass: jax.Array
+) -> tuple[Params, Any]:
+    """Applies the server optimizer to every group of positive `mass` [m]; the others keep
+    their model and optimizer state. Returns both, [m, ...].
     """
-    moved = (mass > 0) & state.active
+    changed = (mass > 0) & state.active
     updates, new_server = jax.vmap(server.update)(
         jax.tree.map(jnp.negative, step), state.server, state.groups
     )
     updated = jax.vmap(optax.apply_updates)(state.groups, updates)
 
-    keep = partial(jax.vmap(jnp.where), moved)
+    keep = partial(jax.vmap(jnp.where), changed)
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)

@@ -1,20 +1,21 @@
-"""Simulated faults of clients, fixed by the seed and counted; and the server's guard
-against updates that are not finite.
+"""Simulated faults of clients, and the server's guard against updates that are not finite.
 
-Faults are data: which client fails in which round is drawn per client and round,
-whatever the algorithm, chunks or devices.
+Every fault is drawn by client and round: the seed alone says which client fails in which
+round, whatever the algorithm, the chunks or the devices.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import require
 from fedjax_cfl.round.tree import squared_norms
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Upload
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 ATTACKS = ("sign_flip", "noise", "label_flip")
@@ -23,20 +24,20 @@ DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes, below the engine's own
 
 
 class Faults(NamedTuple):
-    """What goes wrong with clients, as chances per client and round (fractions), and
-    what the server does about it.
+    """What goes wrong with clients, as probabilities per client and round, and what the
+    server does about it.
     """
 
-    dropout: Fraction = 0.0  # never answers: downloads, but uploads nothing
-    straggler: Fraction = 0.0  # only manages a uniformly drawn part of its local steps
+    dropout: Fraction = 0.0  # downloads, but uploads nothing
+    straggler: Fraction = 0.0  # completes only a uniformly drawn share of its local steps
     nan: Fraction = 0.0  # sends an update that is not finite
-    byzantine: Fraction = 0.0  # share of ALL clients that attack in every round they take part in
+    byzantine: Fraction = 0.0  # share of ALL clients that attack whenever they take part
     # sign_flip: -scale * delta | noise: delta + scale * ||delta|| * unit noise | label_flip:
-    # trains on C - 1 - y
+    # trains on labels C - 1 - y
     attack: str = "sign_flip"
     scale: NonNegativeFloat = 1.0
-    # update not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the run
-    # stops, naming it)
+    # an update that is not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the
+    # run stops and names it)
     nonfinite: str = "skip"
 
     def validate(self) -> "Faults":
@@ -47,49 +48,55 @@ class Faults(NamedTuple):
         return self
 
 
-def client_keys(key, purpose: int, cohort: Cohort):
-    """Returns a key [S] for each client of the cohort, by its id."""
+def client_keys(key: Key, purpose: int, cohort: Cohort) -> Key:
+    """Returns one key [S] for each client of the cohort, derived from its id."""
     return jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(
         cohort.ids
     )
 
 
-def draw_failures(key, purpose: int, cohort: Cohort, chance: float):
-    """Returns [S] bool: each client of the cohort fails with this chance, by its id."""
+def draw_failures(key: Key, purpose: int, cohort: Cohort, chance: float) -> jax.Array:
+    """Returns which clients [S] bool of the cohort fail, each with this probability."""
     return jax.vmap(jax.random.uniform)(client_keys(key, purpose, cohort)) < chance
 
 
-def draw_byzantine(faults: Faults, key, num_clients: int):
-    """Returns [K] bool: the clients that attack, round(byzantine * K) of them, the same
-    in every round.
+def draw_byzantine(faults: Faults, key: Key, num_clients: int) -> jax.Array:
+    """Returns the clients [K] bool that attack: round(byzantine * K), the same in every
+    round.
     """
     count = round(faults.byzantine * num_clients)
     lots = jax.random.permutation(key, num_clients)
     return lots < count
 
 
-def apply_stragglers(faults: Faults, key, cohort: Cohort, effort):
-    """Returns the share [S] of its local steps that each client manages."""
+def apply_stragglers(
+    faults: Faults, key: Key, cohort: Cohort, step_fraction: jax.Array
+) -> jax.Array:
+    """Returns the share [S] of its local steps that each client completes, of those that it
+    was asked for.
+    """
     if not faults.straggler:
-        return effort
+        return step_fraction
     late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(
         client_keys(key, STRAGGLER, cohort)
     ).T
-    return jnp.where(late < faults.straggler, effort * part, effort)
+    return jnp.where(late < faults.straggler, step_fraction * part, step_fraction)
 
 
-def flip_labels(faults: Faults, byzantine, data: FederatedData) -> FederatedData:
-    """Returns the data that are trained on: under label_flip hostile clients see C - 1 - y."""
+def flip_labels(faults: Faults, byzantine: jax.Array, data: FederatedData) -> FederatedData:
+    """Returns the data that clients train on: with label_flip, attackers [K] see C - 1 - y."""
     if not faults.byzantine or faults.attack != "label_flip":
         return data
     theirs = (data.owner >= 0) & byzantine[data.owner]
     return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
 
 
-def apply_attack(faults: Faults, key, cohort: Cohort, upload: Upload, by):
-    """Returns the upload with the deltas of the clients `by` [S] bool attacked."""
+def apply_attack(
+    faults: Faults, key: Key, cohort: Cohort, upload: Upload, attackers: jax.Array
+) -> Upload:
+    """Returns the upload with the deltas of the `attackers` [S] bool changed by their attack."""
     if faults.attack == "sign_flip":
-        factor = jnp.where(by, -faults.scale, 1.0)
+        factor = jnp.where(attackers, -faults.scale, 1.0)
         return upload.replace(
             delta=jax.tree.map(partial(jax.vmap(jnp.multiply), factor), upload.delta)
         )
@@ -98,7 +105,7 @@ def apply_attack(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     leaves, shape = jax.tree.flatten(upload.delta)
     size = sum(leaf[0].size for leaf in leaves)
     norm = jnp.sqrt(squared_norms(upload.delta).sum(0))
-    reach = jnp.where(by, faults.scale * norm / size**0.5, 0.0)
+    reach = jnp.where(attackers, faults.scale * norm / size**0.5, 0.0)
     keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(
         client_keys(key, NOISE, cohort)
     )  # [S, leaves]
@@ -112,11 +119,11 @@ def apply_attack(faults: Faults, key, cohort: Cohort, upload: Upload, by):
     )
 
 
-def guard_nonfinite(policy: str, upload: Upload):
-    """Applies the policy; returns (upload, bad [S] bool, number of the first bad leaf
-    [S], -1 for none). No NaN leaves here.
+def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax.Array]:
+    """Applies the policy to updates that are not finite; the result is finite.
 
-    An update whose square is beyond float32 counts as not finite.
+    An update whose squared norm is beyond float32 counts as not finite. Returns (upload,
+    bad [S] bool, number of the first bad leaf [S], -1 for none).
     """
     each = squared_norms(upload.delta)
     finite, whole = jnp.isfinite(each), each.sum(0)
@@ -143,9 +150,12 @@ def guard_nonfinite(policy: str, upload: Upload):
     )
 
 
-def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine):
-    """Lets faults happen to what the cohort sends, then screens it; returns (upload,
-    FaultCounts)."""
+def inject_faults(
+    faults: Faults, key: Key, cohort: Cohort, upload: Upload, byzantine: jax.Array
+) -> tuple[Upload, FaultCounts]:
+    """Applies faults to what the cohort sends, and then the guard against updates that are
+    not finite. `byzantine` [K] bool are the attackers.
+    """
     real = upload.weight > 0
     attackers = (
         real & byzantine[jnp.minimum(cohort.ids, byzantine.size - 1)]
@@ -165,53 +175,50 @@ def inject_faults(faults: Faults, key, cohort: Cohort, upload: Upload, byzantine
     if faults.dropout:
         upload = drop_updates(silent, upload)
     upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
-    first = jnp.argmin(
-        jnp.where(bad, cohort.rank, cohort.rank.size)
-    )  # by selection, whatever the slots
+    # the first in the order of selection, whatever the slots
+    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
     culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(
         jnp.int32
     )
     return upload, FaultCounts(silent.sum(), bad.sum(), attackers.sum(), culprit)
 
 
-def with_faults(faults: Faults, solve):
-    """Returns visit(...) -> (Upload, FaultCounts) of one client, whose faults happen while its
-    update is still in the cache.
+def with_faults(faults: Faults, solve: Callable[..., Upload]) -> Partial:
+    """Returns a function of one client, as `solve`, that gives (Upload, FaultCounts).
 
-    Its `shared` is (that of `solve`, (the key and the attackers of
-    `inject_faults`)).
+    Faults are applied while the client's update is still in the cache. Its `shared` is
+    (that of `solve`, (the key, the attackers [K] bool of `inject_faults`)).
     """
 
-    def visit(solve, client, bucket, data, shared, client_inputs):
+    def solve_with_faults(solve, client, bucket, data, shared, client_inputs):
         own, (key, attackers) = shared
         upload = jax.tree.map(
             lambda leaf: leaf[None], solve(client, bucket, data, own, client_inputs)
         )
-        upload, lost = inject_faults(
+        upload, counts = inject_faults(
             faults, key, Cohort(client[None], jnp.zeros(1, jnp.int32)), upload, attackers
         )
-        return jax.tree.map(lambda leaf: leaf[0], upload), lost
+        return jax.tree.map(lambda leaf: leaf[0], upload), counts
 
-    return Partial(visit, solve if isinstance(solve, Partial) else Partial(solve))
-
-
-def sum_fault_counts(lost: FaultCounts, cohort: Cohort) -> FaultCounts:
-    """Returns what went wrong in a cohort from what did with each client [S]."""
-    bad = lost.nonfinite > 0
-    first = jnp.argmin(
-        jnp.where(bad, cohort.rank, cohort.rank.size)
-    )  # by selection, whatever the slots
-    culprit = jnp.where(jnp.any(bad), lost.first_nonfinite[first], -1)
-    return FaultCounts(lost.dropped.sum(), lost.nonfinite.sum(), lost.byzantine.sum(), culprit)
+    return Partial(solve_with_faults, solve if isinstance(solve, Partial) else Partial(solve))
 
 
-def drop_updates(by, upload: Upload) -> Upload:
-    """Returns the upload without the updates of the slots `by` [S] bool."""
+def sum_fault_counts(each: FaultCounts, cohort: Cohort) -> FaultCounts:
+    """Returns what went wrong in a cohort, given what did with `each` client [S]."""
+    bad = each.nonfinite > 0
+    # the first in the order of selection, whatever the slots
+    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
+    culprit = jnp.where(jnp.any(bad), each.first_nonfinite[first], -1)
+    return FaultCounts(each.dropped.sum(), each.nonfinite.sum(), each.byzantine.sum(), culprit)
+
+
+def drop_updates(dropped: jax.Array, upload: Upload) -> Upload:
+    """Returns the upload without the updates of the slots `dropped` [S] bool."""
     norm = upload.squared_norm
     return upload.replace(
-        delta=fill_rows(by, 0.0, upload.delta),
-        weight=jnp.where(by, 0.0, upload.weight),
-        squared_norm=None if norm is None else jnp.where(by, 0.0, norm),
+        delta=fill_rows(dropped, 0.0, upload.delta),
+        weight=jnp.where(dropped, 0.0, upload.weight),
+        squared_norm=None if norm is None else jnp.where(dropped, 0.0, norm),
     )
 
 
@@ -222,8 +229,8 @@ def no_faults() -> FaultCounts:
 
 
 def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
-    """Returns the sum of counts; the first client with a bad update is that of the first
-    that has one.
+    """Returns the sum of counts. It names the first bad update of the first counts that
+    have one.
     """
     culprits = jnp.stack([each.first_nonfinite for each in counts])
     first = jnp.argmax(culprits[:, 0] >= 0)
@@ -231,6 +238,6 @@ def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
     return total.replace(first_nonfinite=culprits[first])
 
 
-def fill_rows(by, value, tree):
-    """Returns `tree` [S, ...] with `value` everywhere in the rows `by` [S] bool."""
-    return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(by, value, leaf), tree)
+def fill_rows(rows: jax.Array, value: ArrayLike, tree: Params) -> Params:
+    """Returns `tree` [S, ...] with `value` everywhere in the `rows` [S] bool."""
+    return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(rows, value, leaf), tree)

@@ -4,7 +4,6 @@ composes them.
 Axis letters as in `types.py`. `gid` [S] int32 is the group of each slot of a cohort.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.local import Work
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
@@ -30,7 +28,7 @@ from fedjax_cfl.types import (
 
 
 class Start(NamedTuple):
-    """What a method begins with."""
+    """What a method starts with."""
 
     groups: Params  # [m, ...]
     assignment: jax.Array | None = None  # [K], None: nobody has met the server
@@ -46,14 +44,14 @@ class StartFn(Protocol):
 
 
 class MigrateFn(Protocol):
-    """Changes groups before a round's selection: clients move, groups are founded anew."""
+    """Changes groups before a round's selection: clients move, or new groups are founded."""
 
     def __call__(self, key: Key, state: State, data: FederatedData) -> tuple[State, Report]: ...
 
 
 class AssignFn(Protocol):
-    """Names the group [S] that each client of the cohort trains. The report's traffic may
-    be that of each slot.
+    """Names the group [S] that each client of the cohort trains. The traffic of its report
+    may be given for each slot.
     """
 
     def __call__(
@@ -62,8 +60,8 @@ class AssignFn(Protocol):
 
 
 class PrepareFn(Protocol):
-    """Adds to the work of the cohort: fewer steps, or what a client needs besides the
-    model.
+    """Changes the work of the cohort: fewer steps, or something that a client needs besides
+    the model.
     """
 
     def __call__(
@@ -72,7 +70,7 @@ class PrepareFn(Protocol):
 
 
 class ClientFn(Protocol):
-    """Trains ONE client from models [m, ...]; `over_clients` makes a cohort of it."""
+    """Trains ONE client from models [m, ...]; `over_clients` makes it train a cohort."""
 
     def __call__(
         self,
@@ -85,8 +83,10 @@ class ClientFn(Protocol):
 
 
 class RegroupFn(Protocol):
-    """Moves clients to other groups once their updates are known. It may change anything
-    of the state but the cohort's assignment, which becomes the returned gid [S].
+    """Moves clients to other groups once their updates are known.
+
+    It returns the new groups [S] of the cohort, which the engine stores as its
+    assignment. It may change anything else in the state.
     """
 
     def __call__(
@@ -101,8 +101,8 @@ class RegroupFn(Protocol):
 
 
 class AggregateFn(Protocol):
-    """Reduces the updates to one step [m, ...] per group and the mass [m] behind it. A
-    group of mass 0 keeps its model.
+    """Reduces the updates to one step [m, ...] per group and the mass [m] behind it: the
+    weight of its updates. A group of mass 0 keeps its model.
     """
 
     def __call__(
@@ -112,12 +112,18 @@ class AggregateFn(Protocol):
 
 class FinishFn(Protocol):
     """Ends a round: mixes the new group models, or remembers what the cohort sent.
-    `before` is the state that `aggregate` was given; `state` has the new models.
+    `before` is the state that `aggregate` got; `state` has the new models.
     """
 
     def __call__(
         self, state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, Traffic]: ...
+
+
+class StartClientsFn(Protocol):
+    """Names the clients [n] int32 whose samples `start` reads, of K in all."""
+
+    def __call__(self, key: Key, num_clients: int) -> jax.Array: ...
 
 
 class Hooks(NamedTuple):
@@ -131,13 +137,12 @@ class Hooks(NamedTuple):
     assign: AssignFn | None = None
     prepare: PrepareFn | None = None  # None: every client does all of its work
     regroup: RegroupFn | None = None  # once updates are known; None: clients stay
-    aggregate: AggregateFn = weighted_mean  # updates -> one step per group
+    aggregate: AggregateFn | None = None  # None: means weighted by training samples
     # an optax transformation of each group's pseudo-gradient -step; None: add the step
     server: optax.GradientTransformation | None = None
     finish: FinishFn | None = None  # after the server step; None: nothing more
-    # (key, K) -> the clients whose samples `start` reads, for methods whose rounds read no
-    # samples but the cohort's (`no_clients`: none); None: anybody's may be read
-    start_clients: Callable[[Key, int], jax.Array] | None = None
+    # given only where the rounds read no samples but the cohort's; None: anybody's may be read
+    start_clients: StartClientsFn | None = None
 
 
 def make_report(
@@ -145,7 +150,7 @@ def make_report(
     migrated: ArrayLike = 0,
     fault_counts: FaultCounts | None = None,
 ) -> Report:
-    """Returns a report; by default nothing was sent, nobody moved and nothing failed."""
+    """Returns a report. By default nothing was sent, nobody moved and nothing failed."""
     return Report(
         make_traffic() if traffic is None else traffic,
         jnp.asarray(migrated, jnp.int32),
@@ -154,8 +159,8 @@ def make_report(
 
 
 def add_reports(*reports: Report) -> Report:
-    """Returns the sum of reports; the first client with a bad update is that of the first
-    report with one.
+    """Returns the sum of reports. It names the first bad update of the first report that
+    has one.
     """
     return Report(
         add_traffic(*(report.traffic for report in reports)),
@@ -165,9 +170,11 @@ def add_reports(*reports: Report) -> Report:
 
 
 def chain_finish(*parts: FinishFn) -> FinishFn:
-    """Returns the finish that runs others one after another."""
+    """Returns a `finish` that runs `parts` one after another."""
 
-    def finish(state, before, cohort, gid, upload):
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
         sent = []
         for part in parts:
             state, traffic = part(state, before, cohort, gid, upload)

@@ -1,7 +1,7 @@
 """How clients train: the settings of local work, and what each client is asked to do."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,26 +22,28 @@ from fedjax_cfl.validation import (
 
 MAX_WIDTH = 4096  # clients side by side, unless more are asked for
 
+Size = TypeVar("Size", int, jax.Array)
+
 
 class Local(NamedTuple):
-    """How clients train: plain SGD over reshuffled epochs; how they fail; how long they
+    """How clients train (SGD over reshuffled epochs), how they fail, and how long they
     take.
     """
 
     lr: PositiveFloat | jax.Array  # step size
     epochs: Epochs  # E, passes over the client's samples
     batch_size: PositiveInt  # B; the short last batch is kept
-    # most clients trained side by side on one device; None: 1 on a CPU, on an accelerator all of
-    # its share
+    # the most clients trained side by side on one device; None: 1 on a CPU, all of the device's
+    # share on an accelerator
     width: PositiveInt | None = None
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
-    # how a dense first layer is trained: direct | dual (in sample space) | auto: per client the
-    # cheaper
+    # how a dense first layer is trained: direct | dual (in sample space) | auto (the cheaper one,
+    # for each client)
     first_layer: Literal["auto", "direct", "dual"] = "auto"
-    # v <- momentum v + gradient, w <- w - lr v; v begins at 0 in every round
+    # v <- momentum v + gradient, w <- w - lr v; v is 0 before every round
     momentum: BelowOne = 0.0
-    # True: under `vmap`, the cohorts of all runs are trained as one, see `members`
+    # True: under `vmap`, the cohorts of all runs are trained as one, see `runs_as_one`
     vmap_runs: bool = False
     # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs
     steps: PositiveInt | None = None
@@ -53,11 +55,10 @@ class Local(NamedTuple):
     keep_received: bool = False
 
     def resolve(self) -> "Local":
-        """Returns the same with mesh, width and first layer settled for the machine.
-        Raises InputError for what is not allowed.
+        """Returns the settings with mesh, width and first layer chosen for the machine.
 
-        Side by side, sample space would be padded to the largest client, so that there
-        auto is direct.
+        Side by side, sample space would be padded to the largest client, so that auto is
+        direct there. Raises InputError for a value that is not allowed.
         """
         check_arguments(Local, self._asdict(), "local")
         mesh = self.mesh or make_mesh()
@@ -68,37 +69,39 @@ class Local(NamedTuple):
             first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer,
         )
 
-    def lr_scale(self, round) -> jax.Array:
-        """Returns the factor [] of the step size in a round."""
+    def lr_scale(self, round: jax.Array) -> jax.Array:
+        """Returns the factor [] of the step size in a round [] int32."""
         return jnp.ones(()) if self.schedule is None else jnp.asarray(self.schedule(round))
 
 
 class StepPlan(NamedTuple):
     """The steps of one client."""
 
-    steps: jax.Array  # [] int32, to take
+    steps: jax.Array  # [] int32, steps to take
     per_epoch: jax.Array  # [] int32
     last_epoch: jax.Array  # [] int32, the epoch of the last step
-    random_words: jax.Array  # [2] uint32, what its permutations are drawn from
+    random_words: jax.Array  # [2] uint32, the seed of its permutations
 
-    def locate_batch(self, step, batch: int):
-        """Returns (epoch, first sample of the step within it)."""
+    def locate_batch(self, step: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
+        """Returns (epoch, position of the step's first sample within the epoch)."""
         return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
 
-    def seen(self, count, batch: int):
-        """Returns the samples [2] that were reached in the first and in the last epoch."""
+    def count_samples(self, count: jax.Array, batch: int) -> jax.Array:
+        """Returns the samples [2], of `count`, that the first and the last epoch reach."""
         last = self.steps - self.last_epoch * self.per_epoch
         return jnp.stack([jnp.minimum(self.steps * batch, count), jnp.minimum(last * batch, count)])
 
 
-def count_steps(local: Local, size):
+def count_steps(local: Local, size: Size) -> Size:
     """Returns the most steps that a client of `size` samples takes."""
     per_epoch = -(-size // local.batch_size)
     return local.epochs * per_epoch if local.steps is None else 0 * per_epoch + local.steps
 
 
-def plan_steps(local: Local, count, fraction, random_words) -> StepPlan:
-    """Plans the steps of a client of `count` samples that completes `fraction` of them."""
+def plan_steps(
+    local: Local, count: jax.Array, fraction: jax.Array, random_words: jax.Array
+) -> StepPlan:
+    """Plans the steps of a client of `count` samples that completes `fraction` of its steps."""
     per_epoch = jnp.maximum(lax.div(count + local.batch_size - 1, local.batch_size), 1)
     planned = local.epochs * per_epoch if local.steps is None else local.steps
     steps = jnp.where(count > 0, jnp.ceil(fraction * planned - 1e-3).astype(jnp.int32), 0)
@@ -111,9 +114,9 @@ class Work(NamedTuple):
     group: jax.Array  # [S] int32, the model it starts from
     step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
     lr_scale: jax.Array  # [S] float32, the factor of its step size
-    client_extra: Any = ()  # [S, ...], what `prepare` computed for it
+    client_extra: Any = ()  # [S, ...], what `prepare` computed for each client
 
 
 def full_work(group: jax.Array, lr_scale: ArrayLike = 1.0) -> Work:
-    """Returns work without anything extra, all of it completed."""
+    """Returns the work of clients that complete all their steps, with nothing extra."""
     return Work(group, jnp.ones(group.shape), jnp.full(group.shape, lr_scale, jnp.float32))

@@ -3,8 +3,8 @@
 
 `owner` is as in `Task`, `start` is the model the client received, `client_extra` what
 `prepare` computed for it. The same function serves gradient and metric. Any function of
-these arguments will do; an Objective also says how it is made, which the sample-space
-form of SGD (`dual`) needs to know.
+these arguments will do; an Objective also says how it is made, which SGD in sample space
+(`dual_sgd`) needs to know.
 """
 
 import functools
@@ -14,12 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.tree_util import Partial
 
-from fedjax_cfl.types import Task
+from fedjax_cfl.types import Key, Params, Task
+
+ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
 
 
-def penalty(mu, params, start):
-    """Returns mu / 2 * ||params - start||^2."""
+def penalty(mu: float | jax.Array, params: Params, start: Params) -> jax.Array:
+    """Returns mu / 2 * ||params - start||^2, []."""
     return (
         0.5
         * mu
@@ -33,49 +36,56 @@ def penalty(mu, params, start):
 class Objective(struct.PyTreeNode):
     """A loss, and a pull back to the received model."""
 
-    loss: Callable[..., jax.Array] = struct.field(
-        pytree_node=False
-    )  # (params, x [B, ...], y [B], key, owner [B]) -> [B]
-    mu: Any = None  # [] weight of the proximal term; None: there is none
-    mu_of: Callable | None = struct.field(
-        pytree_node=False, default=None
-    )  # (client_extra) -> mu, where clients differ
+    # (params, x [B, ...], y [B], key, owner [B]) -> [B]
+    loss: Callable[..., jax.Array] = struct.field(pytree_node=False)
+    mu: float | jax.Array | None = None  # [] weight of the proximal term; None: there is none
+    # (client_extra) -> mu, where clients differ
+    mu_of: Callable[[Any], jax.Array] | None = struct.field(pytree_node=False, default=None)
 
-    def weight(self, client_extra):
-        """Returns the weight of the proximal term for a client, None if there is no such term."""
+    def weight(self, client_extra: Any) -> float | jax.Array | None:
+        """Returns the weight [] of a client's proximal term; None if there is no such term."""
         return self.mu_of(client_extra) if self.mu_of else self.mu
 
-    def __call__(self, params, start, client_extra, x, y, key, owner):
-        """Returns the objective [B] of each sample; every one carries the whole proximal term."""
+    def __call__(
+        self,
+        params: Params,
+        start: Params,
+        client_extra: Any,
+        x: jax.Array,
+        y: jax.Array,
+        key: Key | None,
+        owner: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the objective [B] of each sample; each one has the whole proximal term."""
         each, mu = self.loss(params, x, y, key, owner), self.weight(client_extra)
         return each if mu is None else each + penalty(mu, params, start)
 
 
 def erm(task: Task) -> Objective:
-    """Empirical risk: the task's own loss."""
+    """Returns the empirical risk: the loss of the task."""
     return Objective(task.loss)
 
 
-def proximal(mu, objective: Objective) -> Objective:
-    """Adds mu / 2 * ||params - start||^2 to every sample, i.e. mu * (params - start) to
+def proximal(mu: float | jax.Array | Callable[[Any], jax.Array], objective: Objective) -> Objective:
+    """Adds mu / 2 * ||params - start||^2 to every sample, that is mu * (params - start) to
     every gradient (FedProx, eq. 2).
 
-    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds
-    nothing, not even work.
+    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds no
+    term, and costs nothing.
     """
     if callable(mu):
         return objective.replace(mu_of=mu)
     return objective if isinstance(mu, int | float) and mu == 0 else objective.replace(mu=mu)
 
 
-def add_linear_term(direction, objective):
-    """Adds <direction(client_extra), params - start> to every sample, i.e. the
+def add_linear_term(direction: Callable[[Any], Params], objective: ObjectiveFn) -> Partial:
+    """Adds <direction(client_extra), params - start> to every sample, that is the
     direction, a pytree like params, to every gradient (FedDANE).
 
-    No Objective: such a gradient is no combination of the client's samples, so there is
-    no sample-space form.
+    The result is no Objective and has no sample-space form: such a gradient is not a
+    combination of the client's samples.
     """
-    return jax.tree_util.Partial(functools.partial(_linear_term_loss, direction), objective)
+    return Partial(functools.partial(_linear_term_loss, direction), objective)
 
 
 def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key, owner):
@@ -85,8 +95,8 @@ def _linear_term_loss(direction, objective, params, start, client_extra, x, y, k
     return objective(params, start, client_extra, x, y, key, owner) + sum(jax.tree.leaves(terms))
 
 
-def cross_entropy(logits, y):
-    """Returns the cross-entropy [B] of logits [B, C]."""
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the cross-entropy [B] of logits [B, C] and labels y [B]."""
     return (
         jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
     )

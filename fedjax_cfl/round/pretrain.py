@@ -1,22 +1,35 @@
-"""Training outside of a round's own: the first updates of founders, newcomers and
-clients whose data shifted.
+"""Training besides that of a round: the first updates of founders, newcomers and clients
+whose data shifted.
 """
+
+from typing import Protocol
 
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.faults import Faults, sum_fault_counts, with_faults
+from fedjax_cfl.round.hooks import ClientFn
 from fedjax_cfl.round.local import Local, Work
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Upload
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 
 
-def train_aside(solve, local: Local):
-    """Returns train(cohort, data, (key, models [m, ...]), work) -> (Upload, FaultCounts).
+class TrainFn(Protocol):
+    """Trains a cohort from models [m, ...]; `shared` is (key, models)."""
 
-    No simulated faults strike. An update that is not finite is counted and treated as
-    `local.faults.nonfinite` says: by default its weight and its delta are 0.
+    def __call__(
+        self, cohort: Cohort, data: FederatedData, shared: tuple[Key, Params], work: Work
+    ) -> tuple[Upload, FaultCounts]: ...
+
+
+def train_aside(solve: ClientFn, local: Local) -> TrainFn:
+    """Returns a function that trains a cohort by `solve`, without simulated faults.
+
+    An update that is not finite is counted and treated as `local.faults.nonfinite` says:
+    by default its weight and its delta are 0.
     """
     train = over_clients(with_faults(Faults(nonfinite=local.faults.nonfinite), solve), local)
 
-    def run(cohort: Cohort, data: FederatedData, shared, work: Work) -> tuple[Upload, FaultCounts]:
+    def run(
+        cohort: Cohort, data: FederatedData, shared: tuple[Key, Params], work: Work
+    ) -> tuple[Upload, FaultCounts]:
         upload, counts = train(cohort, data, (shared, (shared[0], ())), work)
         return upload, sum_fault_counts(counts, cohort)
 

@@ -1,6 +1,7 @@
-"""Which clients take part in a round: a `Selection(init, select, update)`. Most remember
-nothing and are made by `stateless` of a function (key, round, num_clients) -> ids [k]
-int32, in order of selection, without repeats.
+"""Which clients take part in a round: each function returns a `Selection`.
+
+Most selections remember nothing. `stateless` makes them of a function (key, round,
+num_clients) -> ids [k] int32, in order of selection, without repeats.
 """
 
 import random
@@ -11,16 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Cohort, FederatedData, Selection, State, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
-MAX_SORTED = 2**16  # clients up to which a whole permutation is drawn
+MAX_SORTED = 2**16  # for up to so many clients, a whole permutation is drawn
 
 
 def stateless(draw: Draw) -> Selection:
-    """Selects by `draw(key, round, num_clients)`, which remembers nothing: its cohorts are
-    known before the run, so that samples on the host can be fetched ahead.
+    """Selects by `draw`, which remembers nothing.
+
+    Its cohorts are known before the run, so that samples on the host can be fetched ahead.
     """
     return Selection(
         init=lambda data: (),
@@ -36,12 +38,13 @@ def full_participation() -> Selection:
 
 
 def draw_uniform(clients_per_round: PositiveInt) -> Draw:
-    """Draws uniformly without replacement every round (FedAvg). Raises InputError for
-    no client, later for more than there are.
+    """Draws clients uniformly without replacement (FedAvg).
+
+    Raises InputError for fewer than one client, and when it draws, for more than there are.
     """
     check_arguments(draw_uniform, locals())
 
-    def draw(key, round, num_clients):
+    def draw(key: Key, round: int | jax.Array, num_clients: int) -> jax.Array:
         if clients_per_round > num_clients:
             raise InputError(
                 f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number"
@@ -59,13 +62,13 @@ def uniform(clients_per_round: PositiveInt) -> Selection:
     return stateless(draw_uniform(clients_per_round))
 
 
-def sample_distinct(key, count: int, num_clients: int):
-    """Returns the first `count` places [count] int32 of a random permutation of 0 .. K
-    - 1, without making the rest of it.
+def sample_distinct(key: Key, count: int, num_clients: int) -> jax.Array:
+    """Returns the first `count` entries [count] int32 of a random permutation of 0 .. K -
+    1, without making the rest of it.
 
-    A Feistel network of six rounds on the smallest even number of bits that holds K;
-    what falls outside goes through it again, which keeps it a permutation (cycle
-    walking; Black and Rogaway 2002).
+    The permutation is a Feistel network of six rounds on the smallest even number of bits
+    that holds K. A result of K or more goes through it again (cycle walking; Black and
+    Rogaway 2002).
     """
     half = (max(num_clients - 1, 1).bit_length() + 1) // 2
     mask = jnp.uint32(2**half - 1)
@@ -87,12 +90,12 @@ def sample_distinct(key, count: int, num_clients: int):
 
 
 def rr_then_random(clients_per_round: PositiveInt) -> Selection:
-    """Visits every client once in order, wrapping round, then draws uniformly (the
-    clustered trainers of FlexCFL).
+    """Takes clients in the order of their ids until all have been selected, then draws
+    uniformly (the clustered trainers of the FlexCFL code).
     """
     then = draw_uniform(clients_per_round)
 
-    def draw(key, round, num_clients):
+    def draw(key: Key, round: int | jax.Array, num_clients: int) -> jax.Array:
         turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
         return jnp.where(
             round * clients_per_round < num_clients,
@@ -116,8 +119,10 @@ def py_sample(
     seed: int = 2077,
     round_robin: bool = True,
 ) -> Selection:
-    """Repeats the FlexCFL code's draw: Python's `random.sample` re-seeded with round +
-    seed, after round robin if asked for.
+    """Repeats the draw of the FlexCFL code: Python's `random.sample`, seeded with round +
+    seed in every round.
+
+    With `round_robin` all clients are first selected once, in the order of their ids.
     """
     everyone = list(range(num_clients))
 
@@ -130,11 +135,11 @@ def py_sample(
 
 
 def power_of_choice(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:
-    """Selects, of `candidates` clients drawn uniformly, those of highest last known training
-    loss (Cho, Wang, Joshi 2020, https://arxiv.org/abs/2010.01243, "rpow-d"): clients that
-    were never selected come first.
+    """Draws `candidates` clients uniformly and selects those of highest last known training
+    loss (Cho, Wang, Joshi 2020, https://arxiv.org/abs/2010.01243, "rpow-d").
 
-    Raises InputError for fewer candidates than clients, later for more than there are.
+    Clients that were never selected come first. Raises InputError for fewer candidates
+    than clients, and when it draws, for more than there are.
     """
     check_arguments(power_of_choice, locals())
     if candidates < clients_per_round:
@@ -143,11 +148,13 @@ def power_of_choice(clients_per_round: PositiveInt, candidates: PositiveInt) -> 
         )
     draw = draw_uniform(candidates)
 
-    def select(key, loss, state: State, data: FederatedData):
+    def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:
         drawn = draw(key, state.round, data.num_clients)
         return drawn[jnp.argsort(-loss[drawn], stable=True)[:clients_per_round]]
 
-    def update(loss, state: State, cohort: Cohort, upload: Upload, seconds):
+    def update(
+        loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
+    ) -> jax.Array:
         answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
         return loss.at[answered].set(upload.loss, mode="drop")
 

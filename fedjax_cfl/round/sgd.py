@@ -1,15 +1,19 @@
-"""What one client does in a round: mini-batch SGD, or one gradient;
-`cohort.over_clients` makes a cohort of it.
+"""What one client does in a round: mini-batch SGD, or one gradient.
+
+`cohort.over_clients` applies it to a cohort.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
@@ -17,28 +21,33 @@ from fedjax_cfl.round import dual_sgd
 from fedjax_cfl.round.cohort import (
     MIN_BUCKET,
     SAMPLE_BLOCK,
+    CostFn,
     bucket_sizes,
     client_range,
     cost_by_samples,
     make_int_array,
 )
+from fedjax_cfl.round.hooks import ClientFn
 from fedjax_cfl.round.local import Local, StepPlan, Work, count_steps, plan_steps
-from fedjax_cfl.round.objective import Objective, erm
+from fedjax_cfl.round.objective import Objective, ObjectiveFn, erm
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.shuffle import random_permutations, shuffle_table
-from fedjax_cfl.types import FederatedData, Task, Upload
+from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
+
+# (client, data, start, client_extra, key, plan) -> (delta, loss sums [2] of the first and the
+# last epoch)
+TrainClientFn = Callable[
+    [jax.Array, FederatedData, Params, Any, Key, StepPlan], tuple[Params, jax.Array]
+]
 
 
-def sgd(task: Task, local: Local, objective=None) -> Partial:
-    """Mini-batch SGD of one client from a received model (FedAvg's ClientUpdate;
-    FlexCFL, Algorithm 1).
+def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
+    """Trains one client by mini-batch SGD from the model of its group (FedAvg's
+    ClientUpdate; FlexCFL, Algorithm 1).
 
-    Runs `local.epochs` reshuffled epochs, or `local.steps` mini-batch steps that cycle
-    through reshuffled epochs.
-    Returns visit(client, bucket, data, (key, models [m, ...]), work) -> Upload of one
-    client.
-    Raises InputError if `local.first_layer` asks for a sample-space form that there is
-    not.
+    A client runs `local.epochs` reshuffled epochs, or `local.steps` mini-batch steps that
+    cycle through reshuffled epochs. `objective` is the loss of the task unless given.
+    Raises InputError if `local.first_layer` is dual and there is no sample-space form.
     """
     objective = objective or erm(task)
     if local.first_layer == "dual" and not dual_sgd.has_dual_form(task, objective):
@@ -47,24 +56,24 @@ def sgd(task: Task, local: Local, objective=None) -> Partial:
             " plain; use auto or direct"
         )
 
-    def visit(objective, lr, client, bucket, data, shared, work: Work):
+    def train_client(objective, lr, client, bucket, data, shared, work: Work):
         key, models = shared
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[work.group], models)
         count, _ = client_range(client, data)
         plan = plan_steps(local, count, work.step_fraction, jax.random.bits(key, (2,)))
-        branches, way = choose_train(
+        branches, branch = choose_train(
             task, local._replace(lr=lr * work.lr_scale), objective, data, bucket
         )
         delta, losses = lax.switch(
-            way,
+            branch,
             [
                 lambda _, train=train: train(client, data, start, work.client_extra, key, plan)
                 for train in branches
             ],
             None,
         )
-        first_loss, last_loss = losses / jnp.maximum(plan.seen(count, local.batch_size), 1)
+        first_loss, last_loss = losses / jnp.maximum(plan.count_samples(count, local.batch_size), 1)
         return Upload(
             delta=delta,
             weight=count.astype(jnp.float32),
@@ -74,17 +83,23 @@ def sgd(task: Task, local: Local, objective=None) -> Partial:
             start_group=work.group,
         )
 
-    return Partial(visit, as_pytree(objective), local.lr)
+    return Partial(train_client, as_pytree(objective), local.lr)
 
 
-def choose_train(task: Task, local: Local, objective, data: FederatedData, bucket):
-    """Returns the ways to train that clients of these data need, and the number [] of the
-    one for clients of size class `bucket`: in sample space by size, else directly.
+def choose_train(
+    task: Task, local: Local, objective: ObjectiveFn, data: FederatedData, bucket: jax.Array
+) -> tuple[list[TrainClientFn], ArrayLike]:
+    """Returns the branches that clients of these data train by, and the number [] of the
+    branch of size bucket `bucket`.
+
+    There is one branch for each size that is trained in sample space, and one for direct
+    training.
     """
 
     def passes(size, fewest):
-        """Returns the passes that a client of `fewest` to `size` samples can need;
-        chunk mates may have fewer.
+        """Returns the passes that a client of `fewest` to `size` samples can need.
+
+        Side by side, another client of the chunk may have fewer samples.
         """
         fewest = fewest if local.width == 1 else 1
         return local.epochs if local.steps is None else -(-local.steps // -(-fewest // batch))
@@ -104,9 +119,9 @@ def choose_train(task: Task, local: Local, objective, data: FederatedData, bucke
     return branches, make_int_array([bisect_left(sizes, size) for size in buckets])[bucket]
 
 
-def client_cost(task: Task, local: Local, capacity: int):
-    """Returns f(held [k]) -> [k]: about how long clients of so many samples train, for
-    `local.make_cohort`.
+def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
+    """Returns what `make_cohort` balances by: about how long clients of at most `capacity`
+    samples train.
     """
     steps = partial(count_steps, local)
     sizes = dual_sgd.dual_sizes(
@@ -119,9 +134,13 @@ def client_cost(task: Task, local: Local, capacity: int):
     )
 
 
-def make_direct_train(objective, local: Local, bucket, passes):
-    """Returns train(client, data, start, client_extra, key, plan) -> (delta, loss sums
-    [2] of the first and the last epoch), any model.
+def make_direct_train(
+    objective: ObjectiveFn, local: Local, bucket: jax.Array, passes: Callable[[int, int], int]
+) -> TrainClientFn:
+    """Returns the SGD of one client for any model.
+
+    `passes(size, fewest)` is the most passes that a client of `fewest` to `size` samples
+    can need.
     """
     batch = local.batch_size
 
@@ -169,9 +188,11 @@ def make_direct_train(objective, local: Local, bucket, passes):
     return train
 
 
-def make_dual_train(task: Task, objective, local: Local, size: int, passes: int):
-    """Returns the same train(...) for a client of up to `size` samples and a dense
-    first layer, see `dual`; its batches are the same.
+def make_dual_train(
+    task: Task, objective: Any, local: Local, size: int, passes: int
+) -> TrainClientFn:
+    """Returns the same SGD, with the same batches, in sample space (see `dual_sgd`): for a
+    client of up to `size` samples and a model with a dense first layer.
     """
 
     def train(client, data, start, client_extra, key, plan: StepPlan):
@@ -186,13 +207,13 @@ def make_dual_train(task: Task, objective, local: Local, size: int, passes: int)
     return train
 
 
-def gradient_step(task: Task, local: Local, objective=None) -> Partial:
-    """One full-batch gradient step of one client (FedSGD; gradient averaging of IFCA):
-    delta = -lr * gradient of its mean loss.
+def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
+    """Takes one full-batch gradient step of one client: delta = -lr * gradient of its mean
+    loss (FedSGD; gradient averaging of IFCA).
     """
     objective = objective or erm(task)
 
-    def visit(objective, lr, client, bucket, data, shared, work: Work):
+    def step_client(objective, lr, client, bucket, data, shared, work: Work):
         key, models = shared
         key = jax.random.fold_in(key, client)
         start = jax.tree.map(lambda leaf: leaf[work.group], models)
@@ -210,8 +231,8 @@ def gradient_step(task: Task, local: Local, objective=None) -> Partial:
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
 
-        nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
-        loss, grad = ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, nothing)
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
+        loss, grad = ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, zeros)
         delta = jax.tree.map(lambda g: -lr * work.lr_scale * g, grad)
         return Upload(
             delta=delta,
@@ -222,9 +243,9 @@ def gradient_step(task: Task, local: Local, objective=None) -> Partial:
             start_group=work.group,
         )
 
-    return Partial(visit, as_pytree(objective), local.lr)
+    return Partial(step_client, as_pytree(objective), local.lr)
 
 
-def as_pytree(objective):
-    """Returns an objective as a pytree, whose leaves may be traced: a plain function has none."""
+def as_pytree(objective: ObjectiveFn) -> Objective | Partial:
+    """Returns an objective as a pytree, whose leaves may be traced; a function has none."""
     return objective if isinstance(objective, Objective | Partial) else Partial(objective)

@@ -3,31 +3,37 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.types import Params
 
-def membership_weights(weight, gid, num_groups):
-    """Returns the weights [S, m] of the clients in each group's column."""
+
+def membership_weights(weight: jax.Array, gid: jax.Array, num_groups: int) -> jax.Array:
+    """Returns [S, m]: the weight [S] of each client in its group's column, 0 elsewhere."""
     return jnp.where(gid[:, None] == jnp.arange(num_groups), weight[:, None], 0.0)
 
 
-def group_sum(coefficient, tree):
-    """Returns sum_i coefficient[i, g] * tree[i], [m, ...]: one matrix product a leaf,
-    so devices each add up their own clients.
+def group_sum(coefficient: jax.Array, tree: Params) -> Params:
+    """Returns sum_i coefficient[i, g] * tree[i], [m, ...], of `tree` [S, ...].
+
+    It is one matrix product per leaf, so that each device adds up its own clients.
     """
     return jax.tree.map(lambda leaf: jnp.tensordot(coefficient, leaf, axes=((0,), (0,))), tree)
 
 
-def group_mean(weight, gid, tree, num_groups):
-    """Returns the weighted mean of `tree` [S, ...] within each group [m, ...] and the
-    weight [m] behind it; 0 for an empty group.
+def group_mean(
+    weight: jax.Array, gid: jax.Array, tree: Params, num_groups: int
+) -> tuple[Params, jax.Array]:
+    """Returns the weighted mean [m, ...] of `tree` [S, ...] within each group, and the
+    weight [m] behind it. Both are 0 for an empty group.
     """
     coefficient = membership_weights(weight, gid, num_groups)
     mass = coefficient.sum(0)
     return group_sum(coefficient / jnp.where(mass > 0, mass, 1.0), tree), mass
 
 
-def squared_norms(tree):
-    """Returns the squared norm [L, S] of each of a tree's leaves [S, ...]: a product,
-    which is several times faster than a reduction.
+def squared_norms(tree: Params) -> jax.Array:
+    """Returns the squared norms [L, S] of the L leaves [S, ...] of a tree.
+
+    A product is several times faster than a reduction.
     """
     rows = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)]
     return jnp.stack([jnp.einsum("sp,sp->s", row, row) for row in rows])

@@ -8,7 +8,7 @@ several, so that numbers appear while it goes on: there is no other loop.
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -109,7 +109,7 @@ def run(
     rounds: int,
     eval_every: int = 1,
     drift: Drift | None = None,
-    discard: str = "rounds",
+    discard: Literal["rounds", "met", "none"] = "rounds",
     mesh=None,
     on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
 ) -> Result:
