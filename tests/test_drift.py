@@ -76,7 +76,7 @@ def rows_of(owner, numbers):
 def assert_views(now, before):
     """The views hold the same samples as ever, each where its owner says."""
     owner = np.asarray(now.owner)
-    for view, old in ((now.train, before.train), (now.test, before.eval_models)):
+    for view, old in ((now.train, before.train), (now.test, before.test)):
         order, start, size = (np.asarray(a) for a in (view.order, view.start, view.size))
         assert sorted(order) == sorted(np.asarray(old.order))
         rows = rows_of(owner, order)

@@ -18,6 +18,7 @@ from fedjax_cfl.round.hooks import FinishFn, Hooks, chain_finish
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, State, Upload
+from fedjax_cfl.validation import check_value
 
 EPSILON = 1e-5  # the code's guard of divisions
 
@@ -78,7 +79,10 @@ class Temperature(NamedTuple):
 
 
 def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
-    """Adds temperatures to a method whose memory has a field `temperature`."""
+    """Adds temperatures to a method whose memory has a field `temperature`. Raises
+    InputError for a highest one that is not above 1.
+    """
+    check_value("algorithm.temperature_max", heat.temperature_max)
     highest, update = heat.temperature_max, update_temperatures(heat)
     return hooks._replace(
         start=init_temperatures(hooks.start, highest),

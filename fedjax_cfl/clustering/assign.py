@@ -18,6 +18,7 @@ from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, State, Task
 
 
@@ -132,14 +133,16 @@ def nearest_direction(pretrain) -> ChooseFn:
     direction has the smallest cosine dissimilarity (FlexCFL eq. 8).
 
     `pretrain` is a `train_aside`. `state.memory` holds `initial` [1, ...], `directions`
-    [m, ...] and `has_founders` [m]; a group without founders is never chosen.
+    [m, ...] and `has_founders` [m]; a group without founders is never chosen, nor one
+    whose direction is not finite.
     """
 
     def choose(key, state: State, data: FederatedData, cohort: Cohort):
         memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
         upload, faults = pretrain(cohort, data, (key, memory.initial), work)
         similarity = cosine(upload.delta, memory.directions)
-        usable = memory.has_founders & jnp.isfinite(similarity)
+        finite = jnp.isfinite(squared_norms(memory.directions).sum(0))
+        usable = memory.has_founders & finite & jnp.isfinite(similarity)
         return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), faults
 
     return choose

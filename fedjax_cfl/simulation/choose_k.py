@@ -82,9 +82,11 @@ def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData
     train, held_out = (
         build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test)
     )
+    x, y = data.gather(kept)
     return data.replace(
-        x=data.x[kept],
-        y=data.y[kept],
+        x=x,
+        y=y,
+        sample=None,
         owner=jnp.asarray(owner),
         train=train,
         test=held_out,

@@ -142,7 +142,7 @@ def evaluate_block(
     """
     served = algorithm.serve(state)
     models, index = served
-    if state.received:  # a client that is served no model is not tested
+    if jax.tree.leaves(state.received):  # a client that is served no model is not tested
         models, index = state.received, jnp.where(index >= 0, jnp.arange(index.size), -1)
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)

@@ -62,14 +62,16 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")
     }
     capacity = max(one.max_client_samples for one in data)
+    total, rows = sum(longest.values()), max(len(one.x) for one in data)
+    indexed = any(one.sample is not None for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
-        held, total = one.y.size, sum(longest.values())
+        held = one.y.size
 
-        def fill(array, value):
+        def fill(array, value, length=total):
             array = np.asarray(array)
             return np.concatenate(
-                [array, np.full((total - len(array), *array.shape[1:]), value, array.dtype)]
+                [array, np.full((length - len(array), *array.shape[1:]), value, array.dtype)]
             )
 
         def view(side: str, begin: int) -> ClientIndex:
@@ -80,9 +82,12 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         train = view("train", held)
         test = view("test", held + longest["train"] - one.train.order.size)
         return one.replace(
-            x=fill(one.x, 0),
+            x=fill(one.x, 0, rows if indexed else total),
             y=fill(one.y, 0),
             owner=fill(one.owner, -1),
+            sample=fill(one.sample if one.sample is not None else np.arange(held), 0)
+            if indexed
+            else None,
             train=train,
             test=test,
             max_client_samples=capacity,
