@@ -15,7 +15,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedadam
 from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.flexcfl import draw_founders, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
@@ -23,6 +23,7 @@ from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.round import engine, faults, select
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.round.engine import START, derive_key
 from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.sgd import sgd
@@ -402,18 +403,27 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
         np.testing.assert_array_equal(infos.clients, clients, err_msg=case)
 
 
+def with_huge_inputs(data, client):
+    """Returns data in which a client holds the same huge sample under several labels, so
+    that whatever the model, training on it overflows.
+    """
+    assert len(np.unique(data.y[data.owner == client])) > 1
+    return data.replace(x=jnp.where((data.owner == client)[:, None], 1e30, data.x))
+
+
 FOUND = {"m": 2, "alpha": 3, "pretrain": "iters:5"}
 FREE = {"m": 3, "eps1": 9.0, "eps2": 0.0, "warm_up": 0}
 TRAINING_ASIDE = {
-    # how often each client sends an update in three rounds with everybody: one in every round
-    # and, where it is a founder, a newcomer or asked at the start, one more
-    "flexcfl": (flexcfl, FOUND, 4),
-    "fesem": (fesem, {"m": 2}, 4),
-    "fesem random": (fesem, {"m": 2, "start": "random_models"}, 3),
-    "ifca": (ifca, {"m": 2, "start": "kmeanspp_loss"}, 4),
-    "cfl": (cfl_method, FREE, 3),
-    "fl_hc": (fl_hc, {"m": 3, "warm_up": 1, "newcomers": "nearest"}, 4),
-    "tkm": (tkm, {"m": 2, "erm_epochs": 2}, 4),
+    # the clients that train at the start; and how many updates each client sends in three
+    # rounds with everybody: one a round, one more as a newcomer, and one for each cut of its
+    # group, in which a client that sent nothing usable has taken no side
+    "flexcfl": (flexcfl, FOUND, "founders", 4),
+    "fesem": (fesem, {"m": 2}, "all", 3),
+    "fesem random": (fesem, {"m": 2, "start": "random_models"}, "none", 3),
+    "ifca": (ifca, {"m": 2, "start": "kmeanspp_loss"}, "all", 3),
+    "cfl": (cfl_method, FREE, "none", 5),
+    "fl_hc": (fl_hc, {"m": 3, "warm_up": 1, "newcomers": "nearest"}, "none", 4),
+    "tkm": (tkm, {"m": 2, "erm_epochs": 2}, "all", 3),
 }
 
 
@@ -422,20 +432,23 @@ def test_a_client_with_huge_inputs_spoils_nothing_anywhere(name, linear, local, 
     """Its every update is screened and counted, as a founder, a newcomer, at the start and
     in rounds; each of three clients in turn.
     """
-    method, options, sends = TRAINING_ASIDE[name]
+    method, options, starters, sends = TRAINING_ASIDE[name]
+    founders = draw_founders(jax.random.split(derive_key(KEY, START), 4)[1], CLIENTS, 6).tolist()
     run = jax.jit(lambda data: go(linear, local, data, method, **options))
+    assert 7 in founders and 5 not in founders
     for client in (5, 7, 11):
-        huge = toy.replace(x=jnp.where((toy.owner == client)[:, None], 1e30 * toy.x, toy.x))
-        first, last, infos = run(huge)
+        first, last, infos = run(with_huge_inputs(toy, client))
         chex.assert_tree_all_finite((first, last, infos.replace(group_discrepancy=0.0)))
-        assert infos.fault_counts.nonfinite.sum() == sends
+        starts = starters == "all" or (starters == "founders" and client in founders)
+        assert first.start_faults.nonfinite == starts
+        assert infos.fault_counts.nonfinite.sum() == starts + sends
         assert (infos.fault_counts.first_nonfinite[:, 0] == client).all()
         assert infos.clients.tolist() == [REAL - 1] * ROUNDS
 
 
 def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
     """It misses the cuts of CFL's first rounds and then passes them, one after another."""
-    client, huge = 11, toy.replace(x=jnp.where((toy.owner == 11)[:, None], 1e30 * toy.x, toy.x))
+    client, huge = 11, with_huge_inputs(toy, 11)
     table = np.array([np.delete(np.arange(14), client)] * 3 + [np.arange(1, 14)])
     _, last, infos = go(linear, local, huge, cfl_method, table, rounds=4, **FREE)
     chex.assert_tree_all_finite(last)
@@ -445,7 +458,7 @@ def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
 
 
 def test_a_founder_at_fault_stops_the_run(linear, local, toy):
-    huge = toy.replace(x=jnp.where((toy.owner == 5)[:, None], 1e30 * toy.x, toy.x))
+    huge = with_huge_inputs(toy, 5)
     strict = with_faults(local, nonfinite="raise")
     algorithm = build(fesem, linear, strict, select.uniform(1), m=2)
     with pytest.raises(NonFiniteUpdate, match=r"^round 1: client 5 sent a non-finite update of "):

@@ -279,7 +279,8 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
     np.testing.assert_array_equal(upload.steps, 2 * -(-toy.train.size // 5))
     idle = toy.train.size == 0
     assert idle.sum() == 1
-    for leaf in jax.tree.leaves(upload):
+    np.testing.assert_array_equal(upload.start_group, jnp.where(idle, 0, gid))
+    for leaf in jax.tree.leaves(upload.replace(start_group=upload.weight)):
         np.testing.assert_array_equal(leaf[idle], 0)
         assert (jnp.abs(leaf[~idle]).reshape(CLIENTS - 1, -1).max(1) > 0).all()
     backwards = everyone(ids[::-1].at[3].set(toy.num_clients), gid[::-1])

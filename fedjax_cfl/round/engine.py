@@ -244,11 +244,12 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid) -> Upload:
     nothing to the new one, its model does.
     """
 
+    elsewhere = (gid != upload.start_group) & (upload.weight > 0)
+
     def shift() -> Upload:
         def moved(delta, sent, groups):
             return delta + sent[upload.start_group] - groups[gid]
 
-        elsewhere = (gid != upload.start_group) & (upload.weight > 0)
         delta = jax.tree.map(
             partial(jax.vmap(jnp.where), elsewhere),
             jax.tree.map(moved, upload.delta, sent, groups),
@@ -256,7 +257,7 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid) -> Upload:
         )
         return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
 
-    return jax.lax.cond(jnp.any(gid != upload.start_group), shift, lambda: upload)
+    return jax.lax.cond(jnp.any(elsewhere), shift, lambda: upload)
 
 
 def update_groups(

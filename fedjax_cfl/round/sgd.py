@@ -89,7 +89,7 @@ def sgd(task: Task, local: Local, objective=None) -> Partial:
             loss=first_loss,
             last_loss=last_loss,
             steps=plan.steps,
-            start_group=work.group,
+            start_group=jnp.where(count > 0, work.group, 0),
         )
 
     return Partial(visit, as_pytree(objective), local.lr)
@@ -261,7 +261,7 @@ def gradient_step(task: Task, local: Local, objective=None) -> Partial:
             loss=loss,
             last_loss=loss,
             steps=(count > 0).astype(jnp.int32),
-            start_group=work.group,
+            start_group=jnp.where(count > 0, work.group, 0),
         )
 
     return Partial(visit, as_pytree(objective), local.lr)
