@@ -95,7 +95,7 @@ def measured(
 
     @jax.jit
     def train(key, state, data_state, data):
-        ids = cfl.select.rr_then_random(COHORT)(
+        ids = cfl.select.rr_then_random(COHORT).draw(
             derive_key(key, SELECT, state.round), state.round, CLIENTS
         )
         cohort = make_cohort(ids, data_state.apply_to(data), trains)
@@ -153,7 +153,7 @@ def main() -> None:
     data = federation(mesh)
     task = cfl.as_task(cfl.models.MLP(num_classes=CLASSES), (FEATURES,), CLASSES)
     trains = cfl.Local(LR, EPOCHS, BATCH, mesh=mesh).resolve()
-    select, zoo = cfl.select.rr_then_random(COHORT), cfl
+    select, zoo = cfl.select.rr_then_random(COHORT), cfl.algorithms
     flexcfl = zoo.flexcfl(task, trains, select, m=GROUPS)
     lines = [
         ("FedAvg, met", zoo.fedavg(task, trains, select), drift.none(), 60),

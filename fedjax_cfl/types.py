@@ -158,7 +158,8 @@ class Upload(struct.PyTreeNode):
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
     steps: jax.Array  # [S] int32, local SGD steps taken
-    start_group: jax.Array  # [S] int32, the group whose model was trained from
+    # [S] int32, the group whose model was trained from, 0 where nothing was
+    start_group: jax.Array
     squared_norm: Any = None  # [S] float32, ||delta||^2, known once the update is screened
 
 
@@ -244,7 +245,9 @@ class ServedModels(NamedTuple):
     """Which model each client would use now."""
 
     models: Params  # [M, ...]
-    index: jax.Array  # [K] int32 into models, -1 = the client has none yet and is not evaluated
+    model_index: (
+        jax.Array
+    )  # [K] int32 into models, -1 = the client has none yet and is not evaluated
 
 
 class Selection(NamedTuple):

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import operator
 import os
 import shlex
 import shutil
@@ -37,7 +38,10 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
+from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.round.traffic import add_traffic
 from fedjax_cfl.simulation.compilation import use_compile_cache
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
@@ -122,6 +126,21 @@ def mlp():
 def local():
     """Two epochs, batches of 5 with a short last one, one client after another on one device."""
     return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.make_mesh(1))
+
+
+def build(factory, task, local, select, **settings):
+    """Returns the method that a factory makes of flat settings, named as in conf/algorithm."""
+    return factory(task, local, select, **name_arguments(factory, settings))
+
+
+def ledger(traffic):
+    """Returns an entry of the ledger, over all of its slots, as plain integers."""
+    return jax.tree.map(count_to_int, add_traffic(traffic))
+
+
+def spent(before, after):
+    """Returns what was sent between two states, as plain integers."""
+    return jax.tree.map(operator.sub, ledger(after.traffic), ledger(before.traffic))
 
 
 def matrix(tree):

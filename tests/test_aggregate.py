@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import ledger, matrix
 
 from fedjax_cfl.round.aggregate import (
+    add_inter_group,
     cohort_mean,
     first_client,
     inter_group,
@@ -16,6 +17,7 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -28,19 +30,25 @@ def sent(delta, weight, loss=0.0):
     nothing = jnp.zeros_like(weight)
     delta = jnp.asarray(delta, jnp.float32)
     return Upload(
-        {"w": delta[:, None]}, weight, nothing + loss, nothing, nothing.astype(jnp.int32), delta**2
+        {"w": delta[:, None]},
+        weight,
+        nothing + loss,
+        nothing,
+        steps=nothing.astype(jnp.int32),
+        start_group=nothing.astype(jnp.int32),
+        squared_norm=delta**2,
     )
 
 
-def combined(part, delta, weight, gid, groups=1, rank=None, extra=()):
+def combined(part, delta, weight, gid, groups=1, rank=None, client_extra=()):
     """Returns (step [m], mass [m]) as NumPy arrays."""
     rank = jnp.arange(len(gid)) if rank is None else jnp.array(rank)
-    state = SimpleNamespace(active=jnp.ones(groups, bool))
+    state = SimpleNamespace(active=jnp.ones(groups, bool), round=jnp.int32(0))
     step, mass = part(
         sent(delta, weight),
         jnp.array(gid),
         Cohort(ids=jnp.arange(len(gid)), rank=rank),
-        extra,
+        client_extra,
         state,
     )
     return np.asarray(step["w"])[:, 0], np.asarray(mass)
@@ -88,13 +96,27 @@ def test_q_fair_by_hand(q):
     loss, delta, lipschitz = np.array([0.5, 2.0]), np.array([0.3, -0.1]), 4.0
     up = loss**q * lipschitz * delta
     down = q * loss ** (q - 1) * (lipschitz * delta) ** 2 + lipschitz * loss**q
-    part = q_fair(q, 1 / lipschitz)
-    step, _ = combined(part, [*delta, 7.0], [3, 8, 0], [0, 0, 0], extra=jnp.array([0.5, 2.0, 0.0]))
+    part = q_fair(q, Local(1 / lipschitz, 1, 5))
+    losses = jnp.array([0.5, 2.0, 0.0])
+    step, _ = combined(part, [*delta, 7.0], [3, 8, 0], [0, 0, 0], client_extra=losses)
     np.testing.assert_allclose(step, [up.sum() / down.sum()], rtol=1e-5)
 
 
 def groups_of(*rows):
     return {"a": jnp.array(rows, jnp.float32)[:, :1], "b": jnp.array(rows, jnp.float32)[:, 1:]}
+
+
+def mixed(finish, groups, owning):
+    """Returns (group models [m, P], what was sent) after a `finish`, where each group of
+    `owning` has a client.
+    """
+    owners = np.flatnonzero(owning)
+    state = SimpleNamespace(
+        groups=groups, assignment=jnp.array(owners), active=jnp.ones(len(owning), bool)
+    )
+    state.replace = lambda groups: groups
+    new, traffic = finish(state, None, None, None, None)
+    return matrix(new), ledger(traffic)
 
 
 def test_inter_group_of_equal_norms():
@@ -103,30 +125,28 @@ def test_inter_group_of_equal_norms():
     """
     old = np.array([[3.0, 4.0, 0.0], [0.0, 5.0, 0.0]])
     for eta in (0.1, 5.0):
-        new, sent = inter_group(eta)(groups_of(*old), jnp.ones(2, bool))
-        np.testing.assert_allclose(
-            matrix(new), (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT
-        )
+        new, sent = mixed(inter_group(eta), groups_of(*old), [True, True])
+        np.testing.assert_allclose(new, (old + eta / 5 * old[::-1]) / (1 + eta / 5), **EXACT)
         assert sent.units_down == 2 and sent.units_up == 0
 
 
-@pytest.mark.parametrize("form", ["normalized", "paper"])
-def test_inter_group_by_a_loop(form):
+@pytest.mark.parametrize("mix", [inter_group, add_inter_group])
+def test_inter_group_by_a_loop(mix):
     """Four groups, the third owns nobody: it neither gives nor takes."""
     old, eta, owning = np.random.default_rng(0).normal(size=(4, 3)), 0.7, [True, True, False, True]
     expected = old.copy()
     for g in (0, 1, 3):
         pull = {other: eta / np.linalg.norm(old[other]) for other in (0, 1, 3) if other != g}
         expected[g] = old[g] + sum(pull[other] * old[other] for other in pull)
-        if form == "normalized":
+        if mix is inter_group:
             expected[g] /= 1 + sum(pull.values())
-    new, _ = inter_group(eta, form)(groups_of(*old), jnp.array(owning))
-    np.testing.assert_allclose(matrix(new), expected, rtol=1e-5)
+    new, _ = mixed(mix(eta), groups_of(*old), owning)
+    np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["normalized", "paper"])
-def test_inter_group_of_strength_zero_and_of_zero_models(form):
+@pytest.mark.parametrize("mix", [inter_group, add_inter_group])
+def test_inter_group_of_strength_zero_and_of_zero_models(mix):
     old = [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
     for eta in (0.0, 2.0):
-        new, _ = inter_group(eta, form)(groups_of(*old), jnp.ones(2, bool))
-        np.testing.assert_allclose(matrix(new)[0], old[0], **EXACT)
+        new, _ = mixed(mix(eta), groups_of(*old), [True, True])
+        np.testing.assert_allclose(new[0], old[0], **EXACT)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ledger
 from test_aggregate import sent
 
 from fedjax_cfl.clustering.assign import (
@@ -17,6 +18,8 @@ from fedjax_cfl.clustering.assign import (
     random_group,
 )
 from fedjax_cfl.round import traffic
+from fedjax_cfl.round.counts import make_count
+from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)
@@ -27,13 +30,17 @@ def met(models, assignment, active=None, memory=()):
     count = jax.tree.leaves(models)[0].shape[0]
     active = jnp.ones(count, bool) if active is None else jnp.array(active)
     return State(
-        jnp.int32(0),
-        models,
-        (),
-        active,
-        jnp.array(assignment, jnp.int32),
-        traffic.make_traffic(),
-        memory,
+        round=jnp.int32(0),
+        groups=models,
+        server=(),
+        active=active,
+        assignment=jnp.array(assignment, jnp.int32),
+        traffic=traffic.make_traffic(),
+        memory=memory,
+        selection=(),
+        clock_ms=make_count(0),
+        received=(),
+        start_faults=no_faults(),
     )
 
 
@@ -56,23 +63,24 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             )
     choose = jax.jit(best_model(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    chosen = choose(KEY, met(models, [-1] * 14), toy, cohort)
+    chosen, _ = choose(KEY, met(models, [-1] * 14), toy, cohort)
     np.testing.assert_array_equal(chosen, table.argmin(1))
     assert chosen[2] == 0, "ties, here the client without data, go to the lowest number"
     popular = int(np.bincount(chosen).argmax())
     active = np.arange(3) != popular
     np.testing.assert_array_equal(
-        choose(KEY, met(models, [-1] * 14, active), toy, cohort),
+        choose(KEY, met(models, [-1] * 14, active), toy, cohort)[0],
         np.where(active, table, np.inf).argmin(1),
     )
 
 
 def test_every_round_charges_the_real_clients(toy, models):
     cohort = Cohort(ids=jnp.array([3, 14, 5, 14, 0]), rank=jnp.arange(5))
-    gid, cost = every_round(lambda *_: jnp.array([2, 0, 1, 0, 2]))(
+    gid, report = every_round(lambda *_: (jnp.array([2, 0, 1, 0, 2]), no_faults()))(
         KEY, met(models, [-1] * 14), toy, cohort
     )
     assert gid.tolist() == [2, 0, 1, 0, 2]
+    cost = ledger(report.traffic)
     assert (cost.units_down, cost.units_up, cost.words_up) == (3 * (3 - 1), 0, 3)
 
 
@@ -81,14 +89,16 @@ def test_cold_start_touches_only_newcomers(toy, models):
 
     def choose(key, state, data, newcomers):
         asked.append(newcomers.ids.tolist())
-        return jnp.full(newcomers.ids.shape, 2)
+        return jnp.full(newcomers.ids.shape, 2), no_faults().replace(nonfinite=jnp.int32(7))
 
     state = met(models, [0, 1, -1, 1, -1, *[0] * 9])
     cohort = Cohort(ids=jnp.array([1, 4, 14, 0, 2, 3]), rank=jnp.arange(6))
-    gid, cost = cold_start(choose)(KEY, state, toy, cohort)
+    gid, report = cold_start(choose)(KEY, state, toy, cohort)
     assert asked == [[14, 4, 14, 14, 2, 14]], "the others are shown as empty slots"
     assert gid[jnp.array([0, 1, 3, 4, 5])].tolist() == [1, 2, 0, 2, 1]
+    cost = ledger(report.traffic)
     assert (cost.units_down, cost.units_up) == (2 * 3, 0)
+    assert report.fault_counts.nonfinite == 7
 
 
 def test_nearest_direction_finds_the_planted_group(toy):
@@ -97,15 +107,15 @@ def test_nearest_direction_finds_the_planted_group(toy):
     """
     directions = {"w": jnp.diag(jnp.array([1.0, 100.0, 0.01, 1.0]))}
     memory = SimpleNamespace(
-        start=None, directions=directions, planted=jnp.array([True, True, True, False])
+        initial=None, directions=directions, has_founders=jnp.array([True, True, True, False])
     )
     delta = jnp.array([[9, 1, 1, 0], [-9, 0.5, 0.4, 0], [0.1, 1, 3, 0], [0, 0.2, 0.1, 5.0]])
 
-    def pretrain(newcomers, data, shared, mine):
-        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta})
+    def pretrain(newcomers, data, shared, work):
+        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), no_faults()
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
-    chosen = nearest_direction(pretrain)(
+    chosen, _ = nearest_direction(pretrain)(
         KEY, met(directions, [-1] * 14, memory=memory), toy, cohort
     )
     assert chosen.tolist() == [0, 1, 2, 1]
@@ -114,8 +124,38 @@ def test_nearest_direction_finds_the_planted_group(toy):
 def test_random_group_depends_on_the_client_and_uses_every_group(toy, models):
     state = met(models, [-1] * 14)
     ids = jnp.arange(300)
-    drawn = random_group(KEY, state, toy, Cohort(ids=ids, rank=ids))
+    drawn, _ = random_group(KEY, state, toy, Cohort(ids=ids, rank=ids))
     assert (np.bincount(drawn, minlength=3) > 60).all() and set(drawn.tolist()) == {0, 1, 2}
     chex.assert_trees_all_equal(
-        random_group(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids))[::-1], drawn
+        random_group(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids))[0][::-1], drawn
     )
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_model_that_is_not_finite_is_never_chosen(toy, linear, local, models, bad, place):
+    """Nor one whose losses are not."""
+    broken = jax.tree.map(lambda leaf: leaf.at[place].set(bad * jnp.sign(leaf[0])), models)
+    cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
+    chosen, _ = best_model(linear, local)(KEY, met(broken, [-1] * 14), toy, cohort)
+    usable = jnp.arange(3) != place
+    left, _ = best_model(linear, local)(KEY, met(models, [-1] * 14, usable), toy, cohort)
+    has_data = np.asarray(toy.train.size) > 0
+    np.testing.assert_array_equal(chosen[has_data], left[has_data])
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 1e30])
+def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
+    directions = {"w": jnp.diag(jnp.ones(4)).at[1].set(bad)}
+    memory = SimpleNamespace(
+        initial=None, directions=directions, has_founders=jnp.array([False, True, True, True])
+    )
+    delta = jnp.array([[1, 1, 1, 0.5], [0, 0, 0, 0], [0, 9, 0, 1], [-1, 0, -1, -0.5]])
+
+    def pretrain(newcomers, data, shared, work):
+        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), no_faults()
+
+    cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
+    state = met(directions, [-1] * 14, memory=memory)
+    chosen, _ = nearest_direction(pretrain)(KEY, state, toy, cohort)
+    assert chosen.tolist() == [2, 2, 3, 3]

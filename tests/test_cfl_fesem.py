@@ -8,7 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import matrix, spent
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
@@ -80,7 +80,7 @@ def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma
         chex.assert_trees_all_close(group(after.groups), state.groups, rtol=1e-5, atol=1e-6)
         assert after.active.tolist() == [True] + [False] * 4
         chex.assert_trees_all_equal(after.traffic, state.traffic)
-    sent = [int(b.traffic.units_up - a.traffic.units_up) for a, b in pairwise(states)]
+    sent = [spent(a, b).units_up for a, b in pairwise(states)]
     assert sent == [COHORT, COHORT, CLIENTS] * 2
 
 

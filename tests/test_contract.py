@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import spent
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
@@ -231,12 +232,12 @@ def test_traffic_is_sane(case):
     cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
     down, up = (cohort * each for each in SENT.get(case.name, (1, 1)))
     for before, after in pairwise(case.states):
-        spent = jax.tree.map(lambda new, old: int(new - old), after.traffic, before.traffic)
-        assert spent.units_up == up
-        assert spent.units_down >= down
-        assert min(spent.words_down, spent.words_up) >= 0
+        sent = spent(before, after)
+        assert sent.units_up == up
+        assert sent.units_down >= down
+        assert min(sent.words_down, sent.words_up) >= 0
         if not case.algorithm.clustered:
-            assert spent.units_down == down
+            assert sent.units_down == down
 
 
 def test_serves_clients_models_that_exist(case):

@@ -13,7 +13,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
 from fedjax_cfl.round.cohort import bucket_sizes, over_clients
-from fedjax_cfl.round.local import Work, full_work
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import client_cost, sgd
 from fedjax_cfl.types import Cohort
@@ -37,14 +37,12 @@ def noise():
     )
 
 
-def trained(
-    task, noise, way, objective=None, iterations=None, width=1, epochs=5, momentum=0.0, lr=0.1
-):
-    local = cfl.Local(lr, epochs, 10, width, cfl.make_mesh(1), first_layer=way, momentum=momentum)
-    solve = over_clients(sgd(task, local, objective, iterations), local)
+def trained(task, noise, way, objective=None, width=1, epochs=5, lr=0.1, **options):
+    local = cfl.Local(lr, epochs, 10, width, cfl.make_mesh(1), first_layer=way, **options)
+    solve = over_clients(sgd(task, local, objective), local)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
-    work = Work(clients % 2, jnp.where(clients == 3, 0.4, 1.0))
+    work = full_work(clients % 2)._replace(step_fraction=jnp.where(clients == 3, 0.4, 1.0))
     cohort = Cohort(ids=clients, rank=clients)
     return jax.jit(lambda: solve(cohort, noise, (KEY, models), work))()
 
@@ -78,10 +76,32 @@ def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
-def test_momentum_is_that_of_optax(noise):
-    """One client, full batches: heavy-ball SGD."""
+@pytest.mark.parametrize(
+    ("hidden", "l2", "mu", "momentum"),
+    [((), 0.0, 0.0, 0.0), ((7,), 0.01, 0.5, 0.0), ((7, 5), 0.01, 0.5, 0.8)],
+)
+def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, momentum):
+    task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
+    pulled = {"objective": proximal(mu, erm(task)), "momentum": momentum, "lr": 0.03}
+    direct, other = (
+        trained(task, noise, way, weight_decay=0.2, **pulled) for way in ("direct", "dual")
+    )
+    free = trained(task, noise, "direct", **pulled)
+    apart = max(
+        float(jnp.abs(a - b).max())
+        for a, b in zip(jax.tree.leaves(direct.delta), jax.tree.leaves(free.delta), strict=True)
+    )
+    assert apart > 0.02  # weight decay does something
+    chex.assert_trees_all_close(other, direct, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["direct", "dual"])
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.8, 0.0), (0.0, 0.3), (0.8, 0.3)])
+def test_momentum_and_weight_decay_are_those_of_optax(noise, way, momentum, weight_decay):
+    """One client, full batches: heavy-ball SGD with decayed weights."""
     task = cfl.as_task(cfl.models.MCLR(4), (6, 5), 4)
-    local = cfl.Local(0.1, 6, 1000, 1, cfl.make_mesh(1), first_layer="direct", momentum=0.8)
+    local = cfl.Local(0.1, 6, 1000, 1, cfl.make_mesh(1), first_layer=way)
+    local = local._replace(momentum=momentum, weight_decay=weight_decay)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
     upload = jax.jit(over_clients(sgd(task, local), local))(
@@ -89,11 +109,13 @@ def test_momentum_is_that_of_optax(noise):
     )
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
     rows = noise.train.order[begin : begin + size]
-    params, optimizer = jax.tree.map(lambda leaf: leaf[0], start), optax.sgd(0.1, momentum=0.8)
+    params = jax.tree.map(lambda leaf: leaf[0], start)
+    heavy = optax.sgd(0.1, momentum=momentum or None)
+    optimizer = optax.chain(optax.add_decayed_weights(weight_decay), heavy)
     state = optimizer.init(params)
     for _ in range(6):
         grad = jax.grad(lambda p: task.loss(p, noise.x[rows], noise.y[rows], None).mean())(params)
-        update, state = optimizer.update(grad, state)
+        update, state = optimizer.update(grad, state, params)
         params = optax.apply_updates(params, update)
     chex.assert_trees_all_close(
         jax.tree.map(lambda d, s: d[0] + s[0], upload.delta, start), params, rtol=1e-4, atol=1e-5
@@ -102,7 +124,7 @@ def test_momentum_is_that_of_optax(noise):
 
 def test_equals_a_fixed_number_of_steps(noise):
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4, l2=0.01)
-    direct, other = (trained(task, noise, way, iterations=23) for way in ("direct", "dual"))
+    direct, other = (trained(task, noise, way, steps=23) for way in ("direct", "dual"))
     np.testing.assert_array_equal(direct.steps, [23, 23, 23, 10, 23, 23, 23, 0])
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
@@ -114,7 +136,7 @@ def test_does_not_depend_on_chunk_mates(noise):
 
 
 def test_a_pull_that_differs_between_clients(noise):
-    """`mu` may come from `extra`, here the client's effort."""
+    """`mu` may come from `client_extra`, here a number of each client."""
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
 
     def solve(way, objective):
@@ -122,10 +144,10 @@ def test_a_pull_that_differs_between_clients(noise):
         train = over_clients(sgd(task, local, objective), local)
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
-        work = Work(0 * clients, jnp.ones(len(SIZES)), client_extra=clients / 4)
+        work = full_work(0 * clients)._replace(client_extra=clients / 4)
         return jax.jit(lambda: train(Cohort(clients, clients), noise, (KEY, models), work))()
 
-    pulled = proximal(lambda extra: extra, erm(task))
+    pulled = proximal(lambda client_extra: client_extra, erm(task))
     direct, other, free = solve("direct", pulled), solve("dual", pulled), solve("direct", erm(task))
     chex.assert_trees_all_close(other, direct, **CLOSE)
     norms = [

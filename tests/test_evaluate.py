@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
-from fedjax_cfl.algorithms.received import evaluate_received
+from conftest import build, matrix
 
 import fedjax_cfl as cfl
+from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.round import select, traffic
+from fedjax_cfl.round import select
 from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated
+from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation import evaluate
@@ -135,15 +137,11 @@ def idle(task, local, pick):
             nothing,
             nothing,
             jnp.int32(0),
+            start_group=mine.group,
         )
 
-    return federated(
-        task,
-        local,
-        select=pick,
-        solve=visit,
-        assign=lambda key, state, data, cohort: (0 * cohort.ids, traffic.make_traffic()),
-    )
+    meet = Hooks(visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, make_report()))
+    return federated(task, local, pick, meet)
 
 
 @pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), ("none", 0)])
@@ -215,7 +213,7 @@ def test_info_by_numpy(toy, linear, local):
         info.last_loss, np.average(upload.last_loss, weights=upload.weight), **close
     )
     assert info.clients == 13 and info.cold == 14
-    assert info.steps == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
+    assert count_to_int(info.steps) == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
 
 
 def test_clients_are_tested_on_what_they_received(toy, linear, local):
@@ -223,8 +221,12 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
     group is that of the method itself.
     """
     choose = select.rr_then_random(5)
-    plain = flexcfl(linear, local, choose, m=2, alpha=2, pretrain="iters:3")
-    algorithm, drift = evaluate_received(plain, choose), cfl.drift.swap_all(p=0.5)
+    options = {"m": 2, "alpha": 2, "pretrain": "iters:3"}
+    plain, algorithm = (
+        build(flexcfl, linear, local._replace(keep_received=kept), choose, **options)
+        for kept in (False, True)
+    )
+    drift = cfl.drift.swap_all(p=0.5)
     state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), init_data_state(drift, KEY, toy)))()
     step = jax.jit(partial(run_round, algorithm, drift))
     models = [
@@ -236,27 +238,82 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
         before = state.groups
         state, moving, info = step(KEY, state, moving, toy)
         moved += int(info.migrated)
-        for client in np.asarray(choose(derive_key(KEY, SELECT, number), number, 14)):
+        for client in np.asarray(choose.draw(derive_key(KEY, SELECT, number), number, 14)):
             models[client] = jax.tree.map(
                 lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before
             )
-    tested, data, inner = (
-        algorithm.eval_models(state),
-        moving.apply_to(toy),
-        state.replace(memory=state.memory.algorithm_memory),
-    )
+    data, inner = moving.apply_to(toy), state.replace(received=())
     chex.assert_trees_all_equal(
-        tested.models, jax.tree.map(lambda *leaves: np.stack(leaves), *models)
+        state.received, jax.tree.map(lambda *leaves: np.stack(leaves), *models)
     )
-    np.testing.assert_array_equal(tested.index >= 0, plain.serve(inner).index >= 0)
+    chex.assert_trees_all_equal(algorithm.serve(state), plain.serve(inner))
     score = jax.jit(
         lambda of, state: evaluate.evaluate_all(of, linear, cfl.make_mesh(1), state, data, True)[0],
         static_argnums=0,
     )
     row, fresh = score(algorithm, state), score(plain, inner)
-    guess, _ = answers(linear, tested.models, tested.index, data)
+    own = np.where(algorithm.serve(state).model_index >= 0, np.arange(14), -1)
+    guess, _ = answers(linear, state.received, own, data)
     held = np.asarray(data.y[data.test.order])[guess >= 0]
     np.testing.assert_allclose(row["accuracy"], np.mean(guess[guess >= 0] == held), rtol=1e-6)
     assert row["test_loss"] != fresh["test_loss"] and moved
     for key in ("group_sizes", "ari", "auxiliary_accuracy"):
         np.testing.assert_array_equal(row[key], fresh[key])
+
+
+CUT = {"eps1": 9.0, "eps2": 0.0, "min_size": 3, "warm_up": 1}
+TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "everybody"),
+    [
+        (algorithms.cfl, CUT, (0, 1, 2, 3)),
+        (algorithms.fedcluster, TWO_IN_THREE, (1, 3)),
+        (algorithms.fl_hc, {"warm_up": 1}, (1,)),
+        (algorithms.fl_hc, {"warm_up": 1, "newcomers": "nearest"}, (1,)),
+    ],
+    ids=["cfl", "fedcluster", "fl_hc", "fl_hc newcomers"],
+)
+def test_received_models_of_rounds_that_change_groups(
+    toy, linear, local, method, options, everybody
+):
+    """In rounds that cut or cluster everybody: what a client received is what it trained
+    from, and nobody else's memory changes.
+    """
+    kept, pick = local._replace(keep_received=True), select.rr_then_random(5)
+    pick = select.full_participation() if method is algorithms.cfl else pick
+    algorithm = build(method, linear, kept, pick, m=3, **options)
+    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    expected, joined = matrix(state.received), 0
+    for number in range(4):
+        before, sent = state, matrix(state.groups)
+        state, info = one_round(KEY, state, toy)
+        if number in everybody:
+            ids, group = np.arange(14), np.maximum(before.assignment, 0)
+        else:
+            ids = np.asarray(pick.draw(derive_key(KEY, SELECT, number), number, 14))
+            group = np.maximum(state.assignment, 0)
+        assert info.selected == len(ids)
+        expected[ids] = sent[group[ids]]
+        np.testing.assert_array_equal(matrix(state.received), expected)
+        joined += int(np.sum(before.assignment != state.assignment))
+    assert joined > 14 and state.active.sum() > 1 and len(np.unique(expected, axis=0)) > 1
+
+
+def test_received_models_where_groups_are_founded_anew(toy, linear, local):
+    """In round 2 every group first becomes the mean of its new members' former models,
+    and that is what they train from.
+    """
+    options = {"m": 2, "alpha": 3, "pretrain": "iters:11", "recluster": [2], "detector": None}
+    kept, everybody = local._replace(keep_received=True), select.full_participation()
+    algorithm = build(flexcfl, linear, kept, everybody, **options)
+    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    for number in range(3):
+        before, (state, _) = state, one_round(KEY, state, toy)
+        old, new = np.asarray(before.assignment), np.asarray(state.assignment)
+        groups = matrix(before.groups)
+        if number == 2:
+            groups = np.array([groups[old[new == g]].mean(axis=0) for g in range(2)])
+        np.testing.assert_allclose(matrix(state.received), groups[new], rtol=1e-5, atol=1e-6)
+    assert np.abs(groups - matrix(before.groups)).max() > 0.01, "some clients changed groups"

@@ -7,17 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build, ledger
 
 import fedjax_cfl as cfl
+from fedjax_cfl.algorithms.cfl import cfl as cfl_method
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedadam
-from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.fesem import fesem
+from fedjax_cfl.algorithms.fl_hc import fl_hc
+from fedjax_cfl.algorithms.flexcfl import draw_founders, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.algorithms.tkm import tkm
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.round import engine, faults, select
 from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.round.engine import START, derive_key
 from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort, Upload
 
@@ -30,7 +38,7 @@ ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
     """Returns (first state, last state, infos) of some rounds."""
-    algorithm = method(task, local, select.from_table(table), **options)
+    algorithm = build(method, task, local, select.from_table(table), **options)
 
     def run(data):
         first = algorithm.init(KEY, data)
@@ -62,6 +70,7 @@ def upload_of(delta, weight=None):
         loss=ones,
         last_loss=ones,
         steps=ones.astype(jnp.int32),
+        start_group=jnp.zeros(len(delta), jnp.int32),
     )
 
 
@@ -86,7 +95,7 @@ def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, l
     _, state, infos = go(linear, local, toy)
     chex.assert_trees_all_equal(
         (infos.fault_counts, infos.steps, state.traffic),
-        (mixed[2].lost, mixed[2].steps, mixed[1].traffic),
+        (mixed[2].fault_counts, mixed[2].steps, mixed[1].traffic),
     )
     chex.assert_trees_all_close(state.groups, mixed[1].groups, **ROUNDING)
 
@@ -101,10 +110,9 @@ def test_mixed_faults_are_counted(mixed):
     np.testing.assert_array_equal(
         infos.clients, REAL - infos.fault_counts.dropped - infos.fault_counts.nonfinite
     )
-    assert (
-        state.traffic.units_up == ROUNDS * CLIENTS - infos.fault_counts.dropped.sum()
-        and state.traffic.units_down == ROUNDS * CLIENTS
-    )
+    sent = ledger(state.traffic)
+    assert sent.units_up == ROUNDS * CLIENTS - infos.fault_counts.dropped.sum()
+    assert sent.units_down == ROUNDS * CLIENTS
     assert (
         len(set(infos.fault_counts.dropped.tolist() + infos.fault_counts.nonfinite.tolist())) > 1
     ), "every round draws anew"
@@ -180,18 +188,16 @@ def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
 def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
-    def without_them(upload, gid, cohort, extra, state):
+    def without_them(upload, gid, cohort, client_extra, state):
         gone = faults.draw_failures(
             engine.derive_key(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance
         )
-        return weighted_mean(
-            upload.replace(weight=jnp.where(gone, 0.0, upload.weight)), gid, cohort, extra, state
-        )
+        left = upload.replace(weight=jnp.where(gone, 0.0, upload.weight))
+        return weighted_mean(left, gid, cohort, client_extra, state)
 
     def by_hand(task, local, select):
-        return engine.federated(
-            task, local, select=select, solve=sgd(task, local), aggregate=without_them
-        )
+        hooks = Hooks(sgd(task, local), aggregate=without_them)
+        return engine.federated(task, local, select, hooks)
 
     def one(algorithm):
         state = jax.jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
@@ -201,10 +207,8 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         one(method(linear, trouble, select.from_table(EVERYBODY)))
         for method, trouble in ((fedavg, with_faults(local, dropout=chance)), (by_hand, local))
     )
-    assert (
-        0 < info.fault_counts.dropped < REAL
-        and state.traffic.units_up == CLIENTS - info.fault_counts.dropped
-    )
+    assert 0 < info.fault_counts.dropped < REAL
+    assert ledger(state.traffic).units_up == CLIENTS - info.fault_counts.dropped
     chex.assert_trees_all_equal(state.groups, other.groups)
 
 
@@ -218,7 +222,7 @@ def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy
         infos.fault_counts.dropped if "dropout" in lost else infos.fault_counts.nonfinite, REAL
     )
     np.testing.assert_array_equal(infos.idle_groups, len(np.unique(last.assignment)))
-    assert last.traffic.units_up == ROUNDS * (CLIENTS - REAL * ("dropout" in lost))
+    assert ledger(last.traffic).units_up == ROUNDS * (CLIENTS - REAL * ("dropout" in lost))
     chex.assert_tree_all_finite(infos.replace(group_discrepancy=0.0))
     assert jnp.isnan(infos.group_discrepancy).all() and (infos.loss == 0).all()
 
@@ -329,7 +333,8 @@ def test_only_hostile_owners_see_other_labels(toy):
 
 def test_a_straggler_does_less_and_is_kept(linear, local, toy):
     usual, slow = go(linear, local, toy)[2], go(linear, with_faults(local, straggler=1.0), toy)[2]
-    assert (slow.steps < usual.steps).all() and (slow.steps > 0).all()
+    taken, full = ([count_to_int(steps) for steps in infos.steps] for infos in (slow, usual))
+    assert all(0 < few < all_of_them for few, all_of_them in zip(taken, full, strict=True))
     np.testing.assert_array_equal(slow.clients, REAL)
     shares = faults.apply_stragglers(
         Faults(straggler=0.4), KEY, cohort_of(*range(1000)), jnp.full(1000, 0.5)
@@ -362,9 +367,8 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
         options = options | {"alpha": 2, "pretrain": "iters:3", "eta_g": 0.1}
 
     def run(lr, data, later):
-        algorithm = method(
-            linear, local._replace(lr=lr), select.from_table(EVERYBODY[:, 3:12]), **options
-        )
+        cohorts = select.from_table(EVERYBODY[:, 3:12])
+        algorithm = build(method, linear, local._replace(lr=lr), cohorts, **options)
         state = algorithm.init(KEY, data)
         return jax.lax.scan(
             lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS
@@ -397,3 +401,65 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
             else 4
         )
         np.testing.assert_array_equal(infos.clients, clients, err_msg=case)
+
+
+def with_huge_inputs(data, client):
+    """Returns data in which a client holds the same huge sample under several labels, so
+    that whatever the model, training on it overflows.
+    """
+    assert len(np.unique(data.y[data.owner == client])) > 1
+    return data.replace(x=jnp.where((data.owner == client)[:, None], 1e30, data.x))
+
+
+FOUND = {"m": 2, "alpha": 3, "pretrain": "iters:5"}
+FREE = {"m": 3, "eps1": 9.0, "eps2": 0.0, "warm_up": 0}
+TRAINING_ASIDE = {
+    # the clients that train at the start; and how many updates each client sends in three
+    # rounds with everybody: one a round, one more as a newcomer, and one for each cut of its
+    # group, in which a client that sent nothing usable has taken no side
+    "flexcfl": (flexcfl, FOUND, "founders", 4),
+    "fesem": (fesem, {"m": 2}, "all", 3),
+    "fesem random": (fesem, {"m": 2, "start": "random_models"}, "none", 3),
+    "ifca": (ifca, {"m": 2, "start": "kmeanspp_loss"}, "all", 3),
+    "cfl": (cfl_method, FREE, "none", 5),
+    "fl_hc": (fl_hc, {"m": 3, "warm_up": 1, "newcomers": "nearest"}, "none", 4),
+    "tkm": (tkm, {"m": 2, "erm_epochs": 2}, "all", 3),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING_ASIDE)
+def test_a_client_with_huge_inputs_spoils_nothing_anywhere(name, linear, local, toy):
+    """Its every update is screened and counted, as a founder, a newcomer, at the start and
+    in rounds; each of three clients in turn.
+    """
+    method, options, starters, sends = TRAINING_ASIDE[name]
+    founders = draw_founders(jax.random.split(derive_key(KEY, START), 4)[1], CLIENTS, 6).tolist()
+    run = jax.jit(lambda data: go(linear, local, data, method, **options))
+    assert 7 in founders and 5 not in founders
+    for client in (5, 7, 11):
+        first, last, infos = run(with_huge_inputs(toy, client))
+        chex.assert_tree_all_finite((first, last, infos.replace(group_discrepancy=0.0)))
+        starts = starters == "all" or (starters == "founders" and client in founders)
+        assert first.start_faults.nonfinite == starts
+        assert infos.fault_counts.nonfinite.sum() == starts + sends
+        assert (infos.fault_counts.first_nonfinite[:, 0] == client).all()
+        assert infos.clients.tolist() == [REAL - 1] * ROUNDS
+
+
+def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
+    """It misses the cuts of CFL's first rounds and then passes them, one after another."""
+    client, huge = 11, with_huge_inputs(toy, 11)
+    table = np.array([np.delete(np.arange(14), client)] * 3 + [np.arange(1, 14)])
+    _, last, infos = go(linear, local, huge, cfl_method, table, rounds=4, **FREE)
+    chex.assert_tree_all_finite(last)
+    assert last.active.sum() == 3 and last.assignment[client] == 0
+    walked = int(np.sum(last.memory.parent == 0))
+    assert infos.fault_counts.nonfinite.tolist() == [0, 0, 0, 1 + walked]
+
+
+def test_a_founder_at_fault_stops_the_run(linear, local, toy):
+    huge = with_huge_inputs(toy, 5)
+    strict = with_faults(local, nonfinite="raise")
+    algorithm = build(fesem, linear, strict, select.uniform(1), m=2)
+    with pytest.raises(NonFiniteUpdate, match=r"^round 1: client 5 sent a non-finite update of "):
+        cfl.run(algorithm, linear, huge, KEY, rounds=1, mesh=local.mesh)

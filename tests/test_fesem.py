@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import build, ledger, matrix, spent
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -18,25 +18,28 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import (
     ClientModels,
-    client_mu,
     embed_deltas,
     fesem,
     keep_models,
+    last_layer_distance,
     nearest_center,
+    pull_by_size,
     stored_mean,
 )
+from fedjax_cfl.clustering.shift_detection import tv
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.shuffle import random_permutations
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
 L2 = 0.001
-REF = {"start": "random_models", "estep": "selected", "average": "first_client", "mu": 0.0}
+REF = {"start": "random_models", "estep": "selected", "aggregate": "first_client", "mu": 0.0}
 
 
 def play(algorithm, data, rounds, state=None):
@@ -113,7 +116,7 @@ def twin(state, data, local, rounds, mu, form, estep):
     size = np.asarray(data.train.size)
     with_data = [client for client in range(data.num_clients) if size[client] > 0]
     for round in range(rounds):
-        cohort = COHORT(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
+        cohort = COHORT.draw(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
         for client in with_data:
             if estep == "all" or client in cohort:
                 assignment[client] = nearest(models[client], centers)
@@ -139,7 +142,8 @@ def twin(state, data, local, rounds, mu, form, estep):
 )
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
-    begun, *_, last = play(fesem(linear, local, COHORT, m=2, mu=mu, form=form, estep=estep), toy, 4)
+    options = {"mu": mu, "form": form, "estep": estep}
+    begun, *_, last = play(build(fesem, linear, local, COHORT, m=2, **options), toy, 4)
     centers, models, assignment = twin(begun, toy, local, 4, mu, form, estep)
     assert last.assignment.tolist() == assignment and set(assignment) == {0, 1}
     np.testing.assert_allclose(matrix(last.groups), centers, rtol=2e-5, atol=2e-5)
@@ -165,17 +169,15 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
             rtol=1e-5,
             atol=1e-5,
         )
-    assert (state.assignment >= 0).all() and (state.traffic.units_down, state.traffic.units_up) == (
-        14,
-        14,
-    )
+    assert (state.assignment >= 0).all() and ledger(state.traffic) == Traffic(14, 14, 0, 0)
 
 
 # Reductions
 
 
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
-    begun, *_, last = play(fesem(linear, local, COHORT, m=1, average="cohort", mu=0.0), toy, 3)
+    alone = build(fesem, linear, local, COHORT, m=1, aggregate="cohort", mu=0.0)
+    begun, *_, last = play(alone, toy, 3)
     plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
     chex.assert_trees_all_close(
         last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6
@@ -183,7 +185,8 @@ def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
 
 
 def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
-    begun, *_, last = play(fesem(linear, local, COHORT, m=1, average="samples", mu=0.3), toy, 3)
+    alone = build(fesem, linear, local, COHORT, m=1, aggregate="samples", mu=0.3)
+    begun, *_, last = play(alone, toy, 3)
     prox = play(fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(memory=()))[-1]
     chex.assert_trees_all_close(last.groups, prox.groups, rtol=1e-5, atol=1e-6)
 
@@ -193,8 +196,8 @@ def test_migration_changes_nothing(toy, linear, local):
     detected.
     """
 
-    def run(migrate):
-        algorithm = fesem(linear, local, COHORT, m=2, migrate=migrate)
+    def run(detector):
+        algorithm = fesem(linear, local, COHORT, m=2, detector=detector)
         return cfl.run(
             algorithm,
             linear,
@@ -206,11 +209,11 @@ def test_migration_changes_nothing(toy, linear, local):
             mesh=local.mesh,
         )
 
-    still, moving = run(False), run(True)
+    still, moving = run(None), run(tv)
     for row, same in zip(still.rows, moving.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})  # NaN equals NaN
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
-    first = jax.jit(fesem(linear, local, COHORT, m=2, migrate=True).init)(KEY, toy)
+    first = jax.jit(fesem(linear, local, COHORT, m=2, detector=tv).init)(KEY, toy)
     assert np.any(
         first.memory.shift_reference.reference != moving.state.memory.shift_reference.reference
     )
@@ -224,7 +227,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
     nearest to its stored model, for nothing.
     """
     data = planted()
-    algorithm = fesem(linear, local, COHORT, m=3, estep="selected", migrate=True)
+    algorithm = build(fesem, linear, local, COHORT, m=3, estep="selected", detector="tv")
     state = play(algorithm, data, 1)[-1]
     outside = 17  # not in the first two cohorts
     wrong = state.assignment.at[outside].set((state.assignment[outside] + 1) % 3)
@@ -232,7 +235,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
     for seen, expected in ((data, wrong[outside]), (shifted, state.assignment[outside])):
         after, info = jax.jit(algorithm.round)(KEY, state.replace(assignment=wrong), seen)
         assert after.assignment[outside] == expected and info.migrated == (seen is shifted)
-        assert after.traffic.units_down - state.traffic.units_down == 6
+        assert spent(state, after).units_down == 6
 
 
 # Planted groups and collapses
@@ -241,7 +244,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
 @pytest.mark.parametrize("estep", ["all", "selected"])
 def test_planted_groups_are_found(linear, local, estep):
     data = planted()
-    for state in play(fesem(linear, local, COHORT, m=3, estep=estep), data, 4):
+    for state in play(build(fesem, linear, local, COHORT, m=3, estep=estep), data, 4):
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
 
 
@@ -252,7 +255,8 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
     The steps are small: next to models of so few parameters one round is otherwise
     farther than another random center.
     """
-    begun, *_, last = play(fesem(linear, local._replace(lr=0.01), COHORT, m=3, **REF), planted(), 5)
+    slow = local._replace(lr=0.01)
+    begun, *_, last = play(build(fesem, linear, slow, COHORT, m=3, **REF), planted(), 5)
     assert (begun.assignment == -1).all()
     group = int(last.assignment[0])
     assert last.assignment.tolist() == [group] * 18
@@ -262,7 +266,8 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
 
 def test_empty_group_keeps_its_center(linear, local):
     """The same with eq. 10 over all stored models."""
-    begun, *_, last = play(fesem(linear, local, COHORT, m=3, start="random_models"), planted(), 5)
+    random = build(fesem, linear, local, COHORT, m=3, start="random_models")
+    begun, *_, last = play(random, planted(), 5)
     empty = [k for k in range(3) if k not in last.assignment.tolist()]
     assert empty
     np.testing.assert_array_equal(matrix(last.groups)[empty], matrix(begun.groups)[empty])
@@ -284,6 +289,7 @@ def upload_of(delta, weight):
         jnp.array(weight, jnp.float32),
         nothing,
         nothing,
+        nothing.astype(jnp.int32),
         nothing.astype(jnp.int32),
     )
 
@@ -311,22 +317,24 @@ def test_stored_mean_by_hand():
         (state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6
     )
     assert mass.tolist() == [2, 2, 0, 0]
-    kept = keep_models(state, state.groups, cohort, gid, upload)
-    assert (
-        kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
-        and kept.known.tolist() == memory.known.tolist()
-    )
+    state.replace = lambda memory: memory
+    kept, sent = keep_models(state, state, cohort, gid, upload)
+    assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
+    assert kept.known.tolist() == memory.known.tolist() and ledger(sent) == Traffic(0, 0, 0, 0)
 
 
 def test_pull_of_eq_8_by_hand():
     """mu_i = 2 lambda n / (K n_i), n = 40 samples of K = 4 clients."""
     data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
     cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
-    found = client_mu(0.5)(KEY, None, data, cohort, None)
-    np.testing.assert_allclose(found[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6)
+    _, prepare = pull_by_size(SimpleNamespace(loss=None), 0.5)
+    work = prepare(KEY, None, data, cohort, full_work(0 * cohort.ids))
+    np.testing.assert_allclose(
+        work.client_extra[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6
+    )
 
 
-def test_nearest_center_survives_nearly_equal_models():
+def test_nearest_center_survives_nearly_equal_models(linear):
     """Models of norm 1e3 that differ by 1e-3: |a|^2 - 2 a.b + |b|^2 would be all
     rounding in float32.
     """
@@ -337,18 +345,30 @@ def test_nearest_center_survives_nearly_equal_models():
     }
     own = [2, 0, 1, 1]
     models = jax.tree.map(lambda leaf: leaf[jnp.array(own)], centers)
-    for distance in ("full", "last_layer"):
-        assert nearest_center(models, centers, distance).tolist() == own
+    for nearest_of in (nearest_center, last_layer_distance(linear)):
+        assert nearest_of(models, centers).tolist() == own
 
 
-def test_last_layer_sees_only_the_head():
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e25])
+def test_a_center_that_is_not_finite_is_never_chosen(bad):
+    """The others are as near as they would be without it."""
+    rng = np.random.default_rng(0)
+    models, centers = ({"a": jnp.array(rng.normal(size=(n, 5)), jnp.float32)} for n in (20, 4))
+    for place in range(4):
+        broken = {"a": centers["a"].at[place, 2].set(bad)}
+        others = np.delete(np.arange(4), place)
+        expected = others[nearest_center(models, {"a": centers["a"][others]})]
+        np.testing.assert_array_equal(nearest_center(models, broken), expected)
+
+
+def test_last_layer_sees_only_the_head(linear):
     centers = {
         "body": {"kernel": jnp.array([[0.0], [9.0]])},
         "head": {"kernel": jnp.array([[1.0], [0.0]]), "bias": jnp.array([[5.0], [0.0]])},
     }
     model = jax.tree.map(lambda leaf: 0 * leaf[:1], centers)
-    assert nearest_center(model, centers, "full").tolist() == [0]
-    assert nearest_center(model, centers, "last_layer").tolist() == [1]
+    assert nearest_center(model, centers).tolist() == [0]
+    assert last_layer_distance(linear)(model, centers).tolist() == [1]
 
 
 def test_embedding_keeps_distances():
@@ -375,7 +395,8 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     """20 seedings against one, five keys, four groups."""
     found = {}
     for restarts in (1, 20):
-        init = jax.jit(fesem(linear, local, COHORT, m=4, restarts=restarts).init)
+        start = {"start": "local", "restarts": restarts}
+        init = jax.jit(build(fesem, linear, local, COHORT, m=4, **start).init)
         found[restarts] = [inertia(init(jax.random.key(seed), toy)) for seed in range(5)]
     assert all(many <= one * (1 + 1e-5) for many, one in zip(found[20], found[1], strict=True)), (
         found
@@ -392,19 +413,18 @@ def test_models_sent(start, extra):
         cfl.as_task(cfl.models.MCLR(2), (1,), 2),
         cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1)),
     )
-    algorithm = fesem(
-        task, local, select.rr_then_random(20), m=3, start=start, restarts=1, migrate=True
-    )
+    options = {"start": start, "restarts": 1, "detector": "tv"}
+    algorithm = build(fesem, task, local, select.rr_then_random(20), m=3, **options)
     assert units(algorithm, 100, 300) == 12_000 + extra
 
 
-@pytest.mark.parametrize("name", ["form", "start", "estep", "average", "distance", "detector"])
+@pytest.mark.parametrize("name", ["form", "start", "estep", "aggregate", "distance", "detector"])
 def test_unknown_choices_are_refused(linear, local, name):
     with pytest.raises(InputError, match=f"algorithm.{name}=nonsense"):
-        fesem(linear, local, COHORT, m=2, **{name: "nonsense"})
+        build(fesem, linear, local, COHORT, m=2, **{name: "nonsense"})
 
 
 def test_last_layer_needs_a_head(linear, local):
     headless = linear._replace(init=lambda key: {"body": linear.init(key)["head"]})
     with pytest.raises(InputError, match="no dense layer named head"):
-        fesem(headless, local, COHORT, m=2, distance="last_layer")
+        build(fesem, headless, local, COHORT, m=2, distance="last_layer")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import build, ledger, matrix, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
@@ -42,7 +42,7 @@ from fedjax_cfl.models.zoo import (
     StackedLSTM,
 )
 from fedjax_cfl.round import select
-from fedjax_cfl.types import Cohort, State, Upload
+from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
@@ -182,13 +182,14 @@ def test_a_client_that_renames_its_units_does_not_matter():
 # The algorithm
 
 
-@pytest.mark.parametrize("average", ["stored", "cohort"])
-def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, average):
+@pytest.mark.parametrize("mean_over", ["stored", "cohort"])
+def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, mean_over):
     """Clients that train from the center keep their units in its order: FeSEM, bit for
     bit but for how XLA fuses.
     """
-    begun, *_, last = play(fesem_ma(mlp, local, COHORT, m=2, head="plain", average=average), toy, 4)
-    plain = play(fesem(mlp, local, COHORT, m=2, average=average), toy, 4)
+    options = {"m": 2, "head": "plain", "mean_over": mean_over}
+    begun, *_, last = play(build(fesem_ma, mlp, local, COHORT, **options), toy, 4)
+    plain = play(build(fesem, mlp, local, COHORT, m=2, aggregate=mean_over), toy, 4)
     chex.assert_trees_all_close(last.groups, plain[-1].groups, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_close(last.memory.models, plain[-1].memory.models, rtol=1e-6, atol=1e-6)
     chex.assert_trees_all_equal(last.assignment, plain[-1].assignment)
@@ -201,9 +202,8 @@ def test_planted_groups_are_found(mlp, local):
     states = play(fesem_ma(mlp, local._replace(epochs=5), COHORT, m=3), data, 3)
     for state in states:
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
-    first, second = (states[i].traffic for i in (0, 1))
-    assert (first.units_down, first.units_up, first.words_up) == (18, 18, 18 * 4)
-    assert (second.units_down - 18, second.units_up - 18, second.words_up - 18 * 4) == (6, 6, 6 * 4)
+    assert ledger(states[0].traffic) == Traffic(18, 18, 0, 18 * 4)
+    assert spent(*states[:2]) == Traffic(6, 6, 0, 6 * 4)
 
 
 def test_class_means_by_hand():
@@ -214,11 +214,24 @@ def test_class_means_by_hand():
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
     memory = MatchedModels({"head": head}, jnp.ones(4, bool), counts)
     groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
-    state = State(0, groups, (), jnp.ones(2, bool), jnp.array([0, 0, 0, 1]), (), memory)
+    state = State(
+        round=jnp.int32(0),
+        groups=groups,
+        server=(),
+        active=jnp.ones(2, bool),
+        assignment=jnp.array([0, 0, 0, 1]),
+        traffic=(),
+        memory=memory,
+        selection=(),
+        clock_ms=(),
+        received=(),
+        start_faults=(),
+    )
     upload = Upload(
         {"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}},
         jnp.array([5.0, 0.0]),
         *[jnp.zeros(2)] * 3,
+        start_group=jnp.zeros(2, jnp.int32),
     )
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
     step, mass = class_weighted_mean("head")(upload, gid, cohort, (), state)
@@ -237,7 +250,7 @@ def test_class_means_by_hand():
 
 def test_what_does_not_fit_is_refused(linear, local):
     with pytest.raises(InputError, match=r"algorithm.head=nonsense: "):
-        fesem_ma(linear, local, COHORT, m=2, head="nonsense")
+        build(fesem_ma, linear, local, COHORT, m=2, head="nonsense")
     with pytest.raises(
         InputError, match=r"algorithm.spare=0.2: 0 is allowed for a model with normalisations"
     ):

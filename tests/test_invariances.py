@@ -2,25 +2,32 @@
 order of the cohort, where samples lie in memory.
 """
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build
 from scipy.stats import chi2
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.flexcfl import fedgroup
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round import select
 from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.round.shuffle import random_permutations
+from fedjax_cfl.simulation.choose_k import sample_clients
+from fedjax_cfl.simulation.vectorize import stack_data
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(5)
@@ -33,8 +40,8 @@ METHODS = {
     ),
     "qfedavg": lambda task, local, select: qfedavg(task, local, select, q=1.0),
     "ifca": lambda task, local, select: ifca(task, local, select, m=2),
-    "flexcfl": lambda task, local, select: flexcfl(
-        task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, dynamic=False
+    "flexcfl": lambda task, local, select: build(
+        fedgroup, task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1
     ),
 }
 TABLE = np.array(
@@ -99,6 +106,52 @@ def test_devices(usual, method, toy, mlp, local, devices, width):
     )
 
 
+def chosen_by_loss(task, local):
+    """Returns go(key, data) -> (state, infos) of four rounds with clients of high loss."""
+    algorithm = fedavg(task, local, select.power_of_choice(4, 9))
+
+    def one(state, _, key, data):
+        return algorithm.round(key, state, data)
+
+    def go(key, data, rounds=4, state=None):
+        state = algorithm.init(key, data) if state is None else state
+        return jax.lax.scan(partial(one, key=key, data=data), state, length=rounds)
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def by_loss(toy, mlp, local):
+    return jax.jit(chosen_by_loss(mlp, local))(KEY, toy)
+
+
+@pytest.mark.parametrize(("devices", "width"), [(1, 3), (4, 4096)])
+def test_power_of_choice_on_devices(by_loss, toy, mlp, local, devices, width):
+    spread = local._replace(mesh=cfl.make_mesh(devices), width=width)
+    state, infos = jax.jit(chosen_by_loss(mlp, spread))(KEY, toy)
+    known = jnp.isfinite(state.selection)
+    assert known.sum() > 8
+    chex.assert_trees_all_equal(known, jnp.isfinite(by_loss[0].selection))
+    chex.assert_trees_all_close((state, infos), by_loss, **ROUNDING)
+
+
+def test_power_of_choice_goes_on_where_it_stood(by_loss, toy, mlp, local):
+    go = jax.jit(chosen_by_loss(mlp, local), static_argnums=2)
+    saved = jax.tree.map(np.asarray, go(KEY, toy, 2)[0])
+    resumed, _ = go(KEY, toy, 2, jax.tree.map(jnp.asarray, saved))
+    chex.assert_trees_all_equal(resumed, by_loss[0])
+
+
+def test_power_of_choice_in_a_grid(toy, mlp, local):
+    keys = jax.random.split(KEY, 3)
+    mapped = chosen_by_loss(mlp, local._replace(vmap_runs=True))
+    together = jax.jit(jax.vmap(mapped, (0, None)))(keys, toy)
+    alone = jax.jit(chosen_by_loss(mlp, local))
+    for number, key in enumerate(keys):
+        member = jax.tree.map(lambda leaf, number=number: leaf[number], together)
+        chex.assert_trees_all_close(member, alone(key, toy), **ROUNDING)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)
 def test_capacity(usual, go, toy):
     assert_same(go(TABLE, toy.replace(max_client_samples=2 * toy.max_client_samples + 1)), usual)
@@ -116,6 +169,50 @@ def moved(data, seed=0):
 
     arrays = {name: getattr(data, name)[source] for name in ("x", "y", "owner")}
     return data.replace(train=follow(data.train), test=follow(data.test), **arrays)
+
+
+def shared(data):
+    """The same data with every other sample stored once for two, and holdings that name
+    rows of the pool in another order: (data with `sample`, the copies it stands for).
+    """
+    row = np.arange(data.y.size) // 2 * 2
+    place = np.random.default_rng(1).permutation(data.y.size)
+    pool = jnp.zeros_like(data.x).at[place].set(data.x)
+    copies = data.replace(x=data.x[row])
+    return data.replace(x=pool, sample=jnp.asarray(place[row], jnp.int32)), copies
+
+
+def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
+    """Each client sees the same samples, but the pool holds them once; to the last bit."""
+    indexed, copies = shared(toy)
+    assert len(np.unique(indexed.sample)) < 0.6 * toy.y.size
+    chex.assert_trees_all_equal(go(TABLE, indexed), go(TABLE, copies))
+
+
+@pytest.mark.parametrize("first_layer", ["direct", "dual"])
+def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
+    """Evaluation, the memory plan and a sample of clients read them too."""
+    algorithm = fedavg(mlp, local._replace(first_layer=first_layer), select.uniform(6))
+    indexed, copies = shared(toy)
+    one, other = (
+        cfl.run(algorithm, mlp, data, KEY, rounds=2, mesh=local.mesh) for data in (indexed, copies)
+    )
+    chex.assert_trees_all_equal(one.state, other.state)
+    for row, same in zip(one.rows, other.rows, strict=True):
+        np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})
+    few, same = (sample_clients(KEY, data, 5) for data in (indexed, copies))
+    chex.assert_trees_all_equal(few, same)
+
+
+def test_grids_stack_shared_samples(toy):
+    """Beside data of their own copies, and of another size of pool."""
+    indexed, copies = shared(toy)
+    wider = indexed.replace(x=jnp.concatenate([indexed.x, indexed.x]))
+    both = stack_data([wider, copies])
+    for number, one in enumerate((wider, copies)):
+        own = jax.tree.map(lambda leaf, number=number: leaf[number], both)
+        held = one.train.order
+        chex.assert_trees_all_equal(gather(own, held), gather(one, held))
 
 
 def test_places_in_the_pool(usual, go, toy):
@@ -183,7 +280,8 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
     np.testing.assert_array_equal(upload.steps, 2 * -(-toy.train.size // 5))
     idle = toy.train.size == 0
     assert idle.sum() == 1
-    for leaf in jax.tree.leaves(upload):
+    np.testing.assert_array_equal(upload.start_group, jnp.where(idle, 0, gid))
+    for leaf in jax.tree.leaves(upload.replace(start_group=upload.weight)):
         np.testing.assert_array_equal(leaf[idle], 0)
         assert (jnp.abs(leaf[~idle]).reshape(CLIENTS - 1, -1).max(1) > 0).all()
     backwards = everyone(ids[::-1].at[3].set(toy.num_clients), gid[::-1])
@@ -201,7 +299,8 @@ def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     before, _ = one_round(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
     after, info = one_round(KEY, before, toy)
     chex.assert_trees_all_equal((after.groups, after.server), (before.groups, before.server))
-    assert info.clients == info.steps == info.loss == info.discrepancy == 0
+    assert info.clients == info.loss == info.discrepancy == 0
+    assert count_to_int(info.steps) == 0
     assert jnp.isnan(info.group_discrepancy).all()
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import build
 
 import fedjax_cfl as cfl
 from fedjax_cfl import sharding
@@ -13,7 +14,8 @@ from fedjax_cfl.simulation import memory
 
 @pytest.fixture(scope="module")
 def fesem(mlp, local):
-    return cfl.algorithms.fesem(mlp, local, cfl.select.uniform(4), m=2, restarts=2)
+    options = {"m": 2, "start": "local", "restarts": 2}
+    return build(cfl.algorithms.fesem, mlp, local, cfl.select.uniform(4), **options)
 
 
 def test_counts_what_a_run_holds(fesem, mlp, toy, local):

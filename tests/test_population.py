@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from conftest import VARYING, call
+from conftest import VARYING, build, call
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
@@ -31,8 +31,8 @@ def methods(task, local):
         "fedavg": lambda: cfl.algorithms.fedavg(task, local, select),
         "qfedavg": lambda: cfl.algorithms.qfedavg(task, local, select),
         "ifca": lambda: cfl.algorithms.ifca(task, local, select, m=2),
-        "fedgroup": lambda: cfl.algorithms.fedgroup(
-            task, local, select, m=2, alpha=2, pretrain="iters:3"
+        "fedgroup": lambda: build(
+            cfl.algorithms.fedgroup, task, local, select, m=2, alpha=2, pretrain="iters:3"
         ),
     }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import build, matrix, spent
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as scipy_linkage
 from scipy.spatial.distance import cdist, squareform
@@ -19,12 +19,13 @@ from test_fesem import planted, play
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.clustering.distances import METRICS
+from fedjax_cfl.clustering.distances import cosine_distance, euclidean, manhattan
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select, traffic
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.counts import make_count
+from fedjax_cfl.round.faults import Faults, no_faults
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import Cohort, State, Upload
@@ -49,9 +50,8 @@ def concepts():
 
 def sent(before, after):
     """Returns the models (down, up) of one round."""
-    return int(after.traffic.units_down - before.traffic.units_down), int(
-        after.traffic.units_up - before.traffic.units_up
-    )
+    models = spent(before, after)
+    return models.units_down, models.units_up
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def cutting(linear, local):
     """
 
     def algorithm(limits):
-        return cfl(linear, local, select.full_participation(), m=4, **limits)
+        return build(cfl, linear, local, select.full_participation(), m=4, **limits)
 
     one_round = jax.jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
 
@@ -144,7 +144,7 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
 
 
 def test_no_more_cuts_than_there_is_room(concepts, linear, local):
-    algorithm = cfl(linear, local, select.full_participation(), m=2, **ONCE)
+    algorithm = build(cfl, linear, local, select.full_participation(), m=2, **ONCE)
     states = play(algorithm, concepts, 8)
     assert states[-1].active.tolist() == [True, True]
     groups = np.asarray(states[-1].assignment)
@@ -158,7 +158,7 @@ def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, loca
     """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by
     itself costs one model down and one up.
     """
-    algorithm = cfl(linear, local, select.uniform(9), m=3, **ONCE)
+    algorithm = build(cfl, linear, local, select.uniform(9), m=3, **ONCE)
     states = play(algorithm, concepts, 14)
     final = states[-1]
     assert (final.assignment >= 0).all() and final.active.all()
@@ -170,9 +170,8 @@ def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, loca
 
 
 def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, local):
-    algorithm = cfl(
-        linear, local, select.rr_then_random(9), m=3, stale_updates=True, **ONCE | {"warm_up": 3}
-    )
+    options = ONCE | {"warm_up": 3, "stale_updates": True}
+    algorithm = build(cfl, linear, local, select.rr_then_random(9), m=3, **options)
     states = play(algorithm, concepts, 10)
     final = states[-1]
     assert adjusted_rand_score(TRUTH, final.assignment) == 1
@@ -189,7 +188,7 @@ def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     """Client 2 has no data; half of the others drop out every round."""
     unsure = local._replace(faults=Faults(dropout=0.5))
     free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
-    states = play(cfl(linear, unsure, select.full_participation(), m=4, **free), toy, 5)
+    states = play(build(cfl, linear, unsure, select.full_participation(), m=4, **free), toy, 5)
     chex.assert_tree_all_finite(states[-1])
     assert states[-1].active.all() and states[-1].assignment[2] == 0
     assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
@@ -204,6 +203,7 @@ def upload_of(rows, weight=None):
         ones,
         ones,
         ones,
+        start_group=0 * ones.astype(jnp.int32),
     )
 
 
@@ -215,13 +215,17 @@ def blank(m, clients, assignment):
     )
     active = jnp.arange(m) <= max(assignment)
     return State(
-        jnp.int32(0),
-        groups,
-        (),
-        active,
-        jnp.asarray(assignment, jnp.int32),
-        traffic.make_traffic(),
-        tree,
+        round=jnp.int32(0),
+        groups=groups,
+        server=(),
+        active=active,
+        assignment=jnp.asarray(assignment, jnp.int32),
+        traffic=traffic.make_traffic(),
+        memory=tree,
+        selection=(),
+        clock_ms=make_count(0),
+        received=(),
+        start_faults=no_faults(),
     )
 
 
@@ -295,10 +299,10 @@ def test_a_cut_is_the_best_of_all(seed):
     ]
 
 
-@pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("weighting", "nonsense")])
+@pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("aggregate", "nonsense")])
 def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
     with pytest.raises(InputError, match=f"algorithm.{name}={value}"):
-        cfl(linear, local, select.full_participation(), m=2, **{name: value})
+        build(cfl, linear, local, select.full_participation(), m=2, **{name: value})
 
 
 # FL+HC
@@ -353,7 +357,7 @@ def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
         (CLIENTS, CLIENTS),
         (6, 6),
     ]
-    served = [algorithm.serve(state).index for state in states]
+    served = [algorithm.serve(state).model_index for state in states]
     assert (served[0] == 0).all() and (served[2] == 0).all(), (
         "everybody is served from the beginning"
     )
@@ -372,12 +376,8 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
     clustered = clustered_once[3]
     missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
     pair = select.from_table(np.array([[3, 4, 5]]))
-    before, after = play(
-        fl_hc(linear, local, pair, m=3, warm_up=2, newcomers="nearest", metric=metric),
-        concepts,
-        1,
-        missed,
-    )
+    options = {"warm_up": 2, "newcomers": "nearest", "metric": metric}
+    before, after = play(build(fl_hc, linear, local, pair, m=3, **options), concepts, 1, missed)
     assert after.assignment.tolist() == clustered.assignment.tolist()
     assert sent(before, after) == (5, 5)
 
@@ -386,11 +386,8 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
     unsure = local._replace(faults=Faults(dropout=0.3))
-    states = play(
-        fl_hc(linear, unsure, select.uniform(6), m=3, warm_up=1, newcomers=newcomers, metric="L1"),
-        toy,
-        3,
-    )
+    options = {"warm_up": 1, "newcomers": newcomers, "metric": "L1"}
+    states = play(build(fl_hc, linear, unsure, select.uniform(6), m=3, **options), toy, 3)
     assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
     chex.assert_tree_all_finite(states[-1])
 
@@ -398,14 +395,16 @@ def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("metric", {"linkage": "ward"}),
-        ("linkage", {"linkage": "no"}),
-        ("newcomers", {"newcomers": "no"}),
+        ("metric:", {"linkage": "ward"}),
+        ("metric=", {"metric": "no"}),
+        ("aggregate=", {"aggregate": "no"}),
+        ("linkage=", {"linkage": "no"}),
+        ("newcomers=", {"newcomers": "no"}),
     ],
 )
 def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
-    with pytest.raises(InputError, match=f"algorithm.{name}="):
-        fl_hc(linear, local, select.full_participation(), m=2, **options)
+    with pytest.raises(InputError, match=f"algorithm.{name}"):
+        build(fl_hc, linear, local, select.full_participation(), m=2, **options)
 
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
@@ -415,7 +414,8 @@ def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutti
         concepts,
         4,
     )[-1]
-    cut = play(cfl(linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)[-1]
+    cutting_spread = build(cfl, linear, spread, select.full_participation(), m=4, **ONCE)
+    cut = play(cutting_spread, concepts, 8)[-1]
     for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
         assert many.active.sum() == 3
         chex.assert_trees_all_close(many, one, rtol=1e-4, atol=1e-5)
@@ -431,15 +431,16 @@ def rows_and_tree(seed, points=23):
 
 
 @pytest.mark.parametrize(
-    ("metric", "scipy_name"), [("L1", "cityblock"), ("L2", "euclidean"), ("cosine", "cosine")]
+    ("metric", "scipy_name"),
+    [(manhattan, "cityblock"), (euclidean, "euclidean"), (cosine_distance, "cosine")],
 )
 def test_metrics_equal_scipy(metric, scipy_name):
     rows, tree = rows_and_tree(0)
     np.testing.assert_allclose(
-        METRICS[metric](tree),
+        metric(tree),
         cdist(rows, rows, scipy_name),
         rtol=1e-4,
-        atol=2e-3 if metric == "L2" else 1e-5,
+        atol=2e-3 if metric is euclidean else 1e-5,
     )
 
 

@@ -7,7 +7,9 @@ import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from conftest import build, ledger
 from omegaconf import OmegaConf
 
 from fedjax_cfl.algorithms import fedopt
@@ -20,6 +22,7 @@ from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.counts import count_to_int
 
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
@@ -80,8 +83,34 @@ def test_fedprox_without_stragglers_trains_everybody_fully(toy, linear, local, a
 
 def test_stragglers_do_less(toy, linear, local, averaged):
     half = play(fedprox(linear, local, COHORT, mu=0.0, drop_percent=0.5), toy)
-    assert all(slow.steps < full.steps for slow, full in zip(half[1], averaged[1], strict=True))
+    assert all(
+        count_to_int(slow.steps) < count_to_int(full.steps)
+        for slow, full in zip(half[1], averaged[1], strict=True)
+    )
     assert_differ(half, averaged)
+
+
+@pytest.mark.parametrize("method", [fedavg, fedsgd, qfedavg], ids=lambda method: method.__name__)
+def test_a_schedule_is_another_step_size_in_every_round(toy, linear, local, method):
+    """Rounds 0 .. 2 at 1, 0.5 and 0.25 of the step size, one after another."""
+    schedule = optax.exponential_decay(1.0, 1, 0.5)
+    scheduled = play(method(linear, local._replace(schedule=schedule), COHORT), toy)
+    state, infos = play(method(linear, local, COHORT), toy, 0)
+    for factor in (1.0, 0.5, 0.25):
+        slower = method(linear, local._replace(lr=factor * local.lr), COHORT)
+        state, info = play(slower, toy, 1, state)
+        infos += info
+    assert_same(scheduled, (state, infos))
+    assert_differ(scheduled, play(method(linear, local, COHORT), toy))
+
+
+def test_a_schedule_is_that_of_the_sample_space_too(toy, mlp, local):
+    half = local._replace(schedule=optax.constant_schedule(0.5))
+    direct, dual = (
+        play(fedavg(mlp, half._replace(first_layer=way), COHORT), toy) for way in ("direct", "dual")
+    )
+    assert_same(dual, direct, rtol=1e-4, atol=1e-5)
+    assert_same(direct, play(fedavg(mlp, local._replace(lr=local.lr / 2), COHORT), toy))
 
 
 def test_a_strong_pull_keeps_clients_near(toy, linear, local):
@@ -94,7 +123,7 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local):
 
 
 def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_averaged):
-    assert_same(play(ifca(linear, local, COHORT, m=1, weighting="samples"), toy), averaged)
+    assert_same(play(build(ifca, linear, local, COHORT, m=1, aggregate="samples"), toy), averaged)
     assert_same(play(ifca(linear, local, COHORT, m=1), toy), plainly_averaged)
     assert_differ(averaged, plainly_averaged)
 
@@ -117,7 +146,8 @@ def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
 
 def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
     """Toy client 2 has no data: present it divides nothing."""
-    state, infos = play(ifca(linear, local, COHORT, m=1, average="gradient"), toy)
+    gradients = {"solve": "gradient_step", "aggregate": "all_participants"}
+    state, infos = play(build(ifca, linear, local, COHORT, m=1, **gradients), toy)
     plain = local._replace(epochs=1, batch_size=64)
     assert_same((state, infos), play(fedavg(linear, plain, COHORT, aggregate=uniform_mean), toy))
 
@@ -187,25 +217,25 @@ def server_of(name, **options):
 @pytest.fixture(scope="module")
 def grouped(toy, linear, local):
     """Three rounds of FedGroup."""
-    return play(fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+    return play(build(fedgroup, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
 
 
 def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
-    moving = play(flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
+    moving = play(build(flexcfl, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
     assert_same(grouped, moving)
     chex.assert_trees_all_equal(
         (grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic)
     )
     assert {0, 1} <= set(moving[0].assignment.tolist())
     still = play(
-        flexcfl(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False)
+        build(flexcfl, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False)
     )  # what `run` compiles without a drift
     chex.assert_trees_all_close(still, moving, **SAME)
 
 
 def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local):
     alone, plain = (
-        flexcfl(linear, local, COHORT, m=1, alpha=3, dynamic=False),
+        build(flexcfl, linear, local, COHORT, m=1, alpha=3, detector=None),
         fedavg(linear, local, COHORT),
     )
     begun, _ = play(alone, toy, 0)
@@ -213,17 +243,20 @@ def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local
 
 
 def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(toy, linear, local, grouped):
-    begun, _ = play(fedgroup(linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
+    begun, _ = play(build(fedgroup, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy, 0)
 
     def mixed(eta):
-        return play(fedgroup(linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun)
+        return play(
+            build(fedgroup, linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun
+        )
 
     unmoved = mixed(jnp.float32(0))  # an array, which is mixed like any other strength
     assert_same(grouped, unmoved)
-    assert unmoved[0].traffic.units_down == grouped[0].traffic.units_down
+    sent = ledger(grouped[0].traffic).units_down
+    assert ledger(unmoved[0].traffic).units_down == sent
     moved = mixed(0.5)
     assert_differ(grouped, moved)
-    assert moved[0].traffic.units_down - grouped[0].traffic.units_down == 3 * 2
+    assert ledger(moved[0].traffic).units_down - sent == 3 * 2
 
 
 def test_hypocluster_is_ifca_weighted_by_samples():

@@ -11,12 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build, ledger
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.round import select
-from fedjax_cfl.round.engine import ASSIGN, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.clock import device_profiles, end_round
+from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.round.engine import (
+    ASSIGN,
+    SELECT,
+    START,
+    TRAIN,
+    derive_key,
+    federated,
+    random_groups,
+)
+from fedjax_cfl.round.hooks import Hooks, make_report
+from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.shuffle import random_permutations
 
 KEY = jax.random.key(2)
@@ -99,7 +112,7 @@ def batches_of(epochs, size):
 
 
 def cohort_of(pick, round, data):
-    ids = pick(derive_key(KEY, SELECT, round), round, data.num_clients)
+    ids = pick.draw(derive_key(KEY, SELECT, round), round, data.num_clients)
     return [client for client in ids.tolist() if data.train.size[client] > 0]
 
 
@@ -209,7 +222,8 @@ def test_flexcfl_start(toy, linear, local, iterations):
     one pass for most.
     """
     m, alpha = 2, 5
-    algorithm = algorithms.flexcfl(
+    algorithm = build(
+        algorithms.flexcfl,
         linear,
         local,
         select.rr_then_random(COHORT),
@@ -238,9 +252,11 @@ def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and
     takes the largest cosine.
     """
-    algorithm = algorithms.flexcfl(
-        linear, local, select.from_table(np.arange(14)[None]), m=2, alpha=3, pretrain="iters:11"
+    everybody, options = (
+        select.from_table(np.arange(14)[None]),
+        {"alpha": 3, "pretrain": "iters:11"},
     )
+    algorithm = build(algorithms.flexcfl, linear, local, everybody, m=2, **options)
     state = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, state, toy)
     newcomers = [
@@ -259,3 +275,162 @@ def test_newcomers_join_the_nearest_direction(toy, linear, local):
         )
     assert len(newcomers) >= 7 and info.cold >= len(newcomers)
     assert jnp.all((state.assignment < 0) | (after.assignment == state.assignment))
+
+
+def test_clients_that_move_after_training_bring_their_models(toy, linear, local):
+    """Every third client changes group once its update is known, and group 2 gets a model
+    of its own then: what is averaged are models, against loops over clients.
+    """
+    everybody, fresh = select.full_participation(), jax.vmap(linear.init)(jax.random.split(KEY, 3))
+
+    def regroup(key, state, data, cohort, gid, upload):
+        groups = jax.tree.map(lambda old, new: old.at[2].set(new[2]), state.groups, fresh)
+        moved = jnp.where(cohort.ids % 3 == 0, gid + 1, gid)
+        return state.replace(groups=groups), moved
+
+    def assign(key, state, data, cohort):
+        return cohort.ids % 2, make_report()
+
+    solve = sgd(linear, local)
+    hooks = Hooks(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
+    algorithm = federated(linear, local, everybody, hooks)
+    one_round = jax.jit(algorithm.round)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    for round in range(ROUNDS):
+        before = models_of(state.groups)
+        state, info = one_round(KEY, state, toy)
+        members, weights = [[], [], []], [[], [], []]
+        for client in cohort_of(everybody, round, toy):
+            start = client % 2
+            now = start + (client % 3 == 0)
+            epochs = passes(derive_key(KEY, TRAIN, round), toy, client, local.epochs)
+            order = batches_of(epochs, local.batch_size)
+            members[now].append(trained(before[start], toy, order, local.lr))
+            weights[now].append(len(epochs[0]))
+            assert state.assignment[client] == now
+        assert all(members)
+        expected = [mean(*pair) for pair in zip(members, weights, strict=True)]
+        assert_models_close(state.groups, expected)
+        gaps = [
+            np.mean([np.linalg.norm(model.flat() - new.flat()) for model in mine])
+            for mine, new in zip(members, expected, strict=True)
+        ]
+        np.testing.assert_allclose(info.group_discrepancy, gaps, rtol=1e-4)
+
+
+class Visit(NamedTuple):
+    """What one client did in a round."""
+
+    model: Model
+    weight: int  # training samples
+    loss: float  # mean over its first epoch
+    steps: int
+
+
+def visits(model, data, pick_ids, round, local):
+    """Returns what each client of a cohort does from `model`, by id."""
+    found = {}
+    x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
+    for client in pick_ids:
+        epochs = passes(derive_key(KEY, TRAIN, round), data, client, local.epochs)
+        order, w, losses = batches_of(epochs, local.batch_size), model, []
+        for batch in order if len(epochs[0]) else []:
+            each = -np.log(probabilities(w, x[batch])[np.arange(len(batch)), y[batch]])
+            losses += list(each + L2 * np.sum(w.kernel**2))
+            w = w + -local.lr * gradient(w, x[batch], y[batch])
+        first = np.mean(losses[: len(epochs[0])]) if losses else 0.0
+        found[client] = Visit(w, len(epochs[0]), first, len(order) if losses else 0)
+    return found
+
+
+def test_power_of_choice(toy, linear, local):
+    """The highest known losses of eight candidates, those never selected first; a client
+    without data answers nothing, so that nothing is known of it.
+    """
+    draw = select.draw_uniform(8)
+    algorithm = algorithms.fedavg(linear, local, select.power_of_choice(3, 8))
+    assert algorithm.data_clients is None
+    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    known, model, chosen = np.full(14, np.inf), models_of(state.groups)[0], []
+    for round in range(7):
+        candidates = np.asarray(draw(derive_key(KEY, SELECT, round), round, 14))
+        cohort = candidates[np.argsort(-known[candidates], kind="stable")[:3]].tolist()
+        done = visits(model, toy, cohort, round, local)
+        trained_by = {client: visit for client, visit in done.items() if visit.weight}
+        model = mean(
+            [v.model for v in trained_by.values()], [v.weight for v in trained_by.values()]
+        )
+        known[list(trained_by)] = [visit.loss for visit in trained_by.values()]
+        state, info = one_round(KEY, state, toy)
+        np.testing.assert_allclose(state.selection, known, rtol=1e-5)
+        assert_models_close(state.groups, [model])
+        assert info.selected == 3
+        chosen.append(frozenset(cohort))
+    assert len(set(chosen)) > 4 and np.isfinite(known).sum() >= 10
+
+
+def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
+    """Devices of unlike speed; the fourth answer of six ends a round, and later ones do
+    not count: FedAvg by loops, with seconds added up.
+    """
+    rng = np.random.default_rng(4)
+    step_seconds, bandwidth = rng.uniform(0.01, 0.5, 14), rng.uniform(50, 400, 14)
+    clock = device_profiles(step_seconds.astype(np.float32), bandwidth.astype(np.float32), 4)
+    pick = select.uniform(COHORT)
+    algorithm = algorithms.fedavg(linear, local._replace(clock=clock), pick)
+    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    model, milliseconds, late = models_of(state.groups)[0], 0, 0
+    for round in range(ROUNDS + 2):
+        ids = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, 14)).tolist()
+        done = visits(model, toy, ids, round, local)
+        seconds = {
+            k: v.steps * step_seconds[k] + 2 * 24 * 4 / bandwidth[k] for k, v in done.items()
+        }
+        end = sorted(seconds.values())[3]
+        milliseconds += round_half_even(1000 * end)
+        counted = [v for k, v in done.items() if seconds[k] <= end and v.weight]
+        model = mean([v.model for v in counted], [v.weight for v in counted])
+        state, info = one_round(KEY, state, toy)
+        assert_models_close(state.groups, [model])
+        np.testing.assert_allclose(info.seconds, end, rtol=1e-5)
+        assert info.late == 2 and info.clients == len(counted) and info.selected == COHORT
+        late += sum(k != 2 for k in ids if seconds[k] > end)
+    assert late > 4
+    assert count_to_int(state.clock_ms) == milliseconds
+    assert ledger(state.traffic).units_up == 6 * (ROUNDS + 2), "late answers are sent all the same"
+
+
+def round_half_even(number):
+    return int(np.round(np.float32(number)))
+
+
+def test_a_round_ends_with_the_last_answer_if_fewer_come():
+    """By hand: two of four answer; nobody does; nobody is waited for in vain."""
+    seconds = jnp.array([3.0, 1.0, 2.0, 9.0])
+    for answers, wait_for, duration, late in (
+        ([1, 1, 1, 0], 2, 2.0, [1, 0, 0, 0]),
+        ([1, 0, 0, 1], 3, 9.0, [0, 0, 0, 0]),
+        ([1, 1, 1, 1], None, 9.0, [0, 0, 0, 0]),
+        ([0, 0, 0, 0], 2, 0.0, [0, 0, 0, 0]),
+    ):
+        found = end_round(seconds, jnp.array(answers, bool), wait_for)
+        assert found[0] == duration and found[1].tolist() == [bool(n) for n in late]
+
+
+def test_local_steps_cycle_through_epochs(toy, linear, local):
+    """Seven mini-batch steps of every client, however many samples it has."""
+    pick = select.uniform(COHORT)
+    algorithm = algorithms.fedavg(linear, local._replace(steps=7), pick)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    model, one_round = models_of(state.groups)[0], jax.jit(algorithm.round)
+    for round in range(ROUNDS):
+        solutions, weights = [], []
+        for client in cohort_of(pick, round, toy):
+            epochs = passes(derive_key(KEY, TRAIN, round), toy, client, 7)
+            order = batches_of(epochs, local.batch_size)[:7]
+            solutions.append(trained(model, toy, order, local.lr))
+            weights.append(len(epochs[0]))
+        model = mean(solutions, weights)
+        state, info = one_round(KEY, state, toy)
+        assert_models_close(state.groups, [model])
+        assert count_to_int(info.steps) == 7 * len(weights)

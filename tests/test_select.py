@@ -22,22 +22,22 @@ KEY = jax.random.key(11)
 
 def test_round_robin_wraps_and_then_draws():
     pick = select.rr_then_random(4)
-    turns = [pick(KEY, round, 10).tolist() for round in range(3)]
+    turns = [pick.draw(KEY, round, 10).tolist() for round in range(3)]
     assert turns == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-    later = pick(KEY, 3, 10)
-    assert later.tolist() == select.uniform(4)(KEY, 3, 10).tolist()
+    later = pick.draw(KEY, 3, 10)
+    assert later.tolist() == select.uniform(4).draw(KEY, 3, 10).tolist()
     assert later.tolist() != [2, 3, 4, 5]
 
 
 def test_round_robin_stops_where_the_clients_end():
     """K = 5 divides n = 10: two rounds cover everybody, the third is already a draw."""
     pick = select.rr_then_random(5)
-    assert pick(KEY, 1, 10).tolist() == [5, 6, 7, 8, 9]
-    assert pick(KEY, 2, 10).tolist() == select.uniform(5)(KEY, 2, 10).tolist()
+    assert pick.draw(KEY, 1, 10).tolist() == [5, 6, 7, 8, 9]
+    assert pick.draw(KEY, 2, 10).tolist() == select.uniform(5).draw(KEY, 2, 10).tolist()
 
 
 def test_uniform_repeats_nobody_and_leaves_nobody_out():
-    drawn = np.array([select.uniform(4)(jax.random.key(seed), 0, 10) for seed in range(100)])
+    drawn = np.array([select.uniform(4).draw(jax.random.key(seed), 0, 10) for seed in range(100)])
     assert all(len(set(row)) == 4 for row in drawn.tolist())
     shares = (
         np.bincount(drawn.ravel(), minlength=10) / 100
@@ -51,15 +51,8 @@ def test_py_sample_is_pythons_generator(round_robin):
     drawn = [random.Random(round + 2077).sample(range(10), 4) for round in range(6)]
     if round_robin:
         drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
-    assert [pick(KEY, round, 10).tolist() for round in range(6)] == drawn
-    assert pick(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
-
-
-def test_np_choice_is_numpys_legacy_generator():
-    pick = select.np_choice(4, rounds=3, num_clients=10)
-    for round in range(3):
-        np.random.seed(round)  # noqa: NPY002 - the generator that is repeated
-        np.testing.assert_array_equal(pick(KEY, round, 10), np.random.choice(10, 4, replace=False))  # noqa: NPY002
+    assert [pick.draw(KEY, round, 10).tolist() for round in range(6)] == drawn
+    assert pick.draw(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
 
 
 # Stragglers
@@ -69,15 +62,15 @@ def test_np_choice_is_numpys_legacy_generator():
 def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     """8 clients in 11 slots; each straggler trains 1 .. 4 of 5 epochs."""
     ids = jnp.array([3, 14, 5, 0, 1, 14, 7, 9, 2, 14, 4])
-    effort = jax.jit(partial_epochs(share, 5))
+
+    @jax.jit
+    def effort(key):
+        prepare, cohort = partial_epochs(share, 5), Cohort(ids=ids, rank=ids)
+        return prepare(key, None, toy, cohort, full_work(0 * ids)).step_fraction
+
     seen = set()
     for seed in range(12):
-        epochs = (
-            np.asarray(effort(jax.random.key(seed), toy, Cohort(ids=ids, rank=ids)))[
-                np.asarray(ids) < 14
-            ]
-            * 5
-        )
+        epochs = np.asarray(effort(jax.random.key(seed)))[np.asarray(ids) < 14] * 5
         np.testing.assert_allclose(epochs, np.round(epochs), atol=1e-5)
         assert (epochs < 4.5).sum() == slow and epochs.max() <= 5 and epochs.min() >= 1
         seen |= set(np.round(epochs).astype(int).tolist())
@@ -86,7 +79,8 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
 
 def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
     ids = jnp.arange(6)
-    assert partial_epochs(1.0, 1)(KEY, toy, Cohort(ids=ids, rank=ids)).tolist() == [1.0] * 6
+    work = partial_epochs(1.0, 1)(KEY, None, toy, Cohort(ids=ids, rank=ids), full_work(0 * ids))
+    assert work.step_fraction.tolist() == [1.0] * 6
 
 
 def test_stragglers_take_their_share_of_steps(toy, linear, local):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import ledger, matrix
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
@@ -52,12 +52,13 @@ def step(algorithm, data):
 
 def cohort_of(key, data):
     """Returns the clients with samples among the six that are drawn for round 0."""
-    return [client for client in COHORT(key, 0, K).tolist() if data.train.size[client] > 0]
+    return [client for client in COHORT.draw(key, 0, K).tolist() if data.train.size[client] > 0]
 
 
 def units(state):
     """Returns the models sent so far, (down, up)."""
-    return int(state.traffic.units_down), int(state.traffic.units_up)
+    sent = ledger(state.traffic)
+    return sent.units_down, sent.units_up
 
 
 # FedDist and FedDWS

@@ -9,24 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import build, ledger, matrix
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
 from fedjax_cfl.algorithms import temperature
 from fedjax_cfl.algorithms.flexcfl import (
+    ColdStart,
     ColdStartMemory,
+    edc,
     flexcfl,
     make_found_groups,
-    make_pretrain_solver,
     recluster_at,
+    train_steps,
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import MIGRATE, derive_key
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.round.pretrain import train_aside
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(7)
 COHORT = select.rr_then_random(6)
@@ -54,11 +57,14 @@ def play(algorithm, data, rounds, state=None):
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("step", [6, 4, 10, 0, 0]),
-        ("linear", [5 + (1 - 1 / 1.50001) * 10, 5 + (1 - 2 / 1.50001) * 10, 10, 0, 0]),
-        ("lied", [5 + (1 - 1 / 1.50001) * 10, 5 - (10 ** (2 / 1.5 - 1) - 1) * 20 / 9, 10, 0, 0]),
+        (temperature.step, [6, 4, 10, 0, 0]),
+        (temperature.linear, [5 + (1 - 1 / 1.50001) * 10, 5 + (1 - 2 / 1.50001) * 10, 10, 0, 0]),
         (
-            "eied",
+            temperature.lied,
+            [5 + (1 - 1 / 1.50001) * 10, 5 - (10 ** (2 / 1.5 - 1) - 1) * 20 / 9, 10, 0, 0],
+        ),
+        (
+            temperature.eied,
             [
                 5 + (10 ** (0.5 - 1) - 1) * 20 / 9,
                 5 - (10 ** (0.5 - 1) - 1) * 20 / 9,
@@ -79,7 +85,9 @@ def test_updates_by_hand(strategy, expected):
     )
 
 
-@pytest.mark.parametrize("strategy", temperature.STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [temperature.step, temperature.linear, temperature.lied, temperature.eied]
+)
 def test_updates_stay_between_zero_and_the_highest(strategy):
     rng = np.random.default_rng(0)
     old, bias, mean = (
@@ -89,7 +97,7 @@ def test_updates_stay_between_zero_and_the_highest(strategy):
         strategy, jnp.minimum(old, 4.0), bias * (bias > 1), mean * (mean > 1), 4.0
     )
     assert jnp.isfinite(new).all() and new.min() >= 0 and new.max() <= 4
-    assert {0.0, 4.0} <= set(new.tolist()) or strategy == "step"
+    assert {0.0, 4.0} <= set(new.tolist()) or strategy is temperature.step
 
 
 def test_surge_ends_at_ten():
@@ -120,7 +128,8 @@ def world(temperatures):
         jnp.array([8.0, 2.0, 0.0, 5.0, 0.0]),
         nothing,
         nothing,
-        nothing,
+        nothing.astype(jnp.int32),
+        gid,
         delta**2,
     )
     return state, cohort, gid, upload
@@ -131,15 +140,21 @@ def test_memory_by_hand():
     Client 5 alone equals its own mean and warms.
     """
     state, cohort, gid, upload = world([5, 5, 5, 5, 5, 5])
-    moved = {"w": state.groups["w"] + jnp.array([[2.0], [0.0]])}
-    after = temperature.update_temperatures("step", 10.0, "discrepancy")(
-        state, moved, cohort, gid, upload
-    )
-    assert after.temperature.tolist() == [4, 5, 5, 6, 5, 6]
-    after = temperature.update_temperatures("linear", 10.0, "dissimilarity")(
-        state, moved, cohort, gid, upload
-    )  # 0 and 1, mean 1/2
-    assert after.temperature[3] == 10 and after.temperature[0] == 0
+    moved = SimpleNamespace(**vars(state))
+    moved.groups = {"w": state.groups["w"] + jnp.array([[2.0], [0.0]])}
+    moved.replace = lambda memory: memory
+
+    def updated(*how):
+        heat = temperature.Temperature(how[0], 10.0, how[1])
+        finish = temperature.update_temperatures(heat)
+        memory, sent = finish(moved, state, cohort, gid, upload)
+        assert ledger(sent) == Traffic(0, 0, 0, 0)
+        return memory.temperature
+
+    after = updated(temperature.step, temperature.discrepancy)
+    assert after.tolist() == [4, 5, 5, 6, 5, 6]
+    after = updated(temperature.linear, temperature.dissimilarity)  # 0 and 1, mean 1/2
+    assert after[3] == 10 and after[0] == 0
 
 
 def test_weights_by_hand():
@@ -167,11 +182,11 @@ def test_off_is_off(toy, linear, local):
     """Without temperatures nothing of them is carried; with them the first round is the
     same, for all are at their highest.
     """
-    plain = flexcfl(linear, local, COHORT, **GROUPS)
+    plain = build(flexcfl, linear, local, COHORT, **GROUPS)
     begun, _ = play(plain, toy, 0)
     assert begun.memory.temperature == ()
     without, with_it = (
-        play(flexcfl(linear, local, COHORT, temperature=name, **GROUPS), toy, 4)
+        play(build(flexcfl, linear, local, COHORT, temperature=name, **GROUPS), toy, 4)
         for name in ("none", "linear")
     )
     chex.assert_trees_all_close(without[1][0], with_it[1][0], rtol=1e-6)
@@ -188,7 +203,7 @@ def test_a_cold_start_resets_the_temperature(linear, local):
     """
     data = planted(2)
     still = select.from_table(jnp.arange(6, 12)[None])
-    algorithm = flexcfl(linear, local, still, temperature="step", **GROUPS)
+    algorithm = build(flexcfl, linear, local, still, temperature="step", **GROUPS)
     begun, _ = play(algorithm, data, 0)
     cooled = begun.replace(
         assignment=begun.assignment.at[:2].set(0),
@@ -207,7 +222,7 @@ def misplaced(linear, local):
     the wrong group, and one never met.
     """
     data = planted(2)
-    state, _ = play(flexcfl(linear, local, COHORT, **GROUPS), data, 3)
+    state, _ = play(build(flexcfl, linear, local, COHORT, **GROUPS), data, 3)
     assert adjusted_rand_score(np.arange(18) % 2, state.assignment) == 1
     wrong = (
         jnp.where(jnp.arange(18) % 3 == 0, 1 - state.assignment, state.assignment).at[17].set(-1)
@@ -215,16 +230,23 @@ def misplaced(linear, local):
     return data, state.replace(assignment=wrong)
 
 
+def founded_anew(task, local, alpha):
+    """Returns the `migrate` that founds two groups anew in round 3, from 2 alpha clients."""
+    founding = ColdStart(alpha, edc(), train_steps(11), recluster=[3])
+    trial = train_aside(sgd(task, founding.pretrain(local)), local)
+    found = make_found_groups(trial, local, founding, 2)
+    return recluster_at(found, trial, local, founding, None, None)
+
+
 def test_groups_are_founded_anew(linear, local, misplaced):
     data, before = misplaced
-    trial = over_clients(make_pretrain_solver(linear, local, "iters:11"), local)
-    move = recluster_at(make_found_groups(trial, local, 2, "edc", 10), trial, local, 6, [3], 10.0)
-    after, moved, sent = jax.jit(move)(derive_key(KEY, MIGRATE, 3), before, data)
+    move = founded_anew(linear, local, 3)
+    after, report = jax.jit(move)(derive_key(KEY, MIGRATE, 3), before, data)
     old, new = np.asarray(before.assignment)[:17], np.asarray(after.assignment)[:17]
     assert (
         adjusted_rand_score(np.arange(17) % 2, new) == 1
         and after.assignment[17] == -1
-        and moved == 0
+        and report.migrated == 0
     )
     for g in range(2):
         np.testing.assert_allclose(
@@ -236,45 +258,46 @@ def test_groups_are_founded_anew(linear, local, misplaced):
     np.testing.assert_allclose(
         matrix(after.memory.initial)[0], matrix(before.groups).mean(axis=0), rtol=1e-5, atol=1e-6
     )
-    assert (sent.units_down, sent.units_up) == (6 + 2 * 17, 6), "6 pre-train, 17 get two directions"
-    undue, _, sent = jax.jit(move)(
+    assert ledger(report.traffic) == Traffic(6 + 2 * 17, 6, 0, 0), (
+        "6 pre-train, 17 get two directions"
+    )
+    undue, report = jax.jit(move)(
         derive_key(KEY, MIGRATE, 2), before.replace(round=jnp.int32(2)), data
     )
     chex.assert_trees_all_equal(undue, before.replace(round=jnp.int32(2)))
-    assert sent.units_down == 0
+    assert ledger(report.traffic) == Traffic(0, 0, 0, 0)
 
 
 def test_fewer_clients_met_than_founders(linear, local, misplaced):
     """Five clients met: they all are founders, nobody else gets a group before it is selected."""
     data, before = misplaced
     before = before.replace(assignment=jnp.where(jnp.arange(18) < 5, before.assignment, -1))
-    trial = over_clients(make_pretrain_solver(linear, local, "iters:11"), local)
-    move = recluster_at(make_found_groups(trial, local, 2, "edc", 10), trial, local, 8, [3], 10.0)
-    after, _, sent = jax.jit(move)(KEY, before, data)
+    after, report = jax.jit(founded_anew(linear, local, 4))(KEY, before, data)
     assert (
         adjusted_rand_score(np.arange(5) % 2, after.assignment[:5]) == 1
         and (after.assignment[5:] == -1).all()
     )
-    assert (sent.units_down, sent.units_up) == (5 + 2 * 5, 5)
+    assert ledger(report.traffic) == Traffic(5 + 2 * 5, 5, 0, 0)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": "lied"}, {"dynamic": False, "newcomers": "random", "measure": "none"}],
+    [{"temperature": "lied"}, {"detector": None, "newcomers": "random", "measure": "none"}],
 )
 def test_founding_anew_in_a_run(linear, local, options):
     """The listed rounds, and only they, found groups; nothing is compiled again."""
     data = planted(2)
-    begun, _ = play(flexcfl(linear, local, COHORT, **GROUPS | options), data, 0)
-    plain, _ = play(flexcfl(linear, local, COHORT, **GROUPS | options), data, 2, begun)
-    once, _ = play(
-        flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[2]), data, 2, begun
-    )
+    settings = GROUPS | options
+
+    def method(**more):
+        return build(flexcfl, linear, local, COHORT, **settings, **more)
+
+    begun, _ = play(method(), data, 0)
+    plain, _ = play(method(), data, 2, begun)
+    once, _ = play(method(recluster=[2]), data, 2, begun)
     chex.assert_trees_all_close(plain, once, rtol=1e-5, atol=1e-6)
-    last, infos = play(
-        flexcfl(linear, local, COHORT, **GROUPS | options, recluster=[0, 2]), data, 4, begun
-    )
-    assert last.traffic.units_down > once.traffic.units_down
+    last, infos = play(method(recluster=[0, 2]), data, 4, begun)
+    assert ledger(last.traffic).units_down > ledger(once.traffic).units_down
     assert all(np.isfinite(info.loss) for info in infos)
     chex.assert_trees_all_equal_shapes_and_dtypes(last, begun)
 
@@ -284,8 +307,8 @@ def test_founding_anew_in_a_run(linear, local, options):
     [
         {"temperature": "hot"},
         {"temperature_bias": "loss"},
-        {"temperature_max": 1.0},
-        {"temperature_max": float("nan")},
+        {"temperature_max": 1.0, "temperature": "step"},
+        {"temperature_max": float("nan"), "temperature": "step"},
         {"recluster": [5, -1]},
         {"recluster": [0.5]},
         {"recluster": [True]},
@@ -293,4 +316,4 @@ def test_founding_anew_in_a_run(linear, local, options):
 )
 def test_bad_options_are_refused(linear, local, options):
     with pytest.raises(InputError, match=f"algorithm.{next(iter(options))}="):
-        flexcfl(linear, local, COHORT, m=2, **options)
+        build(flexcfl, linear, local, COHORT, m=2, **options)

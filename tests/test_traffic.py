@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build, ledger
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
-from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.round import select, traffic
+from fedjax_cfl.algorithms.ifca import ifca, ifca_mig
+from fedjax_cfl.round import counts, select, traffic
+from fedjax_cfl.types import Traffic
 
 KEY = jax.random.key(11)
 
@@ -30,22 +32,26 @@ def units(algorithm, clients, rounds, swapped=lambda round: 0):
 
         return jax.lax.fori_loop(0, rounds, one, algorithm.init(key, data))
 
-    spent = jax.jit(go)(KEY).traffic
-    return int(spent.units_down + spent.units_up)
+    spent = ledger(jax.jit(go)(KEY).traffic)
+    return spent.units_down + spent.units_up
 
 
 ROUND_ROBIN = select.rr_then_random(20)
-QUICKLY = {"alpha": 20, "pretrain": "iters:1", "restarts": 1}
+QUICKLY = {"alpha": 20, "pretrain": "iters:1", "measure": "edc", "restarts": 1}
 
 
 @pytest.mark.parametrize(
     ("clients", "method", "expected"),
     [
         (1000, lambda *parts: fedavg(*parts, select.uniform(20)), 12_000),
-        (1000, lambda *parts: flexcfl(*parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
+        (1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
         (1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
-        (200, lambda *parts: fedgroup(*parts, ROUND_ROBIN, m=5, **QUICKLY), 13_200),
-        (200, lambda *parts: fedgroup(*parts, ROUND_ROBIN, m=5, eta_g=0.1, **QUICKLY), 14_700),
+        (200, lambda *parts: build(fedgroup, *parts, ROUND_ROBIN, m=5, **QUICKLY), 13_200),
+        (
+            200,
+            lambda *parts: build(fedgroup, *parts, ROUND_ROBIN, m=5, eta_g=0.1, **QUICKLY),
+            14_700,
+        ),
     ],
     ids=["fedavg", "flexcfl", "ifca", "fedgroup", "fedgroup mixed"],
 )
@@ -62,20 +68,65 @@ def test_ifca_mig_charges_every_swapped_client_met():
     rounds after everybody has been met.
     """
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
-    method = ifca(
-        task,
-        cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1)),
-        ROUND_ROBIN,
-        m=3,
-        migrate=True,
-        charge="swapped",
-    )
+    local = cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1))
+    method = build(ifca_mig, task, local, ROUND_ROBIN, m=3, charge="swapped")
     assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 
 
-def test_bytes_do_not_overflow():
-    entry = traffic.add_traffic(
-        traffic.make_traffic(units_down=2_000_000_000),
-        traffic.make_traffic(units_up=3, words_down=7, words_up=5),
+def test_bytes_are_right_up_to_1e15():
+    """IFCA of 5 models and a million clients a round, a thousand rounds: 5e9 models down."""
+    clients, rounds, model_bytes = 1_000_000, 1_000, 200_000
+    one_round = traffic.make_traffic(
+        units_down=jnp.full(clients, 5), units_up=jnp.ones(clients, int), words_up=7
     )
-    assert traffic.count_bytes(entry, 400_000) == (2_000_000_000 * 400_000 + 28, 3 * 400_000 + 20)
+
+    @jax.jit
+    def played():
+        def add(total, _):
+            return traffic.add_traffic(total, one_round), None
+
+        return jax.lax.scan(add, traffic.make_traffic(words_down=2**31 - 1), length=rounds)[0]
+
+    sent = played()
+    assert ledger(sent) == Traffic(5 * 10**9, 10**9, 2**31 - 1, 7_000)
+    assert traffic.count_bytes(sent, model_bytes) == (10**15 + 4 * (2**31 - 1), 2 * 10**14 + 28_000)
+
+
+def test_every_way_to_add_counts_is_exact():
+    """Sums of words around 2^32, against Python's integers: in turn, over two axes, under
+    jit and vmap.
+    """
+    edges = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**40 - 1, 2**63]
+    drawn = [int(n) for n in np.random.default_rng(0).integers(0, 2**62, 52)]
+    numbers = edges + drawn
+    table = jnp.array([divmod(n, 2**32) for n in numbers], jnp.uint32)  # [60, 2]
+    assert [counts.count_to_int(row) for row in table] == numbers
+    pairs = jax.jit(jax.vmap(jax.vmap(counts.add_counts, (None, 0)), (0, None)))(table, table)
+    for row, one in zip(np.asarray(pairs), numbers, strict=True):
+        found = [counts.count_to_int(count) for count in row]
+        assert found == [(one + other) % 2**64 for other in numbers]
+    total = jax.jit(counts.sum_counts)(table.reshape(4, 15, 2))
+    assert counts.count_to_int(total) == sum(numbers) % 2**64
+    by_row = jax.jit(jax.vmap(counts.sum_counts))(table.reshape(4, 15, 2))
+    expected = [sum(numbers[first : first + 15]) % 2**64 for first in (0, 15, 30, 45)]
+    assert [counts.count_to_int(count) for count in by_row] == expected
+    np.testing.assert_allclose(counts.count_to_float(table), np.array(numbers, float), rtol=1e-6)
+    assert counts.count_to_int(counts.sum_counts(jnp.zeros((0, 2), jnp.uint32))) == 0
+
+
+def test_counts_are_made_of_any_whole_numbers():
+    for value in (3, np.int64(3), jnp.int32(3), jnp.array(True), True):
+        assert counts.count_to_int(counts.make_count(value)) == int(value)
+    assert counts.make_count(jnp.arange(6).reshape(2, 3)).shape == (2, 3, 2)
+    assert counts.count_to_int(counts.make_count(2**31 - 1)) == 2**31 - 1
+
+
+def test_bytes_of_each_slot():
+    entry = traffic.make_traffic(
+        units_down=jnp.array([1, 3, 0]),
+        units_up=jnp.array([1, 0, 0]),
+        words_up=jnp.array([0, 2, 5]),
+    )
+    assert traffic.slot_bytes(entry, 100).tolist() == [200, 308, 20]
+    assert traffic.slot_bytes(traffic.make_traffic(), 100).tolist() == 0
+    assert ledger(entry) == Traffic(4, 1, 0, 7)

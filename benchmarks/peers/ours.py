@@ -9,6 +9,7 @@ from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, populatio
 
 import fedjax_cfl as cfl
 from fedjax_cfl.models.layers import Conv, add_channel_axis, dense, flatten, max_pool
+from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.sharding import replicated_sharding
 from peers import Trained
 
@@ -71,7 +72,7 @@ def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "
         began = time.perf_counter()
         state, info = jax.block_until_ready(step(key, state, data))
         seconds.append(time.perf_counter() - began)
-        steps.append(int(info.steps))
+        steps.append(count_to_int(info.steps))
         model = model or [
             tuple(np.asarray(state.groups[name][part][0]) for part in ("kernel", "bias"))
             for name in names

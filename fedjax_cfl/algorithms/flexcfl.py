@@ -28,6 +28,7 @@ from fedjax_cfl.algorithms.temperature import Temperature, with_temperature
 from fedjax_cfl.clustering.assign import cold_start, nearest_direction
 from fedjax_cfl.clustering.migrate import on_shift
 from fedjax_cfl.clustering.shift_detection import DetectFn, tv
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks
@@ -58,7 +59,13 @@ def flexcfl(
     model they received; `detector` of the shifts that make a client start cold again
     (eq. 9), None: groups are static, which is FedGroup, and with mu > 0 FedGrouProx;
     `heat` weighs clients by a temperature.
+    Raises InputError for a round to recluster in that there cannot be.
     """
+    if not all(type(number) is int and number >= 0 for number in founding.recluster):
+        raise InputError(
+            f"algorithm.recluster={founding.recluster}: must be a list of rounds, whole numbers >="
+            " 0, as [50,100]"
+        )
     local = local.resolve()
     trial = train_aside(sgd(task, founding.pretrain(local)), local)
     found = make_found_groups(trial, local, founding, m)

@@ -18,6 +18,7 @@ from fedjax_cfl.round.info import deviation
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, State, Upload
+from fedjax_cfl.validation import AboveOne, check_arguments
 
 EPSILON = 1e-5  # the code's guard of divisions
 
@@ -72,13 +73,16 @@ class Temperature(NamedTuple):
     """How clients heat up and cool down."""
 
     temperature: Callable  # step | linear | lied | eied
-    temperature_max: float = 10.0  # T_max, > 1; no published value
+    temperature_max: AboveOne = 10.0  # T_max, > 1; no published value
     temperature_bias: Callable = discrepancy  # discrepancy | dissimilarity
     temperature_floor: bool = False  # True: whole weights, as the code rounds them down
 
 
 def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
-    """Adds temperatures to a method whose memory has a field `temperature`."""
+    """Adds temperatures to a method whose memory has a field `temperature`. Raises
+    InputError for a highest one that is not above 1.
+    """
+    check_arguments(Temperature, heat._asdict(), "algorithm")
     highest, update = heat.temperature_max, update_temperatures(heat)
     return hooks._replace(
         start=init_temperatures(hooks.start, highest),

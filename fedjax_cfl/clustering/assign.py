@@ -21,6 +21,7 @@ from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Report, State, Task
 
 
@@ -149,8 +150,8 @@ def nearest_direction(pretrain: TrainFn) -> ChooseFn:
     """Chooses the group of most similar direction: clients pre-train from the initial model,
     and the cosine dissimilarity of their update is smallest (FlexCFL, eq. 8).
 
-    `state.memory` holds `initial` [1, ...], `directions`
-    [m, ...] and `has_founders` [m]; a group without founders is never chosen.
+    `state.memory` holds `initial` [1, ...], `directions` [m, ...] and `has_founders` [m]; a
+    group without founders is never chosen, nor one whose direction is not finite.
     """
 
     def choose(
@@ -159,7 +160,8 @@ def nearest_direction(pretrain: TrainFn) -> ChooseFn:
         memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
         upload, faults = pretrain(cohort, data, (key, memory.initial), work)
         similarity = cosine(upload.delta, memory.directions)
-        usable = memory.has_founders & jnp.isfinite(similarity)
+        finite = jnp.isfinite(squared_norms(memory.directions).sum(0))
+        usable = memory.has_founders & finite & jnp.isfinite(similarity)
         return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), faults
 
     return choose

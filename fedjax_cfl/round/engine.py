@@ -291,11 +291,12 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Uplo
     another one. The new group can use its model, but not its delta.
     """
 
+    elsewhere = (gid != upload.start_group) & (upload.weight > 0)
+
     def shift() -> Upload:
         def from_new_group(delta, sent, groups):
             return delta + sent[upload.start_group] - groups[gid]
 
-        elsewhere = (gid != upload.start_group) & (upload.weight > 0)
         delta = jax.tree.map(
             partial(jax.vmap(jnp.where), elsewhere),
             jax.tree.map(from_new_group, upload.delta, sent, groups),
@@ -303,7 +304,7 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Uplo
         )
         return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
 
-    return jax.lax.cond(jnp.any(gid != upload.start_group), shift, lambda: upload)
+    return jax.lax.cond(jnp.any(elsewhere), shift, lambda: upload)
 
 
 def update_groups(

@@ -23,14 +23,8 @@ ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, ke
 
 def penalty(mu: float | jax.Array, params: Params, start: Params) -> jax.Array:
     """Returns mu / 2 * ||params - start||^2, []."""
-    return (
-        0.5
-        * mu
-        * sum(
-            jnp.sum((p - s) ** 2)
-            for p, s in zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
-        )
-    )
+    squares = jax.tree.map(lambda p, s: jnp.sum((p - s) ** 2), params, start)
+    return 0.5 * mu * jax.tree.reduce(jnp.add, squares)
 
 
 class Objective(struct.PyTreeNode):

@@ -80,7 +80,7 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
             loss=first_loss,
             last_loss=last_loss,
             steps=plan.steps,
-            start_group=work.group,
+            start_group=jnp.where(count > 0, work.group, 0),
         )
 
     return Partial(train_client, as_pytree(objective), local.lr)
@@ -240,7 +240,7 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
             loss=loss,
             last_loss=loss,
             steps=(count > 0).astype(jnp.int32),
-            start_group=work.group,
+            start_group=jnp.where(count > 0, work.group, 0),
         )
 
     return Partial(step_client, as_pytree(objective), local.lr)

@@ -95,7 +95,9 @@ def open_record(
 def copy_models(algorithm: Algorithm, state) -> dict[str, Any]:
     """Returns a copy on the host of the models that clients are served, and of who uses which."""
     served = algorithm.serve(state)
-    return jax.tree.map(np.array, jax.device_get({"models": served.models, "index": served.index}))
+    return jax.tree.map(
+        np.array, jax.device_get({"models": served.models, "index": served.model_index})
+    )
 
 
 def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:

@@ -199,7 +199,7 @@ def finish(member: Member, choices: dict, algorithm, task, result: Result, mesh)
     """
     run_dir = member.run_dir
     table, served, held = jax.device_get(
-        (result.clients, algorithm.serve(result.state).index, result.data.replace(x=None))
+        (result.clients, algorithm.serve(result.state).model_index, result.data.replace(x=None))
     )
     columns = {
         "client": held.client_names.names if held.client_names else np.arange(held.num_clients),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.federated import build_client_index
+from fedjax_cfl.data.federated import build_client_index, gather
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.engine import SELECT, derive_key
 from fedjax_cfl.simulation.driver import run
@@ -80,9 +80,12 @@ def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData
     train, held_out = (
         build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test)
     )
+    x, y = gather(data, jnp.asarray(kept))
     return data.replace(
-        x=data.x[kept],
-        y=data.y[kept],
+        x=x,
+        y=y,
+        sample=None,
+        turns=None,
         owner=jnp.asarray(owner),
         train=train,
         test=held_out,

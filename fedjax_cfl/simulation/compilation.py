@@ -253,7 +253,7 @@ def test_block(algorithm, task, mesh, plan: Plan, state: State, data, found, fir
     """
     more = evaluate.evaluate_block(algorithm, task, mesh, state, data, plan.with_auxiliary, first)
     found = more if found is None else evaluate.merge(found, more, first)
-    return found, algorithm.serve(state).index
+    return found, algorithm.serve(state).model_index
 
 
 def compile_functions(functions, given: tuple, feed, mesh, fresh: bool = True) -> Compiled:

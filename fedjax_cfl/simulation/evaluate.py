@@ -106,9 +106,9 @@ def evaluate_auxiliary(task: Task, mesh, served: ServedModels, data: FederatedDa
 
     (FlexCFL 2.14.9.)
     """
-    used = jnp.any(served.index[:, None] == jnp.arange(count_models(served.models)), axis=0).astype(
-        jnp.float32
-    )
+    used = jnp.any(
+        served.model_index[:, None] == jnp.arange(count_models(served.models)), axis=0
+    ).astype(jnp.float32)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
     guess, _ = predict_test_samples(
@@ -124,7 +124,9 @@ def evaluate_all(
     """Returns one evaluation's metrics and the per-client table of the state."""
     table, counts = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
-    return finalize(served.index, count_models(served.models), table, counts, data.concept), table
+    return finalize(
+        served.model_index, count_models(served.models), table, counts, data.concept
+    ), table
 
 
 def evaluate_block(
@@ -144,7 +146,7 @@ def evaluate_block(
     """
     served = algorithm.serve(state)
     models, index = served
-    if state.received:  # a client that is served no model is not tested
+    if jax.tree.leaves(state.received):  # a client that is served no model is not tested
         models, index = state.received, jnp.where(index >= 0, jnp.arange(index.size), -1)
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)

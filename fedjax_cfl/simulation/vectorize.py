@@ -41,21 +41,22 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         ("clients", lambda d: d.num_clients),
         ("features", lambda d: d.x.shape[1:]),
         ("classes", lambda d: d.num_classes),
-        ("way of storing samples", lambda d: (d.sample is None, d.turns is None)),
+        ("turned images", lambda d: d.turns is not None),
     ):
         if len({of(one) for one in data}) > 1:
             raise InputError(
                 f"vectorize: the seeds' data differ in their {name}"
                 f" ({', '.join(str(of(one)) for one in data)})"
             )
-    rows = max(one.x.shape[0] for one in data)
     longest = {
         side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")
     }
     capacity = max(one.max_client_samples for one in data)
+    total, rows = sum(longest.values()), max(len(one.x) for one in data)
+    indexed = any(one.sample is not None for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
-        held, total = one.y.size, sum(longest.values())
+        held = one.y.size
 
         def fill(array, value, length=total):
             array = np.asarray(array)
@@ -71,10 +72,10 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         train = view("train", held)
         test = view("test", held + longest["train"] - one.train.order.size)
         return one.replace(
-            x=fill(one.x, 0, total if one.sample is None else rows),
+            x=fill(one.x, 0, rows if indexed else total),
             y=fill(one.y, 0),
             owner=fill(one.owner, -1),
-            sample=None if one.sample is None else fill(one.sample, 0),
+            sample=fill(row_numbers(one), 0) if indexed else None,
             turns=None if one.turns is None else fill(one.turns, 0),
             train=train,
             test=test,
@@ -82,6 +83,11 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         )
 
     return jax.tree.map(lambda *leaves: np.stack(leaves), *map(padded, data))
+
+
+def row_numbers(data: FederatedData) -> np.ndarray:
+    """Returns the row of x [N] of each holding."""
+    return np.arange(data.y.size) if data.sample is None else np.asarray(data.sample)
 
 
 def compile_members(
