@@ -245,9 +245,8 @@ class ServedModels(NamedTuple):
     """Which model each client would use now."""
 
     models: Params  # [M, ...]
-    model_index: (
-        jax.Array
-    )  # [K] int32 into models, -1 = the client has none yet and is not evaluated
+    # [K] int32 into models, -1 = the client has none yet and is not evaluated
+    model_index: jax.Array
 
 
 class Selection(NamedTuple):
