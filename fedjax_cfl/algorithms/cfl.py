@@ -253,7 +253,7 @@ def bisect_updates(
     each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
 
     alpha is the largest cosine between the halves. Half 0 has the client of lowest id.
-    Rows of group -1 are mundecided.
+    Rows of group -1 are masked.
     """
     order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
     group = group[order]
