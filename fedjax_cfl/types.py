@@ -20,20 +20,18 @@ Params = Any  # a pytree of float arrays
 
 
 class FirstLayer(NamedTuple):
-    """How a model whose first layer is dense and sees nothing but the flat sample can
-    be trained without touching that layer's kernel.
+    """What SGD in sample space needs of a model whose first layer is dense, and is the only
+    one that gets the sample, flattened.
     """
 
     name: str  # params[name]["kernel"] is [F, H]
     shape: tuple[int, int]  # (F, H)
     l2: float  # weight of its kernel's squared norm in the loss
-    inputs: Callable[..., jax.Array]  # (x [B, ...]) -> [B, F], what the kernel is multiplied with
-    loss: Callable[
-        ...,
-        jax.Array,
-        # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without that L2
-        # term
-    ]
+    # (x [B, ...]) -> [B, F], what the kernel is multiplied with
+    inputs: Callable[..., jax.Array]
+    # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without the kernel's
+    # L2 term
+    loss: Callable[..., jax.Array]
 
 
 class Task(NamedTuple):
@@ -44,40 +42,31 @@ class Task(NamedTuple):
     """
 
     init: Callable[[Key], Params]  # random initial parameters
-    loss: Callable[
-        ...,
-        jax.Array,
-        # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy + L2;
-        # dropout only with a key
-    ]
+    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy + L2; dropout
+    # only with a key
+    loss: Callable[..., jax.Array]
     # (params, x [B, ...], owner [B] = None) -> [B, C] logits, no dropout
     predict: Callable[..., jax.Array]
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
 
 class Pool(NamedTuple):
-    """Labelled samples on the host, before they are dealt to clients."""
+    """Labelled samples on the host, before clients hold them."""
 
     x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
     y: np.ndarray  # [N] int32, 0 .. num_classes - 1
     num_classes: int
-    client: np.ndarray | None = (
-        None  # [N] int32, the natural owner of each sample, where the source names one
-    )
-    test: np.ndarray | None = (
-        None  # [N] bool, True in the source's own test split, where it has one
-    )
-    client_names: tuple[str | int, ...] | None = (
-        None  # [K] as the source gives them, None: 0 .. K - 1
-    )
+    # [N] int32, the natural owner of each sample, where the source names one
+    client: np.ndarray | None = None
+    # [N] bool, True in the source's own test split, where it has one
+    test: np.ndarray | None = None
+    client_names: tuple[str | int, ...] | None = None  # [K] as the source has it, None: numbers
     concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
     source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
 
 
 class Partition(NamedTuple):
-    """Who holds which sample of a pool: what a partition returns. A sample may be held
-    more than once.
-    """
+    """Who holds which sample of a pool. A sample may be held more than once."""
 
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
@@ -114,8 +103,9 @@ class ClientNames:
 
 
 class FederatedData(struct.PyTreeNode):
-    """A pool of samples x, and N holdings of them: who holds which sample under which
-    label. A sample that several clients hold is stored once. Never padded.
+    """A pool of samples x, and N holdings: which client holds which sample, with which label.
+
+    A sample that several clients hold is stored once. Nothing is padded.
     """
 
     x: jax.Array  # [rows, ...] uint8 (read as x / 255) or float32
@@ -128,7 +118,7 @@ class FederatedData(struct.PyTreeNode):
     num_classes: int = struct.field(pytree_node=False)
     # the most training samples that one client may ever hold
     max_client_samples: int = struct.field(pytree_node=False)
-    # False: nobody's samples ever change
+    # False: no client's samples ever change
     has_drift: bool = struct.field(pytree_node=False, default=True)
     # [N] int32, the row of x that each holding is; None: row n is holding n
     sample: jax.Array | None = None
@@ -147,7 +137,7 @@ class Cohort(struct.PyTreeNode):
     """The clients of one round, in the slots in which they are trained."""
 
     ids: jax.Array  # [S] int32, K in an empty slot: gathers clamp, scatters drop, weight 0
-    rank: jax.Array  # [S] int32, position in the order of selection (only `first_client` cares)
+    rank: jax.Array  # [S] int32, position in the order of selection
 
 
 class Upload(struct.PyTreeNode):
@@ -160,11 +150,11 @@ class Upload(struct.PyTreeNode):
     steps: jax.Array  # [S] int32, local SGD steps taken
     # [S] int32, the group whose model was trained from, 0 where nothing was
     start_group: jax.Array
-    squared_norm: Any = None  # [S] float32, ||delta||^2, known once the update is screened
+    squared_norm: Any = None  # [S] float32, ||delta||^2, set by `faults.guard_nonfinite`
 
 
 class FaultCounts(struct.PyTreeNode):
-    """What went wrong in a round; from each client [S] before it is added up."""
+    """What went wrong in a round; of each client [S] before it is added up."""
 
     dropped: jax.Array  # [] int32, clients that trained but never answered
     nonfinite: jax.Array  # [] int32, clients whose update was not finite
@@ -175,9 +165,10 @@ class FaultCounts(struct.PyTreeNode):
 
 
 class Traffic(struct.PyTreeNode):
-    """Communication: whole models (unit u = one model) and 4-byte words of everything
-    else, in all or of each slot of a cohort. A count is two uint32, (high, low): exact up
-    to 2^64, see `round/counts.py`.
+    """Communication: whole models (unit u = one model), and 4-byte words of everything else.
+
+    It is a total, or that of each slot of a cohort. A count is two uint32, (high, low):
+    exact up to 2^64, see `round/counts.py`.
     """
 
     units_down: jax.Array  # [2] or [S, 2] uint32
@@ -187,8 +178,8 @@ class Traffic(struct.PyTreeNode):
 
 
 class Report(struct.PyTreeNode):
-    """What happened outside of a round's own training: at the start, before selection,
-    while clients were assigned.
+    """What happened besides a round's training: at the start, before selection, or while
+    groups were assigned.
     """
 
     traffic: Traffic  # of the whole step, or of each slot
@@ -197,8 +188,9 @@ class Report(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """Everything a run carries from round to round; the checkpoint is this, the data's
-    owner and y, and the key.
+    """Everything that a run carries from round to round.
+
+    A checkpoint is this, `owner` and `y` of the data, and the key.
     """
 
     round: jax.Array  # [] int32, rounds finished
@@ -210,10 +202,10 @@ class State(struct.PyTreeNode):
     memory: Any  # the algorithm's own pytree, () if it has none
     selection: Any  # what the selection remembers, () if nothing
     clock_ms: jax.Array  # [2] uint32 (high, low), simulated milliseconds so far
-    # [K, ...], the model that each client last received, or the one it would be served at the
+    # [K, ...], the model that each client last received, before that the one it is served at the
     # start; () unless `Local.keep_received`
     received: Params
-    start_faults: FaultCounts  # of the start; the first round reports them
+    start_faults: FaultCounts  # what went wrong at the start; the first round reports it
 
 
 class Info(struct.PyTreeNode):
@@ -231,11 +223,10 @@ class Info(struct.PyTreeNode):
     cold: jax.Array  # [] int32, clients that met the server for the first time
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
     # [] int32, clients that changed group before the round, because their data or the centers
-    # did
+    # changed
     migrated: jax.Array
     fault_counts: FaultCounts
-    # [] int32, groups that had clients in the cohort but nothing usable from them: their model
-    # stayed
+    # [] int32, groups with clients in the cohort but no usable update: their model stayed
     idle_groups: jax.Array
     late: jax.Array  # [] int32, clients whose answer came after the round had ended
     seconds: jax.Array  # [] float32, simulated duration of the round, 0 without a clock
@@ -250,7 +241,7 @@ class ServedModels(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Who takes part in a round, and what is remembered of it from round to round."""
+    """Which clients take part in a round, and what is remembered of it from round to round."""
 
     init: Callable[[FederatedData], Any]  # (data) -> memory
     # (key, memory, state, data) -> ids [k] int32 without repeats, in order of selection; K in a
@@ -258,7 +249,7 @@ class Selection(NamedTuple):
     select: Callable[..., jax.Array]
     # (memory, state, cohort, upload, seconds [S] or None) -> memory, once the cohort has answered
     update: Callable[..., Any]
-    # (key, round, K) -> ids, where nothing is remembered: such cohorts are known before the run
+    # (key, round, K) -> ids, where nothing is remembered, so that cohorts are known before the run
     draw: Callable[..., jax.Array] | None = None
 
 
@@ -268,12 +259,9 @@ class Algorithm(NamedTuple):
     init: Callable[..., State]  # (key, data) -> state
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
     serve: Callable[..., ServedModels]  # (state) -> models and who uses which
-    clustered: bool = (
-        False  # clients are served only once met, so the first rounds do not cover everybody
-    )
-    data_clients: Callable[..., jax.Array] | None = (
-        None  # (key, round, K) -> whose samples a round (None: init) reads; None: anybody's
-    )
-    nonfinite: str = (
-        "skip"  # what the run does about updates that are not finite, see `faults.Faults`
-    )
+    # True: a client is served a model only once it has been met
+    clustered: bool = False
+    # (key, round, K) -> ids, whose samples a round (None: init) reads; None: anybody's
+    data_clients: Callable[..., jax.Array] | None = None
+    # what the run does about updates that are not finite, see `faults.Faults`
+    nonfinite: str = "skip"

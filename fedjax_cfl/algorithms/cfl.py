@@ -160,23 +160,23 @@ def descend_splits(train: TrainFn) -> AssignFn:
 
         def cut(h, carry):
             here, trained, faults = carry
-            asked = real & (here == tree.parent[h]) & (passed < h)
+            undecided = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
                 model, stayed, left = (
                     jax.tree.map(lambda leaf: leaf[h][None], each)
                     for each in (tree.models, tree.parent_update, tree.split_update)
                 )
-                trainees = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
+                trainees = cohort.replace(ids=jnp.where(undecided, cohort.ids, data.num_clients))
                 shared, work = (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here))
                 upload, bad = train(trainees, data, shared, work)
                 return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], bad
 
             leaves, bad = lax.cond(
-                jnp.any(asked), sides, lambda: (jnp.zeros_like(asked), no_faults())
+                jnp.any(undecided), sides, lambda: (jnp.zeros_like(undecided), no_faults())
             )
-            here = jnp.where(asked & leaves, h, here).astype(jnp.int32)
-            return here, trained + asked, add_fault_counts(faults, bad)
+            here = jnp.where(undecided & leaves, h, here).astype(jnp.int32)
+            return here, trained + undecided, add_fault_counts(faults, bad)
 
         begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), no_faults()
         gid, trained, faults = lax.fori_loop(1, jnp.sum(state.active), cut, begin)

@@ -1,14 +1,14 @@
 """Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning",
 2020/2021, https://arxiv.org/abs/2005.01026 (FeSEM).
 
-K-means whose points are the clients' models: the server keeps every client's latest
-model W_i; a client trains from the nearest center (E-step, eq. 9) and is held near it
-(eq. 8), and a center is the mean of the models assigned to it (M-step, eq. 10).
+It is K-means whose points are the clients' models. The server keeps the latest model W_i
+of every client. A client trains from the nearest center (E-step, eq. 9) and is pulled
+back to it (eq. 8). A center is the mean of the models assigned to it (M-step, eq. 10).
 
 Differs from the paper: a round is E-step, local training, M-step, where Algorithm 1 is
-E-step, M-step, local training; a client trains E epochs with a plain proximal term,
-where eq. 8 weighs the loss by n_i / n and N = 1 step is taken (D7; `form="eq8"` is
-literal but for N).
+E-step, M-step, local training; a client trains E epochs with a plain proximal term, where
+eq. 8 weighs the loss by n_i / n and N = 1 step is taken (D7; `pull_by_size` is eq. 8 but
+for N).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.algorithms.fesem_start import ClientModels, MakeStart, cluster_local_models
+from fedjax_cfl.algorithms.fesem_start import MakeStart, cluster_local_models
 from fedjax_cfl.clustering.assign import ChooseFn, met_groups
 from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
 from fedjax_cfl.clustering.shift_detection import DetectFn
@@ -42,27 +42,32 @@ from fedjax_cfl.round.tree import group_sum, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
+    FaultCounts,
     FederatedData,
+    Key,
     Params,
+    Report,
     Selection,
     State,
     Task,
+    Traffic,
     Upload,
 )
 
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
+# (nearest, move) -> the E-step before a round, after `move`
 EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn | None]
+# (task, mu) -> the objective, and what computes its `client_extra`
 PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 
 
 def stored_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Plain mean of all stored models of each group (eq. 10), the cohort's being those
-    of this round.
+    """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`).
 
-    The old rows of the cohort are masked out and its new models added: one matrix
-    product with the memory, which is left as it is.
+    Of the cohort the models of this round count: its stored ones are masked out and the
+    new ones added. That is one matrix product with the memory, which is not copied.
     """
     m, memory, fresh = state.active.size, state.memory, upload.weight > 0
     old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
@@ -82,17 +87,17 @@ def stored_mean(
     return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
 
 
-def pull_plainly(task: Task, mu) -> tuple[Objective, PrepareFn | None]:
-    """mu (W - center) in every gradient (D7)."""
+def pull_plainly(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
+    """Adds mu (W - center) to every gradient (D7)."""
     return proximal(mu, erm(task)), None
 
 
-def pull_by_size(task: Task, mu) -> tuple[Objective, PrepareFn | None]:
-    """Eq. 8 divided by the n_i / n in front of its loss: mu_i = 2 mu n / (K n_i) for a
-    client with n_i of all n samples.
+def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
+    """Adds mu_i (W - center) to every gradient, mu_i = 2 mu n / (K n_i) for a client with
+    n_i of all n samples: eq. 8 divided by the n_i / n in front of its loss.
     """
 
-    def prepare(key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         size = data.train.size[jnp.minimum(cohort.ids, data.num_clients - 1)]
         share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
         return work._replace(client_extra=2.0 * mu * share)
@@ -106,17 +111,18 @@ def fesem(
     select: Selection,
     *,
     m: int,
-    mu=0.1,
+    mu: float | jax.Array = 0.1,
     form: PullFn = pull_plainly,
     centers: "Centers | None" = None,
     detector: DetectFn | None = None,
 ) -> Algorithm:
     """FeSEM with m centers; `mu` is the paper's lambda.
 
-    Args: `form` pull_plainly | pull_by_size (eq. 8); `centers` how they are found;
-    `detector` is FeSEM-MIG of the FlexCFL paper: clients met whose data shifted take the
-    E-step at once. Data play no part in it: with e_step_of_all nothing changes; with
-    e_step_of_cohort such a client moves only if centers have, since it was last selected.
+    Args: `form` pull_plainly | pull_by_size (eq. 8); `centers` says how they are found;
+    `detector` makes it FeSEM-MIG of the FlexCFL paper: clients met whose data shifted take
+    the E-step before the round. The E-step does not look at data. So with e_step_of_all
+    nothing changes, and with e_step_of_cohort such a client moves only if the centers have
+    moved since it was last selected.
     """
     local, centers = local.resolve(), centers or Centers()
     nearest = centers.distance(task)
@@ -138,13 +144,14 @@ def fesem(
 
 
 def full_distance(task: Task) -> NearestFn:
-    """Compares whole models."""
+    """Measures the distance of whole models."""
     return nearest_center
 
 
 def last_layer_distance(task: Task) -> NearestFn:
-    """Compares the kernels of the layer `head` (D26). Raises InputError for a model
-    without one.
+    """Measures the distance of the kernels of the layer `head` (D26).
+
+    Raises InputError for a model without such a layer.
     """
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError(
@@ -157,13 +164,13 @@ def last_layer_distance(task: Task) -> NearestFn:
 
 
 def nearest_center(models: Params, centers: Params) -> jax.Array:
-    """Returns the center [N] of least ||W_i - center_k||_2 for each of `models [N,
-    ...]`, ties to the lowest (eq. 9).
+    """Returns the center [N] int32 of least ||W_i - center_k||_2 for each of `models` [N,
+    ...] (eq. 9).
 
+    Ties go to the lowest. A center that is not finite is chosen only if all are so.
     With e_k = center_k - mean center, ||W - center_k||^2 is -2 W.e_k + (center_k +
-    mean).e_k and a term common to all k: one product with the models, and none of the
-    cancellation of |W|^2 - 2 W.c + |c|^2 for models as similar as these. A center that is
-    not finite is never chosen, while there is another.
+    mean).e_k and a term common to all k. That is one product with the models, without the
+    rounding errors of |W|^2 - 2 W.c + |c|^2 for models as similar as these.
     """
 
     def part(model, center):
@@ -185,9 +192,11 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
 
 
 def nearest_stored_center(nearest_of: NearestFn) -> ChooseFn:
-    """Chooses the center `nearest_of(models, centers)` to each client's stored model."""
+    """Chooses the center that is nearest to each client's stored model, by `nearest_of`."""
 
-    def choose(key, state: State, data: FederatedData, cohort: Cohort):
+    def choose(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, FaultCounts]:
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
         nearest = nearest_of(
             jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups
@@ -199,57 +208,64 @@ def nearest_stored_center(nearest_of: NearestFn) -> ChooseFn:
 
 
 def assign_nearest(nearest_of: NearestFn) -> AssignFn:
-    """Lets every client train the center nearest to its stored model, which the server
-    knows: nothing is sent.
+    """Assigns every client of the cohort the center nearest to its stored model.
+
+    The server knows that model: nothing is sent.
     """
     choose = nearest_stored_center(nearest_of)
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         return choose(key, state, data, cohort)[0], make_report()
 
     return assign
 
 
 def e_step_of_cohort(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn | None:
-    """Moves nobody but by `move`: clients look for their center when they are selected
+    """Only moves clients by `move`: clients choose their center when they are selected
     (D27).
     """
     return move
 
 
 def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn:
-    """After `move`, if any, every client met goes to the center `nearest_of` its stored
-    model.
+    """Moves every client met to the center nearest to its stored model, after `move`, if
+    there is one.
     """
 
-    def migrate(key, state: State, data: FederatedData):
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         before = state.assignment
         state, report = move(key, state, data) if move else (state, make_report())
         nearest = nearest_of(state.memory.models, state.groups)
         assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
-        moved = jnp.sum(assignment != before).astype(jnp.int32)
-        return state.replace(assignment=assignment), report.replace(migrated=moved)
+        migrated = jnp.sum(assignment != before).astype(jnp.int32)
+        return state.replace(assignment=assignment), report.replace(migrated=migrated)
 
     return migrate
 
 
-def rows_of(cohort: Cohort, upload: Upload, memory: ClientModels):
-    """Returns the rows [S] of the memory that the cohort's models go to; K, which is
-    dropped, where there is none.
+def rows_of(cohort: Cohort, upload: Upload, memory: Any) -> jax.Array:
+    """Returns the rows [S] of the memory that the cohort's models go to.
+
+    A slot without an update has K, which a scatter drops. `memory` has a field `known`
+    [K].
     """
     return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
 
 
-def keep_models(state: State, before: State, cohort: Cohort, gid, upload: Upload):
+def keep_models(
+    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+) -> tuple[State, Traffic]:
     """Stores the model of every client that trained (a `FinishFn`)."""
     rows = rows_of(cohort, upload, before.memory)
 
-    def store(stored, began, delta, center):
-        # The models are written in place only if the compiler sees that the means, which read
-        # them, were taken before: hence a condition on the new centers, true unless the run has
+    def store(stored, start, delta, center):
+        # The compiler writes the models in place only if it sees that the means, which read them,
+        # were taken before. Hence a condition on the new centers; it is true unless the run has
         # diverged.
         taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
-        return stored.at[taken].set(began[gid] + delta, mode="drop")
+        return stored.at[taken].set(start[gid] + delta, mode="drop")
 
     models = jax.tree.map(store, before.memory.models, before.groups, upload.delta, state.groups)
     known = before.memory.known.at[rows].set(True, mode="drop")
@@ -261,8 +277,8 @@ class Centers(NamedTuple):
 
     # cluster_local_models(restarts) | random_models (D5, D6)
     start: MakeStart = cluster_local_models()
-    # who looks for its nearest center: e_step_of_all, every client met, before each round |
-    # e_step_of_cohort, only those selected (D27)
+    # who takes the E-step: e_step_of_all (every client met, before each round) | e_step_of_cohort
+    # (only those selected, D27)
     estep: EStep = e_step_of_all
     # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)
     aggregate: AggregateFn = stored_mean

@@ -3,28 +3,29 @@
 https://arxiv.org/abs/2002.06440, inside each center (Xie et al., "Multi-Center
 Federated Learning", section 5.1).
 
-Two models can be the same up to the order of their hidden units, which neither a
-distance nor a mean by index sees. Hence the server first brings the units of every
-model it receives, layer by layer, into the order of the center the client trained from
-(`matching.align_to_center`). What it stores, compares and averages is the reordered
-model, the same function; all else is FeSEM.
+Two models can differ only in the order of their hidden units; a distance or a mean by
+index does not see that they are the same function. So the server first brings the units
+of every model it receives, layer by layer, into the order of the center that the client
+trained from (`matching.align_to_center`). It stores, compares and averages the reordered
+model; the rest is FeSEM.
 
-With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new
-model that fits no unit of its group opens one that is not in use. The mean of a unit's
-incoming weights is over the models that have it, and to the next layer one that has it
-not sends 0.
+With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new model
+that fits no unit of its group gets one that is not in use. A unit's incoming weights are
+averaged over the models that have it; a model that does not have it sends 0 to the next
+layer.
 
-Differs from the paper, which gives neither details nor code of the combination: a
-stored model keeps the order it was given on arrival, also where it is later compared
-with another center or averaged into it; where centers grow, each new model is matched
-once, not in eight sweeps over all, and a model counts with its spare units in the
-traffic; FedMA's rounds that retrain the layers above each matched one are left out.
-Clients that train from the center hardly ever change the order
-(benchmarks/results/fesem_table3): `head=plain` then is FeSEM.
+Differs from the paper, which gives neither details nor code of the combination: a stored
+model keeps the order it got on arrival, also where it is later compared with another
+center or averaged into it; where centers grow, each new model is matched once, not in
+eight sweeps over all; traffic counts a model with its spare units; FedMA's rounds that
+retrain the layers above each matched one are left out. Clients that train from the center
+hardly ever change the order (benchmarks/results/fesem_table3): with `weigh_plainly` the
+method then is FeSEM.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from fedjax_cfl.algorithms.fesem import (
 )
 from fedjax_cfl.algorithms.fesem_start import cluster_local_models
 from fedjax_cfl.algorithms.matching import (
+    Layer,
     align_to_center,
     find_layers,
     permute_hidden_units,
@@ -56,56 +58,77 @@ from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, add_reports, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    ClientFn,
+    Hooks,
+    Start,
+    StartFn,
+    add_reports,
+    make_report,
+)
+from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, State, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
 
 
-def match_to_center(solve, layers):
-    """Returns the solver of one client whose update is that of the trained model with
-    its hidden units in the order of its center's.
-    """
+def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
+    """Reorders the hidden units of each trained model as those of the center it started from."""
 
-    def visit(solve, client, bucket, data, shared, mine):
-        upload = solve(client, bucket, data, shared, mine)
-        center = jax.tree.map(lambda leaf: leaf[mine.group], shared[1])
+    def solve_and_match(solve, client, bucket, data, shared, work):
+        upload = solve(client, bucket, data, shared, work)
+        center = jax.tree.map(lambda leaf: leaf[work.group], shared[1])
         orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
-        # Reordering is linear; this way an order that stays leaves the update as it was, to the
-        # last bit.
+        # Reordering is linear; done this way, an order that stays leaves the update as it was, bit
+        # for bit.
         shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
         return upload.replace(
             delta=jax.tree.map(jnp.add, shift, permute_hidden_units(layers, upload.delta, orders))
         )
 
-    return Partial(visit, solve)
+    return Partial(solve_and_match, solve)
 
 
-def with_class_counts(begin, words: int):
-    """Adds to FeSEM's start the class counts, which come with every client's first model."""
+def with_class_counts(start_models: StartFn, words: int) -> StartFn:
+    """Adds class counts to FeSEM's start; every client sends them with its first model, in
+    `words` words per class.
+    """
 
-    def start(key, data: FederatedData):
-        begun = begin(key, data)
+    def start(key: Key, data: FederatedData) -> Start:
+        initial = start_models(key, data)
+        assert initial.report is not None  # the traffic of the first models
         counts = label_counts(data.train, data.owner, data.y, data.num_classes)
-        memory = MatchedModels(begun.memory.models, begun.memory.known, counts)
+        memory = MatchedModels(initial.memory.models, initial.memory.known, counts)
         sent = make_report(make_traffic(words_up=counts.size * words))
-        return begun._replace(memory=memory, report=add_reports(begun.report, sent))
+        return initial._replace(memory=memory, report=add_reports(initial.report, sent))
 
     return start
 
 
 def mean_over_stored(mean: AggregateFn) -> AggregateFn:
-    """Returns the aggregation `mean` of all stored models, as it is."""
+    """Averages all stored models: returns `mean` as it is."""
     return mean
 
 
 def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
-    """Returns the aggregation `mean` of stored models, but of those alone that arrived
-    in this round.
-    """
+    """Averages, by `mean`, only the stored models that arrived in this round."""
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         memory = state.memory
         arrived = (
             jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
@@ -114,27 +137,29 @@ def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
             upload, gid, cohort, client_extra, state.replace(memory=memory.replace(known=arrived))
         )
 
-    return aggregated
+    return aggregate
 
 
 def weigh_plainly(head: str) -> tuple[AggregateFn, int]:
-    """Averages the output layer as the others; no class counts are sent."""
+    """Averages the output layer like the others; returns (mean, 0 words up per class)."""
     return stored_mean, 0
 
 
 def weigh_classes(head: str) -> tuple[AggregateFn, int]:
-    """Averages the output layer by classes; one word up per class."""
+    """Averages the output layer by classes; returns (mean, 1 word up per class)."""
     return class_weighted_mean(head), 1
 
 
 def class_weighted_mean(head: str) -> AggregateFn:
-    """Plain means as in eq. 10 of FeSEM, but for the output layer `head`, whose class c
-    is weighted by the samples of class c (FedMA).
+    """Averages stored models as eq. 10 of FeSEM, but class c of the output layer `head` is
+    weighted by their samples of class c (FedMA).
 
-    A class that no model of a group has a sample of gets the plain mean.
+    A class without samples in a group gets the unweighted mean.
     """
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         step, mass = stored_mean(upload, gid, cohort, client_extra, state)
         m, memory, rows = state.active.size, state.memory, rows_of(cohort, upload, state.memory)
         old = tree.membership_weights(
@@ -143,14 +168,13 @@ def class_weighted_mean(head: str) -> AggregateFn:
         new = tree.membership_weights((upload.weight > 0).astype(jnp.float32), gid, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
-        came = (
-            new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]
-        )  # [S, m, C]
-        samples = kept.sum(0) + came.sum(0)
+        # [S, m, C]
+        arrived = new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]
+        samples = kept.sum(0) + arrived.sum(0)
 
         def weighted(stored, delta, center, plain):
             total = jnp.einsum("kmc,k...c->m...c", kept, stored) + jnp.einsum(
-                "smc,s...c->m...c", came, delta
+                "smc,s...c->m...c", arrived, delta
             )
 
             def per_class(values):
@@ -166,33 +190,32 @@ def class_weighted_mean(head: str) -> AggregateFn:
         )
         return {**step, head: own}, mass
 
-    return aggregated
+    return aggregate
 
 
 def fesem_ma(
-    task,
-    local,
-    select,
+    task: Task,
+    local: Local,
+    select: Selection,
     *,
     m: int,
-    mu=0.1,
+    mu: float | jax.Array = 0.1,
     restarts: int = 20,
     mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
     head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
-    spare=0.0,
+    spare: float = 0.0,
 ) -> Algorithm:
-    """FeSEM-MA with m centers, `mu` and `restarts` as in FeSEM, for a chain of
-    convolutions and dense layers.
+    """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
+    `restarts` are as in FeSEM.
 
-    Args: a center is the mean of all stored models of its group (`mean_over_stored`,
-    eq. 10) or of this round's (`mean_over_cohort`); the output layer `head` is their mean
-    with each class weighted by their samples of it (weigh_classes), or plain
-    (weigh_plainly); `spare` share of each hidden layer's units that no model uses at first;
-    their activation must be 0 at 0. With 0, widths are fixed. A participant costs a model
-    down and one up, as in FeSEM, and with weigh_classes a word up per class; matching is
-    the server's.
-    Raises InputError for a model that is no such chain, or spare units in one with
-    normalisations.
+    Args: `mean_over` says which models of a group a center is the mean of:
+    mean_over_stored (all, eq. 10) | mean_over_cohort (those of this round); `head` how the
+    output layer is averaged: weigh_classes (each class by the samples of it) |
+    weigh_plainly; `spare` is the share of each hidden layer's units that no model uses at
+    first, 0: widths are fixed. The activation of spare units must be 0 at 0.
+    A client of the cohort costs a model down and one up, as in FeSEM, and with
+    weigh_classes a word up per class. The server does the matching. Raises InputError for
+    a model that is no such chain, or for spare units in one with normalisations.
     """
     local, layers = local.resolve(), find_layers(task)
     mean, words = head(layers[-1].name)
@@ -203,12 +226,12 @@ def fesem_ma(
         )
     solve = sgd(task, local, proximal(mu, erm(task)))
     if spare:
-        begin = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
+        start_task = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
         nearest_of = partial(nearest_center_in_use, layers)
         own = {"solve": solve, "regroup": store_matched_models(layers)}
         mean = mean_over_owners(mean, layers)
     else:
-        begin, nearest_of = task, nearest_center
+        start_task, nearest_of = task, nearest_center
         own = {
             "solve": match_to_center(solve, layers),
             "regroup": recount if words else None,
@@ -216,14 +239,16 @@ def fesem_ma(
         }
     choose = nearest_stored_center(nearest_of)
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(words_up=real * data.num_classes * words)
         return choose(key, state, data, cohort)[0], make_report(sent)
 
     hooks = Hooks(
         **own,
-        start=with_class_counts(cluster_local_models(restarts)(begin, local, m), words),
+        start=with_class_counts(cluster_local_models(restarts)(start_task, local, m), words),
         migrate=e_step_of_all(nearest_of),
         assign=assign,
         aggregate=mean_over(mean),

@@ -1,6 +1,4 @@
-"""How FeSEM begins: the models that the server keeps of every client, and the first
-centers.
-"""
+"""How FeSEM starts: the models that the server keeps of every client, and the first centers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,24 +11,16 @@ from fedjax_cfl.clustering.distances import gram
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round import engine
 from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.hooks import (
-    Start,
-    StartFn,
-    make_report,
-)
+from fedjax_cfl.round.hooks import Start, StartFn, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
-from fedjax_cfl.types import (
-    FederatedData,
-    Params,
-    Task,
-)
+from fedjax_cfl.types import FederatedData, Key, Params, Task
 
-# of the points that are clustered at the start: exact for up to as many clients, beyond that
-# their principal directions
+# of the points that are clustered at the start: exact for up to so many clients; for more, their
+# principal directions
 MAX_EMBEDDING_DIMENSIONS = 256
 
 MakeStart = Callable[[Task, Local, int], StartFn]
@@ -40,17 +30,17 @@ class ClientModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
     models: Params  # [K, ...], W_i, the model it last sent
-    # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    # [K] bool; False: the client never trained, does not count in the means, stays in its group
     known: jax.Array
     shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
 
 
 def random_models(task: Task, local: Local, m: int) -> StartFn:
-    """Starts from m random models; every client's stored model is the same one more
-    (FeSEM as the FlexCFL code has it: D5, D6).
+    """Starts from m random models; the stored models of all clients are one more random model
+    (FeSEM in the FlexCFL code: D5, D6).
     """
 
-    def start(key, data):
+    def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key)
         common = task.init(keys[1])
         models = jax.tree.map(
@@ -63,19 +53,19 @@ def random_models(task: Task, local: Local, m: int) -> StartFn:
 
 
 def cluster_local_models(restarts: int = 20) -> MakeStart:
-    """Starts from K-means of the models all clients have after one local update of a
-    common random model, the best of `restarts`.
+    """Starts from K-means, the best of `restarts`, of the models that all clients have after
+    they trained a common random model.
 
-    (Training settings of the paper's experiments; it does not say what W_i is before
-    training.) It costs K models down and K up and meets everybody. A group without
-    members starts from the common model.
+    The paper does not say what W_i is before training; the settings are those of its
+    experiments. The start costs K models down and K up, and all clients are met. A group
+    without clients starts from the common model.
     """
 
     def make(task: Task, local: Local, m: int) -> StartFn:
         local = local.resolve()
         train = train_aside(sgd(task, local), local)
 
-        def start(key, data: FederatedData) -> Start:
+        def start(key: Key, data: FederatedData) -> Start:
             keys, clients = jax.random.split(key, 3), data.num_clients
             common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
             cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
@@ -102,14 +92,14 @@ def cluster_local_models(restarts: int = 20) -> MakeStart:
     return make
 
 
-def embed_deltas(delta, known):
-    """Returns points [K, min(K, DIMENSIONS)] with the distances of `delta [K, ...]`:
-    K-means needs no more, however large the models.
+def embed_deltas(delta: Params, known: jax.Array) -> jax.Array:
+    """Returns points [K, D], D = min(K, MAX_EMBEDDING_DIMENSIONS), with the distances of
+    `delta` [K, ...]. K-means needs no more, however large the models are.
 
-    With G = Q diag(l) Q' the inner products of the centered updates, the rows of Q
-    sqrt(l) have the same inner products. The top directions alone lose next to nothing
-    of a K-means cost: at most a factor 1 + m / DIMENSIONS (Cohen et al. 2015,
-    https://arxiv.org/abs/1410.6801).
+    With G = Q diag(l) Q' the inner products of the centered updates, the rows of Q sqrt(l)
+    have the same inner products. Where only the top D directions are kept, the cost of
+    K-means changes by a factor of 1 + m / D at most (Cohen et al. 2015,
+    https://arxiv.org/abs/1410.6801). Clients not `known` [K] bool are 0.
     """
     weight = known / jnp.maximum(jnp.sum(known), 1)
 

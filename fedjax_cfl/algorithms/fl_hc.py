@@ -2,19 +2,21 @@
 updates to improve training on non-IID data", IJCNN 2020,
 https://arxiv.org/abs/2004.11791.
 
-FedAvg for some rounds; then all clients train once from its model and their updates are
-clustered, once and for all; then FedAvg within each group, from that model.
+FedAvg runs for some rounds. Then all clients train once from its model, and their updates
+are clustered, only once. Then FedAvg runs within each group, from that model.
 
-Differs from the paper: the cohort is drawn from all clients and not a fraction of each
-group; cutting by distance leaves at most m groups.
+Differs from the paper: the cohort is drawn from all clients, where the paper draws a
+fraction of each group; clustering up to a distance leaves at most m groups.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
@@ -23,9 +25,17 @@ from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    AssignFn,
+    Hooks,
+    RegroupFn,
+    Start,
+    StartFn,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.pretrain import train_aside
+from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -34,7 +44,10 @@ from fedjax_cfl.types import (
     Algorithm,
     Cohort,
     FederatedData,
+    Info,
+    Key,
     Params,
+    Report,
     Selection,
     ServedModels,
     State,
@@ -46,7 +59,7 @@ MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, 
 
 
 class GroupDirections(struct.PyTreeNode):
-    """What clients that missed the clustering are compared with; zeros before."""
+    """What clients that missed the clustering are compared with; zeros before the clustering."""
 
     initial: Params  # [1, ...], the model that everybody trained from
     directions: Params  # [m, ...], mean update of each group's founders
@@ -61,18 +74,19 @@ def fl_hc(
     warm_up: int = 20,
     metric: MetricFn = cosine_distance,
     linkage: str = "complete",
-    threshold=None,
+    threshold: ArrayLike | None = None,
     newcomers: str = "largest",
     aggregate: AggregateFn = weighted_mean,
 ) -> Algorithm:
-    """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered,
-    then FedAvg within up to m groups.
+    """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered, then
+    FedAvg within at most m groups.
 
-    Args: `metric` manhattan | euclidean | cosine_distance between updates; `linkage` ward
-    (with euclidean) | complete | average | single; `threshold` the distance up to which
-    groups merge even when only m are left (None: exactly m); `newcomers` where clients go
-    that sent no update in the clustering round: largest group | nearest mean update, once
-    they take part; `aggregate` within a group: weighted_mean | uniform_mean.
+    Args: `metric` between updates is manhattan | euclidean | cosine_distance; `linkage` is
+    ward (with euclidean) | complete | average | single; `threshold` is the distance up to
+    which groups are merged even if only m are left (None: exactly m); `newcomers` says
+    where clients go that sent no update in the clustering round: largest (group) | nearest
+    (mean update, when they next take part); `aggregate` within a group is weighted_mean |
+    uniform_mean.
     Raises InputError for a value that is not listed here.
     """
     require("algorithm.linkage", linkage, LINKAGES)
@@ -95,7 +109,7 @@ def fl_hc(
         Hooks(solve, start=start, regroup=found, aggregate=zero_step),
     )
 
-    def round(key, state, data):
+    def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
 
     def serve(state: State):
@@ -105,10 +119,10 @@ def fl_hc(
     return grouped._replace(round=round, serve=serve, clustered=False)
 
 
-def single_active_group(task, m: int):
-    """Starts from one random model in group 0; the others wait."""
+def single_active_group(task: Task, m: int) -> StartFn:
+    """Starts from one random model in group 0; the other groups are not active yet."""
 
-    def start(key, data):
+    def start(key: Key, data: FederatedData) -> Start:
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(key))
         groups = jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial)
         memory = GroupDirections(
@@ -119,13 +133,23 @@ def single_active_group(task, m: int):
     return start
 
 
-def cluster_updates(m: int, metric: MetricFn, linkage: str, threshold, newcomers: str) -> RegroupFn:
-    """Clusters the updates into groups, numbered by their lowest
-    client, that all start from group 0's model.
+def cluster_updates(
+    m: int, metric: MetricFn, linkage: str, threshold: ArrayLike | None, newcomers: str
+) -> RegroupFn:
+    """Clusters the updates into groups, which all start from the model of group 0.
+
+    Groups are numbered by the lowest id of their clients.
     """
 
-    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
-        order = jnp.argsort(cohort.ids)  # neither numbers nor ties depend on slots
+    def regroup(
+        key: Key,
+        state: State,
+        data: FederatedData,
+        cohort: Cohort,
+        gid: jax.Array,
+        upload: Upload,
+    ) -> tuple[State, jax.Array]:
+        order = jnp.argsort(cohort.ids)  # so that neither numbers nor ties depend on slots
         distance = metric(upload.delta)[order][:, order]
         label = agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
         gid = jnp.zeros_like(label).at[order].set(label)
@@ -142,21 +166,24 @@ def cluster_updates(m: int, metric: MetricFn, linkage: str, threshold, newcomers
     return regroup
 
 
-def zero_step(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
-    """Leaves every group where it is: the clustering round only finds out who is alike."""
+def zero_step(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
     return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(
         upload.weight, gid, state.active.size
     ).sum(0)
 
 
-def join_nearest_direction(train, metric: MetricFn, warm_up: int) -> AssignFn:
-    """Lets clients that missed the clustering train from its model, once, and join the
-    group of the nearest mean update.
+def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> AssignFn:
+    """Assigns clients that missed the clustering the group of the nearest mean update.
 
-    `train` is a `train_aside`. Costs a newcomer 1 model down and 1 up more.
+    They train once from the model that was clustered, which costs a model down and one up.
     """
 
-    def assign(key, state: State, data: FederatedData, cohort: Cohort):
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
         gid, _ = keep_groups(key, state, data, cohort)
         waiting = is_cold(state, cohort) & (state.round > warm_up)
 

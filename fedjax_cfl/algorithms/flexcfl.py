@@ -4,18 +4,18 @@ and Duan, Liu, Ji, Liu, Liang, Chen, Tan, "FedGroup: Efficient Federated Learnin
 Decomposed Similarity-Based Clustering", ISPA 2021, https://arxiv.org/abs/2010.06870.
 
 A sample of clients pre-trains from the common initial model; clustering their update
-directions founds the groups. Every other client pre-trains once when first met and
-joins the group of the nearest direction. From then on each group is FedAvg of its own,
-and the group models may be mixed a little (`eta_g`).
+directions founds the groups. Every other client pre-trains once, when it is first met,
+and joins the group of the most similar direction. From then on each group trains by
+FedAvg, and the group models may be mixed (`eta_g`).
 
-The reference code can do two things more, both off: weigh clients by a temperature, and
-found the groups anew in listed rounds (`ColdStart.recluster`).
+The reference code has two more options, both off here: weights by client temperatures
+(`heat`), and founding the groups again in listed rounds (`ColdStart.recluster`).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.founding import (
     ColdStart,
@@ -36,7 +36,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, Selection, Task
+from fedjax_cfl.types import Algorithm, Key, Selection, Task
 
 
 def flexcfl(
@@ -46,19 +46,19 @@ def flexcfl(
     *,
     m: int,
     founding: ColdStart = ColdStart(),
-    eta_g=0.0,
-    mix: Callable[[Any], FinishFn] = inter_group,
-    mu=0.0,
+    eta_g: ArrayLike = 0.0,
+    mix: Callable[[ArrayLike], FinishFn] = inter_group,
+    mu: float | jax.Array = 0.0,
     detector: DetectFn | None = tv,
     heat: Temperature | None = None,
 ) -> Algorithm:
-    """FlexCFL.
+    """FlexCFL with m groups.
 
-    Args: `founding` the group cold start; `eta_g` the strength and `mix` the form of the
-    inter-group aggregation (inter_group | add_inter_group); `mu` > 0 pulls clients to the
-    model they received; `detector` of the shifts that make a client start cold again
-    (eq. 9), None: groups are static, which is FedGroup, and with mu > 0 FedGrouProx;
-    `heat` weighs clients by a temperature.
+    Args: `founding` is the group cold start; `eta_g` is the strength of the inter-group
+    aggregation and `mix` its form (inter_group | add_inter_group); `mu` is the weight of
+    the proximal term; `detector` finds the shifts after which a client chooses its group
+    again (eq. 9), None: clients stay in their groups, which is FedGroup, and with mu > 0
+    FedGrouProx; `heat` weighs clients by a temperature.
     Raises InputError for a round to recluster in that there cannot be.
     """
     if not all(type(number) is int and number >= 0 for number in founding.recluster):
@@ -67,26 +67,26 @@ def flexcfl(
             " 0, as [50,100]"
         )
     local = local.resolve()
-    trial = train_aside(sgd(task, founding.pretrain(local)), local)
-    found = make_found_groups(trial, local, founding, m)
-    move = on_shift(nearest_direction(trial), local, detector) if detector else None
+    pretrain = train_aside(sgd(task, founding.pretrain(local)), local)
+    found = make_found_groups(pretrain, local, founding, m)
+    move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
     static = detector is None and not founding.recluster and heat is None
 
-    def start_clients(key, num_clients: int):
+    def start_clients(key: Key, num_clients: int) -> jax.Array:
         return draw_founders(jax.random.split(key, 4)[1], num_clients, founding.alpha * m)
 
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
         start=group_cold_start(task, found, founding, m),
         migrate=move,
-        assign=cold_start(founding.newcomers(trial)),
+        assign=cold_start(founding.newcomers(pretrain)),
         finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),
         start_clients=start_clients if static else None,
     )
     hooks = with_temperature(hooks, heat) if heat else hooks
     if founding.recluster:
         hooks = hooks._replace(
-            migrate=recluster_at(found, trial, local, founding, heat, move=hooks.migrate)
+            migrate=recluster_at(found, pretrain, local, founding, heat, move=hooks.migrate)
         )
     return federated(task, local, select, hooks)
 
@@ -98,12 +98,12 @@ def fedgroup(
     *,
     m: int,
     founding: ColdStart = ColdStart(),
-    eta_g=0.0,
-    mix: Callable[[Any], FinishFn] = inter_group,
-    mu=0.0,
+    eta_g: ArrayLike = 0.0,
+    mix: Callable[[ArrayLike], FinishFn] = inter_group,
+    mu: float | jax.Array = 0.0,
     heat: Temperature | None = None,
 ) -> Algorithm:
-    """FedGroup: FlexCFL with static groups; `mu` > 0 is FedGrouProx."""
+    """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx."""
     return flexcfl(
         task,
         local,

@@ -1,6 +1,6 @@
-"""Group cold start: how the groups of FlexCFL and FedGroup are founded (FlexCFL,
-https://arxiv.org/abs/2108.09749, Algorithm 3; FedGroup, https://arxiv.org/abs/2010.06870,
-Algorithm 1), and founded anew.
+"""Group cold start: how FlexCFL and FedGroup found their groups, and found them again
+(FlexCFL, https://arxiv.org/abs/2108.09749, Algorithm 3; FedGroup,
+https://arxiv.org/abs/2010.06870, Algorithm 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,39 @@ from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassi
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
-from fedjax_cfl.round.hooks import MigrateFn, Start, add_reports, make_report
+from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn, add_reports, make_report
 from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
-from fedjax_cfl.types import FederatedData, Key, Params, State, Task, Upload
+from fedjax_cfl.types import (
+    Cohort,
+    FaultCounts,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    State,
+    Task,
+    Upload,
+)
 
 
 class ColdStartMemory(struct.PyTreeNode):
-    """What newcomers are compared with: frozen after the group cold start, unless
-    groups are founded anew.
+    """What newcomers are compared with. It stays as the group cold start made it, unless
+    groups are founded again.
     """
 
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
-    has_founders: jax.Array  # [m] bool, the group has founders
+    has_founders: jax.Array  # [m] bool, somebody founded the group
     shift_reference: ShiftReference  # label counts when each client was last assigned
-    temperature: Any = ()  # [K] float32, 0 .. T_max, only where temperatures are on
+    temperature: Any = ()  # [K] float32, 0 .. T_max; () without temperatures
 
 
 class MeasureFn(Protocol):
-    """Clusters the founders by their updates; returns their groups [F] int32. `rows` [F]
-    are their slots in the upload, `valid` [F] bool those whose update counts.
+    """Clusters F founders by their updates; returns their groups [F] int32. `rows` [F] are
+    their slots in the upload, `valid` [F] bool says whose update counts.
     """
 
     def __call__(
@@ -51,7 +62,7 @@ class MeasureFn(Protocol):
 def cluster_by_edc(restarts: int = 10) -> MeasureFn:
     """Clusters decomposed cosine features by K-means++ (FedGroup, eq. 8)."""
 
-    def measure(key, upload, rows, valid, m):
+    def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
         gram = distances.gram(upload.delta)[rows][:, rows]
         points = features.edc(gram, m)
         return kmeans(key, points, m, restarts=restarts, weight=valid.astype(jnp.float32)).labels
@@ -60,16 +71,18 @@ def cluster_by_edc(restarts: int = 10) -> MeasureFn:
 
 
 def cluster_by_randomized_edc(restarts: int = 10) -> MeasureFn:
-    """As `cluster_by_edc`, for thousands of founders: no Gram matrix is made."""
+    """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders."""
 
-    def measure(key, upload, rows, valid, m):
+    def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
         points = features.edc_randomized(key, upload.delta, m)[rows]
         return kmeans(key, points, m, restarts=restarts, weight=valid.astype(jnp.float32)).labels
 
     return measure
 
 
-def cluster_by_madc(key, upload: Upload, rows, valid, m: int) -> jax.Array:
+def cluster_by_madc(
+    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int
+) -> jax.Array:
     """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7;
     a `MeasureFn`).
     """
@@ -77,20 +90,18 @@ def cluster_by_madc(key, upload: Upload, rows, valid, m: int) -> jax.Array:
     return agglomerate(features.madc(gram, valid), m, "complete", valid)
 
 
-def found_alone(key, upload: Upload, rows, valid, m: int) -> jax.Array:
-    """Each founder is a group of its own (ablation RCC, with one founder per group; a
-    `MeasureFn`).
-    """
+def found_alone(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
+    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`)."""
     return jnp.arange(rows.size) % m
 
 
 def train_steps(steps: int) -> Callable[[Local], Local]:
-    """First updates take `steps` mini-batch steps (D1: 50)."""
+    """Lets first updates take `steps` mini-batch steps (D1: 50)."""
     return lambda local: local._replace(steps=steps)
 
 
 def train_epochs(epochs: int | None = None) -> Callable[[Local], Local]:
-    """First updates take `epochs` epochs; None: as many as in a round (D1)."""
+    """Lets first updates take `epochs` epochs; None: as many as in a round (D1)."""
     return lambda local: local if epochs is None else local._replace(epochs=epochs)
 
 
@@ -106,23 +117,23 @@ def parse_pretrain(text: str) -> Callable[[Local], Local]:
     return (train_epochs if kind == "epochs" else train_steps)(int(number))
 
 
-def join_nearest(pretrain) -> ChooseFn:
-    """Newcomers join the group of the nearest direction."""
+def join_nearest(pretrain: TrainFn) -> ChooseFn:
+    """Lets newcomers join the group of the most similar direction."""
     return nearest_direction(pretrain)
 
 
-def join_random(pretrain) -> ChooseFn:
-    """Newcomers join a random group (ablation RAC)."""
+def join_random(pretrain: TrainFn) -> ChooseFn:
+    """Lets newcomers join a random group (ablation RAC)."""
     return random_group
 
 
 def start_from_founders(directions: Params) -> Params:
-    """Groups start from the mean of their founders' models."""
+    """Starts groups from the mean of their founders' models; returns model - initial model."""
     return directions
 
 
 def start_from_initial(directions: Params) -> Params:
-    """Groups start from the initial model."""
+    """Starts groups from the initial model; returns model - initial model, which is 0."""
     return jax.tree.map(jnp.zeros_like, directions)
 
 
@@ -134,43 +145,53 @@ class ColdStart(NamedTuple):
     measure: MeasureFn = cluster_by_edc()
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
-    newcomers: Callable[[Any], ChooseFn] = join_nearest  # join_nearest | join_random
-    recluster: Sequence[int] = ()  # rounds, from 0, that begin with founding the groups anew
+    newcomers: Callable[[TrainFn], ChooseFn] = join_nearest  # join_nearest | join_random
+    recluster: Sequence[int] = ()  # rounds, from 0, before which the groups are founded again
 
 
-def make_found_groups(trial, local: Local, founding: ColdStart, m: int):
-    """Returns found(keys [2], ids, initial [1, ...], data) -> (cohort, gid [S],
-    directions [m, ...], founders [m], FaultCounts) of newly founded groups.
+class FoundFn(Protocol):
+    """Founds groups of the clients `ids` [F]; `keys` [2], `initial` [1, ...] is the model
+    that they pre-train from.
 
-    The clients `ids` pre-train from the initial model and are clustered; directions are
-    mean updates. Slots without a founder have gid -1, so have founders whose update is not
-    finite or who have no data.
+    Returns their cohort, the groups gid [S], the mean updates (directions) [m, ...], the
+    number of founders [m] of each group, and what went wrong. A slot has gid -1 if it is
+    empty, or if its client has no data or an update that is not finite.
     """
 
-    def found(keys, ids, initial, data: FederatedData):
+    def __call__(
+        self, keys: Key, ids: jax.Array, initial: Params, data: FederatedData
+    ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]: ...
+
+
+def make_found_groups(pretrain: TrainFn, local: Local, founding: ColdStart, m: int) -> FoundFn:
+    """Returns a function that founds groups: clients pre-train and are clustered."""
+
+    def found(
+        keys: Key, ids: jax.Array, initial: Params, data: FederatedData
+    ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]:
         cohort = make_cohort(ids, data, local)
         work = full_work(jnp.zeros_like(cohort.ids))
-        upload, faults = trial(cohort, data, (keys[0], initial), work)
+        upload, faults = pretrain(cohort, data, (keys[0], initial), work)
         # slots in the order of selection, whatever the devices
         rows = jnp.argsort(cohort.rank)[: ids.size]
         valid = upload.weight[rows] > 0
         labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, m), -1)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
-        means = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
-        return cohort, gid, *means, faults
+        directions, founders = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
+        return cohort, gid, directions, founders, faults
 
     return found
 
 
-def group_cold_start(task: Task, found, founding: ColdStart, m: int):
-    """Group cold start (FlexCFL, Algorithm 3; FedGroup, Algorithm 1): pre-train
-    alpha m clients, cluster their updates, found the groups.
+def group_cold_start(task: Task, found: FoundFn, founding: ColdStart, m: int) -> StartFn:
+    """Starts with the group cold start: alpha m clients pre-train, and the clusters of their
+    updates are the groups (FlexCFL, Algorithm 3; FedGroup, Algorithm 1).
 
-    Differs from the paper: Algorithm 3 line 16 averages updates where parameters are
-    meant; groups start from mean parameters (D8).
+    Differs from the paper: line 16 of Algorithm 3 averages updates, but means parameters;
+    here groups start from mean parameters (D8).
     """
 
-    def start(key, data: FederatedData) -> Start:
+    def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key, 4)
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
         ids = draw_founders(keys[1], data.num_clients, founding.alpha * m)
@@ -187,29 +208,29 @@ def group_cold_start(task: Task, found, founding: ColdStart, m: int):
     return start
 
 
-def draw_founders(key, num_clients: int, count: int):
-    """Returns the clients that found the groups, drawn uniformly."""
+def draw_founders(key: Key, num_clients: int, count: int) -> jax.Array:
+    """Draws the clients [count] int32 that found the groups, uniformly."""
     return jax.random.permutation(key, num_clients)[:count].astype(jnp.int32)
 
 
 def recluster_at(
-    found,
-    trial,
+    found: FoundFn,
+    pretrain: TrainFn,
     local: Local,
     founding: ColdStart,
     heat: Temperature | None,
     move: MigrateFn | None,
 ) -> MigrateFn:
-    """After `move`, if any, the groups are founded anew in the listed rounds (D38).
+    """Founds the groups again in the listed rounds (D38), after `move`, if there is one.
 
-    Up to `count` random clients met pre-train from the auxiliary model, the mean of the
-    group models in use, and are clustered; all others met start cold against the new
-    directions, and so will newcomers. A group's model becomes the mean of its members'
-    former models: the training so far is kept. Numbers of groups mean nothing from then
-    on, so that nobody counts as moved.
+    Up to alpha m random clients met pre-train from the mean of the group models in use,
+    and are clustered. All others met choose their group by the new directions, and so will
+    newcomers. The model of a group becomes the mean of its clients' former models: the
+    training so far is kept. The numbers of the groups have a new meaning, so that no
+    client counts as migrated.
     """
 
-    def anew(key, state: State, data: FederatedData):
+    def found_again(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         keys, clients, m = jax.random.split(key, 4), data.num_clients, state.active.size
         met = state.assignment >= 0
         lots = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
@@ -217,42 +238,44 @@ def recluster_at(
         ids = jnp.where(met[drawn], drawn, clients)
         old = membership_weights(met.astype(jnp.float32), state.assignment, m)
         used = (old.sum(0) > 0).astype(jnp.float32)
-        auxiliary = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
-        cohort, gid, directions, founders, faults = found(keys[1:3], ids, auxiliary, data)
+        mean_model = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
+        cohort, gid, directions, founders, faults = found(keys[1:3], ids, mean_model, data)
         founded = jnp.full(clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop")
         memory = state.memory.replace(
-            initial=auxiliary, directions=directions, has_founders=founders > 0
+            initial=mean_model, directions=directions, has_founders=founders > 0
         )
         if heat:
             memory = memory.replace(
                 temperature=jnp.full_like(memory.temperature, heat.temperature_max)
             )
-        begun = state.replace(assignment=founded, memory=memory)
+        refounded = state.replace(assignment=founded, memory=memory)
         assignment, more = reassign(
-            nearest_direction(trial), local, keys[3], begun, data, met & (founded < 0)
+            nearest_direction(pretrain), local, keys[3], refounded, data, met & (founded < 0)
         )
         new = membership_weights(met.astype(jnp.float32), assignment, m)
         means = mean_former_models(old.T @ new, state.groups)
         drawn_count = jnp.sum(met[drawn])
-        # the start, then m directions to everybody met
+        # down: the initial model to founders, then m directions to everybody met
         sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)
         report = make_report(sent, fault_counts=add_fault_counts(faults, more))
-        return begun.replace(assignment=assignment, groups=means), report
+        return refounded.replace(assignment=assignment, groups=means), report
 
-    def migrate(key, state: State, data: FederatedData):
-        state, moved = move(key, state, data) if move else (state, make_report())
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        state, moves = move(key, state, data) if move else (state, make_report())
         due = jnp.any(jnp.array(tuple(founding.recluster)) == state.round)
         state, founded = jax.lax.cond(
-            due, anew, lambda key, state, data: (state, make_report()), key, state, data
+            due, found_again, lambda key, state, data: (state, make_report()), key, state, data
         )
-        return state, add_reports(moved, founded)
+        return state, add_reports(moves, founded)
 
     return migrate
 
 
-def mean_former_models(joined, groups: Params) -> Params:
-    """Returns new group models [m, ...], each the mean of its members' former ones; `joined`
-    [old, new] counts the clients. An empty group keeps its model.
+def mean_former_models(joined: jax.Array, groups: Params) -> Params:
+    """Returns the new models [m, ...] of groups: the mean of their clients' former models.
+
+    `joined` [m, m] counts the clients from an old group (row) in a new one (column). An
+    empty group keeps its model.
     """
     size = joined.sum(0)
     weights = jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(len(joined)))

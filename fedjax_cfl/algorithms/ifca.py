@@ -3,8 +3,8 @@ Learning", NeurIPS 2020, https://arxiv.org/abs/2006.04088. The same method is Hy
 in Mansour, Mohri, Ro, Suresh 2020, https://arxiv.org/abs/2002.10619 ("HypoCluster(K)"
 in the FeSEM paper), with means weighted by samples.
 
-Every round each client tries all m models on its own training data, trains the best,
-and the server averages within each choice.
+In every round each client tests all m models on its training data and trains the best
+one. The server averages the updates of each model.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.types import Algorithm, Cohort, Selection, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 
 MakeStart = Callable[[Task, Local, Selection, int], StartFn]
 
@@ -70,11 +70,13 @@ def ifca(
     migrate: MigrateFn | None = None,
 ) -> Algorithm:
     """IFCA: each client trains the group model of lowest loss on its training data
-    (Algorithm 1). Option II is the default; option I, gradient averaging, is
-    `solve=gradient_step` with `aggregate=cohort_mean`.
+    (Algorithm 1).
 
-    Args: `start` random_groups | reject_unbalanced(share) | spread_models; `with_l2` adds
-    the L2 penalty to the losses that are compared (D10); `migrate` see `ifca_mig`.
+    Option II of the paper is the default; option I, gradient averaging, is
+    `solve=gradient_step` with `aggregate=cohort_mean`.
+    Args: `start` is random_groups | reject_unbalanced(share) | spread_models; `with_l2`
+    adds the L2 penalty to the losses that are compared (D10); `migrate` is as in
+    `ifca_mig`.
     """
     local = local.resolve()
     hooks = Hooks(
@@ -100,13 +102,15 @@ def ifca_mig(
     detector: DetectFn = tv,
     charge: ChargeFn = charge_detected,
 ) -> Algorithm:
-    """IFCA-MIG of the FlexCFL paper: clients met before whose data shifted (`detector`)
-    download all models and choose at once; `charge` says who pays for them.
+    """IFCA-MIG of the FlexCFL paper: clients met whose data shifted (`detector`) download all
+    models and choose again before the round; `charge` says who pays for it.
     """
 
-    def watched(task: Task, local: Local, select: Selection, m: int) -> StartFn:
-        begin = start(task, local, select, m)
-        return lambda key, data: begin(key, data)._replace(memory=ShiftMemory(init_reference(data)))
+    def start_with_reference(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+        start_groups = start(task, local, select, m)
+        return lambda key, data: start_groups(key, data)._replace(
+            memory=ShiftMemory(init_reference(data))
+        )
 
     move = on_shift(best_model(task, local, with_l2), local, detector, m, charge)
     return ifca(
@@ -114,7 +118,7 @@ def ifca_mig(
         local,
         select,
         m=m,
-        start=watched,
+        start=start_with_reference,
         aggregate=aggregate,
         with_l2=with_l2,
         migrate=move,
@@ -133,21 +137,21 @@ def ifca_restarts(
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
 ) -> Algorithm:
-    """IFCA from the one of `restarts` starts whose training for `restart_rounds` rounds
-    ended with the lowest training loss; all of them are charged.
+    """IFCA from the best of `restarts` starts: the one whose training loss is lowest after
+    `restart_rounds` rounds. The traffic of all of them counts.
     """
     algorithm = ifca(task, local, select, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
 
-    def init(key, data):
+    def init(key: Key, data: FederatedData) -> State:
         def attempt(number):
             attempt_key = jax.random.fold_in(key, number)
-            begun = algorithm.init(attempt_key, data)
+            initial = algorithm.init(attempt_key, data)
             state, info = lax.scan(
                 lambda state, _: algorithm.round(attempt_key, state, data),
-                begun,
+                initial,
                 length=restart_rounds,
             )
-            return begun.groups, info.last_loss[-1], state.traffic
+            return initial.groups, info.last_loss[-1], state.traffic
 
         groups, loss, sent = lax.map(attempt, jnp.arange(restarts))
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
@@ -158,22 +162,23 @@ def ifca_restarts(
     return algorithm._replace(init=init, data_clients=None)
 
 
-def first_cohort(local: Local, select: Selection, key, data) -> Cohort:
-    """Returns the clients that the method's first round will select, dealt to devices.
-    Raises InputError for a selection that is not known beforehand.
+def first_cohort(local: Local, select: Selection, key: Key, data: FederatedData) -> Cohort:
+    """Returns the cohort of the first round.
+
+    Raises InputError for a selection that is not known before the run.
     """
     if select.draw is None:
         raise InputError(
-            "algorithm.start: this start trains the clients of the first round, which this"
-            " selection only knows then; use start=random"
+            "algorithm.start: this start needs the clients of the first round, which this"
+            " selection does not know before the run; use start=random"
         )
     ids = select.draw(derive_key(key, SELECT, 0), 0, data.num_clients)
     return make_cohort(ids, data, local)
 
 
 def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
-    """Redraws m random models until each attracts at least `share` of the first cohort
-    (IFCA's CIFAR code); the last draw stands.
+    """Draws m random models until each is the best for at least `share` of the first cohort
+    (IFCA's CIFAR code), at most `tries` times; the last draw is used.
     """
 
     def make(task: Task, local: Local, select: Selection, m: int) -> StartFn:
@@ -181,7 +186,7 @@ def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
         losses = over_clients(training_loss(task), local)
         draw = engine.random_groups(task, m)
 
-        def start(key, data) -> Start:
+        def start(key: Key, data: FederatedData) -> Start:
             cohort = first_cohort(local, select, key, data)
             real = cohort.ids < data.num_clients
 
@@ -197,8 +202,8 @@ def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
                 return attempt + 1, draw(jax.random.fold_in(key, attempt), data).groups
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, draw(key, data).groups)))
-            asked = drawn * real.sum()
-            sent = make_traffic(units_down=asked * m, words_up=asked)
+            answers = drawn * real.sum()
+            sent = make_traffic(units_down=answers * m, words_up=answers)
             return Start(groups, report=make_report(sent))
 
         return start
@@ -207,15 +212,16 @@ def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
 
 
 def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartFn:
-    """Starts from models of trained clients of the first cohort: a random one, then again
-    and again that of the client whose best loss is largest. A client whose update or loss
-    is not finite is never taken.
+    """Starts from models that m clients of the first cohort have trained: a random one, and
+    then each time that of the client whose lowest loss of the models so far is highest.
+
+    A client whose update or loss is not finite is never taken.
     """
     local = local.resolve()
     train = train_aside(sgd(task, local), local)
     losses = over_clients(training_loss(task), local)
 
-    def start(key, data) -> Start:
+    def start(key: Key, data: FederatedData) -> Start:
         cohort = first_cohort(local, select, key, data)
         common = engine.random_groups(task, 1)(key, data).groups
         work = full_work(jnp.zeros_like(cohort.ids))

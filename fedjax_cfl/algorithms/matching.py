@@ -1,10 +1,10 @@
-"""Matched averaging: hidden units are matched by what they do before models are
-averaged, not by their index.
+"""Matched averaging: before models are averaged, their hidden units are matched by what
+they compute, not by their index.
 
-A network does not change if the units of a hidden layer are permuted together with what
-follows them. Layer by layer, an atom is the row of everything that makes one unit's (or
-filter's) output: its incoming weights, in the order that the layer before was given,
-its bias, and the scale and shift of a normalisation that follows.
+A network computes the same if the units of a hidden layer are permuted together with
+their outgoing weights. An atom is the row of all parameters of one unit (or filter) of a
+layer: its incoming weights, in the new order of the layer before, its bias, and the scale
+and shift of a normalisation that follows.
 
 Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
 2019, https://arxiv.org/abs/1905.12022 (PFNM); Yurochkin et al., "Statistical Model
@@ -12,13 +12,13 @@ Aggregation via Parameter Matching", NeurIPS 2019, https://arxiv.org/abs/1911.00
 (SPAHM); Wang et al., "Federated Learning with Matched Averaging", ICLR 2020,
 https://arxiv.org/abs/2002.06440 (FedMA).
 
-All shapes are static, for use inside a round: `align_to_center` keeps the width,
-`align_to_posterior` lets a layer grow into units that are not in use, which are units
-all of whose weights are 0. W units of a layer, J models.
+All shapes are static, for use inside a round: `align_to_center` keeps the width;
+`align_to_posterior` lets a layer grow into units that are not in use, whose weights are
+all 0. A layer has W units of D parameters each; a group has J models.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
 
 FARTHEST = 1e30  # stands in for infinite and NaN costs
-MIN_VARIANCE_RATIO = (
-    1e-6  # least variance of a parameter around its atom, relative to that of the atoms
-)
-MAX_PRIOR_COUNT = 10  # models of an atom that count in its prior, at most (the PFNM code)
+# least variance of a parameter around its atom, relative to that of the atoms
+MIN_VARIANCE_RATIO = 1e-6
+MAX_PRIOR_COUNT = 10  # the most models of an atom that count in its prior (the PFNM code)
 
 
 class Layer(NamedTuple):
@@ -43,20 +42,19 @@ class Layer(NamedTuple):
 
 
 def find_layers(task: Task) -> tuple[Layer, ...]:
-    """Returns the layers of a chain of convolutions and dense layers in the order in
-    which the model calls them; the last is the output.
+    """Returns the layers of a chain of convolutions and dense layers, in the order in which
+    the model calls them; the last is the output.
 
-    Between layers may be what treats all units alike: activation, dropout, pooling,
-    flattening with channels last. That nothing bypasses a layer cannot be seen in the
-    parameters. Raises InputError for a layer that is none of these.
+    Between layers there may be operations that treat all units alike: activation, dropout,
+    pooling, flattening with channels last. The parameters do not show whether a connection
+    skips a layer. Raises InputError for any other layer.
     """
     names: list[str] = []
 
     def init(key):
         params = task.init(key)
-        names.extend(
-            getattr(params, "keys", list)()
-        )  # here a dict is in the order of creation; outside of the trace it is sorted
+        # inside the trace a dict has the order of creation; outside it is sorted
+        names.extend(getattr(params, "keys", list)())
         return params
 
     params, chain = jax.eval_shape(init, jax.random.key(0)), []
@@ -72,8 +70,8 @@ def find_layers(task: Task) -> tuple[Layer, ...]:
         vectors = all(shape == (width,) for shape in shapes.values()) and (kernel or shapes)
         if not vectors or (kernel and chain and not _follows(kernel, chain[-1].width)):
             raise InputError(
-                f"model layer {name}: a dense layer or convolution of a plain chain is allowed"
-                " where units are matched"
+                f"model layer {name}: only dense layers and convolutions of a plain chain are"
+                " allowed where units are matched"
             )
         if kernel:
             chain.append(Layer(name, (), width))
@@ -81,43 +79,40 @@ def find_layers(task: Task) -> tuple[Layer, ...]:
             chain[-1] = chain[-1]._replace(norms=(*chain[-1].norms, name))
     if not chain:
         raise InputError(
-            f"model parameters {type(params).__name__}: a dict of layers is allowed where units are"
-            " matched"
+            f"model parameters {type(params).__name__}: only a dict of layers is allowed where"
+            " units are matched"
         )
     return tuple(chain)
 
 
 def _follows(kernel: Sequence[int], width: int) -> bool:
-    return (
-        kernel[-2] == width if len(kernel) > 2 else kernel[0] % width == 0
-    )  # a dense layer may see a flattened image [H W width]
+    # a dense layer may get a flattened image [H W width]
+    return kernel[-2] == width if len(kernel) > 2 else kernel[0] % width == 0
 
 
 def solve_assignment(cost: jax.Array) -> jax.Array:
-    """Returns the column [n] int32 of each row such that the sum over `cost [n, n]` is
-    least: O(n^3), exact, jittable.
+    """Returns the column [n] int32 of each row for which the sum over `cost` [n, n] is
+    least: exact, O(n^3).
 
     Jonker and Volgenant, "A shortest augmenting path algorithm for dense and sparse
-    linear assignment problems", Computing 1987: columns take their cheapest row while
-    it is free, which already is the optimum where every unit is nearest to its own
-    atom; each row that is left then takes a column along a shortest path of
-    reassignments. On a CPU it is as fast as SciPy where units hardly move, and up to
-    three times slower where they are unrelated: no reason for a host callback.
+    linear assignment problems", Computing 1987: each column first takes its cheapest row,
+    if that is free, which is optimal where every unit is nearest to its own atom. Each row
+    that is left then takes a column along a shortest path of reassignments. On a CPU it is
+    as fast as SciPy where units hardly move, and up to three times slower where they are
+    unrelated, so that a host callback would not pay.
     """
     n = cost.shape[0]
     index = jnp.arange(n, dtype=jnp.int32)
     cost = jnp.where(jnp.abs(cost) < FARTHEST, cost, FARTHEST)  # NaN too
-    column = (
-        jnp.full(n, n, jnp.int32).at[jnp.argmin(cost, axis=0)].min(index)
-    )  # of each row, n: none yet
+    # of each row; n: none yet
+    column = jnp.full(n, n, jnp.int32).at[jnp.argmin(cost, axis=0)].min(index)
     row = jnp.full(n, n, jnp.int32).at[column].set(index, mode="drop")
 
     def augment(carry):
         u, v, column, row = carry  # cost[i, j] - u[i] - v[j] >= 0, 0 where i has column j
         left = column == n
-        free = jnp.where(jnp.any(left), jnp.argmax(left), n).astype(
-            jnp.int32
-        )  # n: under vmap, done before others; no loop below runs
+        # n: under vmap, this problem is solved before others; no loop below runs
+        free = jnp.where(jnp.any(left), jnp.argmax(left), n).astype(jnp.int32)
 
         def reach(carry):
             i, _, low, distance, before, done = carry
@@ -154,7 +149,7 @@ def solve_assignment(cost: jax.Array) -> jax.Array:
 
 
 def atom_parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
-    """Returns where an atom's numbers stand, in order: kernel, bias, normalisations."""
+    """Returns (layer, part) of an atom's parameters, in order: kernel, bias, normalisations."""
     own = [(layer.name, part) for part in ("kernel", "bias") if part in params[layer.name]]
     return own + [(norm, part) for norm in layer.norms for part in sorted(params[norm])]
 
@@ -165,29 +160,33 @@ def layer_atoms(layer: Layer, params: Params) -> jax.Array:
     return jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]).T
 
 
-def reorder_units(layer: Layer, params: Params, before, order) -> Params:
-    """Returns a model with the units of one layer in another `order [W]`, and its
-    inputs in that of the layer `before [W before]`.
+def reorder_units(
+    layer: Layer, params: Params, before: jax.Array | None, order: jax.Array | None
+) -> Params:
+    """Returns the model with the units of one layer in the order `order` [W], and its inputs
+    in the order `before` [W of the layer before].
 
-    None leaves them as they are. Channels come last in an image, so that a dense
-    layer's kernel [H W channels, out] is cut into blocks of one place each: a filter
-    takes its whole feature map along.
+    None leaves an order as it is. Channels are last in an image, so that the kernel [H W
+    channels, out] of a dense layer consists of one block per place: a filter moves with
+    its whole feature map.
     """
 
-    def moved(leaf):
+    def reorder(leaf):
         if before is not None and leaf.ndim > 1:
             leaf = leaf.reshape(-1, before.size, leaf.shape[-1])[:, before].reshape(leaf.shape)
         return leaf if order is None else leaf[..., order]
 
     return {
         **params,
-        **{name: jax.tree.map(moved, params[name]) for name in (layer.name, *layer.norms)},
+        **{name: jax.tree.map(reorder, params[name]) for name in (layer.name, *layer.norms)},
     }
 
 
-def permute_hidden_units(layers: tuple[Layer, ...], params: Params, orders) -> Params:
-    """Returns the same function with the units of each hidden layer in the order
-    `orders[l] [W]`; the output layer's classes stay.
+def permute_hidden_units(
+    layers: tuple[Layer, ...], params: Params, orders: Sequence[jax.Array]
+) -> Params:
+    """Returns a model of the same function with the units of each hidden layer l in the
+    order `orders[l]` [W]; the classes of the output layer stay.
     """
     for layer, before, order in zip(layers, (None, *orders), (*orders, None), strict=True):
         params = reorder_units(layer, params, before, order)
@@ -195,41 +194,39 @@ def permute_hidden_units(layers: tuple[Layer, ...], params: Params, orders) -> P
 
 
 def align_to_center(layers: tuple[Layer, ...], params: Params, center: Params) -> list[jax.Array]:
-    """Returns the orders [W] of a model's hidden units that bring each layer's atoms,
-    one layer after the other, nearest to the center's.
+    """Returns the orders [W] of a model's hidden units in which, one layer after the other,
+    the atoms have the least sum of squared distances from the center's.
 
-    The sum of squared distances is least. With as many atoms as the center has, all of
-    the same count, and none to open, that is the posterior assignment of SPAHM: its
-    score differs by terms that every assignment has in common.
+    Where model and center have the same number of atoms, all atoms have the same count and
+    there is no room for new ones, that is the posterior assignment of SPAHM: the scores
+    differ only by terms that all assignments have in common.
     """
     orders: list[jax.Array] = []
     for layer in layers[:-1]:
-        mine = layer_atoms(
-            layer, reorder_units(layer, params, orders[-1] if orders else None, None)
-        )
-        theirs = layer_atoms(layer, center)
-        middle = jnp.mean(theirs, axis=0)  # distances from inner products about it cancel less
-        mine, theirs = mine - middle, theirs - middle
-        product = jnp.matmul(theirs, mine.T, precision=lax.Precision.HIGHEST)
+        own = layer_atoms(layer, reorder_units(layer, params, orders[-1] if orders else None, None))
+        others = layer_atoms(layer, center)
+        middle = jnp.mean(others, axis=0)  # minus it, inner products have smaller rounding errors
+        own, others = own - middle, others - middle
+        product = jnp.matmul(others, own.T, precision=lax.Precision.HIGHEST)
         orders.append(
             solve_assignment(
-                jnp.sum(theirs**2, axis=1)[:, None] + jnp.sum(mine**2, axis=1) - 2 * product
+                jnp.sum(others**2, axis=1)[:, None] + jnp.sum(own**2, axis=1) - 2 * product
             )
         )
     return orders
 
 
 def find_used_units(layer: Layer, params: Params) -> jax.Array:
-    """Returns which units [W] of a layer have a weight that is not 0."""
+    """Returns which units [W] bool of a layer have a weight that is not 0."""
     return jnp.any(layer_atoms(layer, params) != 0, axis=1)
 
 
-def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare) -> Params:
-    """Returns a model whose hidden layers use all but the last `spare` (a share) of
-    their units; all weights to and from the others are 0.
+def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare: float) -> Params:
+    """Sets all weights to and from the last units, a share of `spare`, of each hidden layer
+    to 0.
 
-    Without normalisations, such a unit stays as it is in training if its activation is
-    0 at 0: no gradient reaches its weights.
+    Training does not change such a unit if the model has no normalisations and the
+    activation is 0 at 0: its gradient is 0.
     """
     before = None
     for layer in layers:
@@ -247,15 +244,25 @@ def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare) -> Params
     return params
 
 
-def posterior_gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp):
-    """Returns the gain [W, L] in log posterior of taking each of `rows [W, D]` for each
-    of L atoms, but for a number per row.
+def posterior_gains(
+    rows: Any,
+    sums: Any,
+    counts: Any,
+    models: Any,
+    sigma: Any,
+    sigma0: Any,
+    gamma: float = 1.0,
+    xp: Any = jnp,
+) -> Any:
+    """Returns the gain [W, L] in log posterior of assigning each of `rows` [W, D] to each of
+    L atoms, up to a constant per row.
 
-    An atom is the sum [L, D] of its `counts [L]` members, all minus the prior mean;
-    those of 0 are new ones, of which each next costs more. With a posterior mean and
-    variance of every atom this is the density of a row as its member: f(x + s, c + 1) -
-    f(s, c) of SPAHM without its cancellation. Args: `models` J; `sigma`, `sigma0`
-    variances of a member around its atom and of atoms; `xp` jax.numpy or numpy.
+    An atom is given by the `sums` [L, D] of the rows assigned to it and their `counts`
+    [L]; all rows are minus the prior mean. An atom of count 0 is new, and each further new
+    one costs more. The gain is the density of the row under the posterior of the atom:
+    f(x + s, c + 1) - f(s, c) of SPAHM, without its rounding errors.
+    Args: `models` is J; `sigma` and `sigma0` are the variances of a row around its atom
+    and of the atoms; `gamma` is the weight of new atoms; `xp` is jax.numpy or numpy.
     """
     mass = counts * sigma0 + sigma
     means, variance = sums * (sigma0 / mass)[:, None], sigma + sigma * sigma0 / mass
@@ -267,15 +274,21 @@ def posterior_gains(rows, sums, counts, models, sigma, sigma0, gamma=1.0, xp=jnp
 
 
 def align_to_posterior(
-    layers: tuple[Layer, ...], params: Params, center: Params, sums: Params, counts, spreads, models
+    layers: tuple[Layer, ...],
+    params: Params,
+    center: Params,
+    sums: Params,
+    counts: Sequence[jax.Array],
+    spreads: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
+    models: jax.Array,
 ) -> list[jax.Array]:
-    """Returns the orders [W] of a model's hidden units that put each where the
-    posterior takes it: with an atom of its group, or a new one.
+    """Returns the orders [W] of a model's hidden units that assign each one to the atom of
+    its group, or to a new atom, by the posterior.
 
-    Args: `sums` of the group's other models, `counts[l] [W]` of them that use a unit;
-    where they are none, the center stands for one; `spreads[l]` (prior mean [D], sigma,
-    sigma0) of a layer; `models` of the group. A layer without units to spare opens
-    none.
+    Args: `sums` [...] of the group's other models; `counts[l]` [W] of those that use a
+    unit, where the center takes their place if there are none; `spreads[l]` = (prior mean
+    [D], sigma, sigma0) of a layer; `models` [] the number of the group's models. A layer
+    without spare units gets no new atom.
     """
     orders: list[jax.Array] = []
     for layer, count, (mean, sigma, sigma0) in zip(layers[:-1], counts, spreads, strict=True):

@@ -2,15 +2,15 @@
 `matching`).
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl.algorithms.fesem import (
-    rows_of,
-)
+from fedjax_cfl.algorithms.fesem import rows_of
 from fedjax_cfl.algorithms.matching import (
     MIN_VARIANCE_RATIO,
     Layer,
@@ -22,21 +22,31 @@ from fedjax_cfl.algorithms.matching import (
 )
 from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.round import tree
+from fedjax_cfl.round.hooks import AggregateFn, RegroupFn
 from fedjax_cfl.round.tree import group_sum
-from fedjax_cfl.types import Cohort, FederatedData, Params, State, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, State, Upload
 
 
 class MatchedModels(struct.PyTreeNode):
     """What the server keeps of every client."""
 
-    models: Params  # [K, ...], W_i, the model it last sent, its units in a center's order
-    # [K] bool, False: it never trained, takes no part in the means and stays in its group
+    models: Params  # [K, ...], W_i, the model it last sent, with its units in a center's order
+    # [K] bool; False: the client never trained, does not count in the means, stays in its group
     known: jax.Array
     counts: jax.Array  # [K, C] int32, training samples per class when it last trained
 
 
-def recount(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
-    """Renews the class counts of the clients that trained: their data may have changed."""
+def recount(
+    key: Key,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    gid: jax.Array,
+    upload: Upload,
+) -> tuple[State, jax.Array]:
+    """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
+    have changed.
+    """
     rows = rows_of(cohort, upload, state.memory)
     new = label_counts(data.train, data.owner, data.y, data.num_classes)[
         jnp.minimum(cohort.ids, data.num_clients - 1)
@@ -49,12 +59,11 @@ def recount(key, state: State, data: FederatedData, cohort: Cohort, gid, upload:
     )
 
 
-def nearest_center_in_use(layers, models: Params, centers: Params):
-    """Returns the center [N] nearest to each of `models [N, ...]` as `nearest_center`
-    does, but for units that the model does not have.
+def nearest_center_in_use(layers: tuple[Layer, ...], models: Params, centers: Params) -> jax.Array:
+    """Returns the center [N] int32 nearest to each of `models` [N, ...], without the units
+    that the model does not have.
 
-    Otherwise a center would be the farther from its clients' earlier models the more it
-    has grown.
+    With them, a center that grows would move away from its clients' earlier models.
     """
     total, before = 0.0, None
     for layer in layers:
@@ -86,15 +95,22 @@ def nearest_center_in_use(layers, models: Params, centers: Params):
     return jnp.argmin(total, axis=1).astype(jnp.int32)
 
 
-def store_matched_models(layers):
-    """Returns regroup(...): `recount`, and stores the cohort's models, the units of
-    each where its group's posterior takes them.
+def store_matched_models(layers: tuple[Layer, ...]) -> RegroupFn:
+    """Renews class counts, and stores the cohort's models with their units in the order of
+    the posterior of their group.
 
-    One after another, each with the group's models of earlier rounds and those just
-    placed: two clients with the same new unit share one.
+    Models are placed one after another, each by the models of earlier rounds and those
+    placed before it: two clients with the same new unit share one.
     """
 
-    def regroup(key, state: State, data: FederatedData, cohort: Cohort, gid, upload: Upload):
+    def regroup(
+        key: Key,
+        state: State,
+        data: FederatedData,
+        cohort: Cohort,
+        gid: jax.Array,
+        upload: Upload,
+    ) -> tuple[State, jax.Array]:
         state, gid = recount(key, state, data, cohort, gid, upload)
         memory, m, rows, trained = (
             state.memory,
@@ -108,15 +124,15 @@ def store_matched_models(layers):
         )
         number = others.sum(0) + tree.membership_weights(trained.astype(jnp.float32), gid, m).sum(0)
         owns = [jax.vmap(find_used_units, (None, 0))(layer, memory.models) for layer in layers[:-1]]
-        everyone = tree.membership_weights(memory.known.astype(jnp.float32), assignment, m)
+        known = tree.membership_weights(memory.known.astype(jnp.float32), assignment, m)
         spreads = [
-            estimate_variances(layer, memory.models, own, state.groups, everyone)
+            estimate_variances(layer, memory.models, own, state.groups, known)
             for layer, own in zip(layers[:-1], owns, strict=True)
         ]
 
         place = partial(place_model, layers, state.groups, spreads, number)
-        begin = group_sum(others, memory.models), [others.T @ own for own in owns]
-        models = jax.lax.scan(place, begin, (gid, upload.delta, trained))[1]
+        initial = group_sum(others, memory.models), [others.T @ own for own in owns]
+        models = jax.lax.scan(place, initial, (gid, upload.delta, trained))[1]
         stored = jax.tree.map(
             lambda old, new: old.at[rows].set(new, mode="drop"), memory.models, models
         )
@@ -132,9 +148,20 @@ def store_matched_models(layers):
     return regroup
 
 
-def place_model(layers, groups: Params, spreads, number, carry, one):
-    """Brings one model's units into the order of its group's posterior, and adds it to what
-    the posterior is made of: the sums of the models and the counts of the units.
+def place_model(
+    layers: tuple[Layer, ...],
+    groups: Params,
+    spreads: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
+    number: jax.Array,
+    carry: tuple[Params, list[jax.Array]],
+    one: tuple[jax.Array, Params, jax.Array],
+) -> tuple[tuple[Params, list[jax.Array]], Params]:
+    """Brings the units of one model into the order of its group's posterior, and adds the
+    model to it.
+
+    `carry` is what the posterior is made of: the sums [m, ...] of the groups' models and
+    the counts [m, W] of their units. `one` is (group, delta, whether it counts), `number`
+    [m] that of each group's models. Returns (carry, model).
     """
     sums, counts = carry
     group, delta, counted = one
@@ -153,12 +180,15 @@ def place_model(layers, groups: Params, spreads, number, carry, one):
     return added, model
 
 
-def estimate_variances(layer: Layer, models: Params, owns, groups: Params, members):
-    """Returns the prior mean [m, D] of a layer's atoms, and the variances [m] of a
-    parameter around its atom and of atoms, by moments.
+def estimate_variances(
+    layer: Layer, models: Params, owns: jax.Array, groups: Params, members: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Estimates the prior mean [m, D] of a layer's atoms, and the variances [m] of a
+    parameter around its atom and of the atoms, by moments.
 
-    Args: `models [K, ...]` that have the units `owns [K, W]`; a group's atoms are those
-    of its center, `groups [m, ...]`; `members [K, m]`.
+    Args: `models` [K, ...] that have the units `owns` [K, W] bool; the atoms of a group are
+    those of its center, `groups` [m, ...]; `members` [K, m] is 1 in the column of a
+    client's group.
     """
     centers, used = (
         jax.vmap(layer_atoms, (None, 0))(layer, groups),
@@ -185,12 +215,14 @@ def estimate_variances(layer: Layer, models: Params, owns, groups: Params, membe
     )
 
 
-def mean_over_owners(mean, layers):
-    """Returns the aggregation `mean` of what `store_matched_models` has stored, but
-    that a hidden unit is averaged over the models that have it.
+def mean_over_owners(mean: AggregateFn, layers: tuple[Layer, ...]) -> AggregateFn:
+    """Averages, by `mean`, the models that `store_matched_models` has stored; each hidden
+    unit over the models that have it.
     """
 
-    def aggregated(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
         step, mass = mean(
             upload.replace(weight=jnp.zeros_like(upload.weight)), gid, cohort, client_extra, state
         )
@@ -212,4 +244,4 @@ def mean_over_owners(mean, layers):
             }
         return step, mass
 
-    return aggregated
+    return aggregate

@@ -3,20 +3,22 @@ Environment", 2019, https://arxiv.org/abs/1906.06629 (Robust or TKM in the table
 FeSEM); the trimmed mean: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
 https://arxiv.org/abs/1803.01498.
 
-Three stages: every client trains by itself; the server clusters their models by K-means
-with trimmed means as centers; in each cluster rounds follow whose mean is trimmed as
-well, so that a minority of hostile clients has little say in either.
+There are three stages. Every client trains by itself. The server clusters their models by
+K-means with trimmed means as centers. Then each group trains in rounds whose mean is
+trimmed as well. So a minority of attackers has little influence on groups and models.
 
-Differs from the paper: clients send models after E local epochs, where it sends
-gradients; groups start from their centers. Nor does it follow the code of FeSEM, which
-does the last two stages in every round and on the last layer only (D34).
+Differs from the paper: clients send models after E local epochs, where it sends gradients;
+groups start from their centers. Differs from the code of FeSEM, which does the last two
+stages in every round and on the last layer only (D34).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.clustering.assign import keep_groups
@@ -35,7 +37,16 @@ from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.types import Algorithm, FederatedData, Selection, Task
+from fedjax_cfl.types import (
+    Algorithm,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    Selection,
+    State,
+    Task,
+)
 
 
 def tkm(
@@ -50,13 +61,13 @@ def tkm(
     restarts: int = 10,
     iterations: int = 8,
 ) -> Algorithm:
-    """TKM with m clusters, found once, before round 0, from the models of all clients.
+    """TKM with m groups, found once, before round 0, from the models of all clients.
 
-    Args: `beta` fraction of a group's clients that the rounds drop at either end of
-    each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` local
-    epochs of the first stage, near convergence (None: 10 E); `iterations` of K-means at
-    most, from `restarts` draws of m clients. It holds K models at the start, and the
-    first stage costs K models up.
+    Args: `beta` is the fraction of a group's clients that a round leaves out at both ends
+    of each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` are the
+    local epochs of the first stage, near convergence (None: 10 E); K-means runs at most
+    `iterations` from each of `restarts` draws of m clients.
+    The start holds K models in memory, and costs K models up.
     """
     local = local.resolve()
     hooks = Hooks(
@@ -68,11 +79,11 @@ def tkm(
     rounds = federated(task, local, select, hooks)
     learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
 
-    def init(key, data: FederatedData):
+    def init(key: Key, data: FederatedData) -> State:
         state = rounds.init(key, data)
         keys = jax.random.split(derive_key(key, START), m + 3)[m:]  # the first m drew the models
-        begin = jax.tree.map(lambda leaf: leaf[:1], state.groups)
-        models, known, report = learn(keys[:2], begin, data, derive_key(key, BYZANTINE))
+        common = jax.tree.map(lambda leaf: leaf[:1], state.groups)
+        models, known, report = learn(keys[:2], common, data, derive_key(key, BYZANTINE))
         labels, centers = trimmed_kmeans(keys[2], models, known, m, theta, restarts, iterations)
         state = state.replace(
             groups=centers,
@@ -85,48 +96,60 @@ def tkm(
     return rounds._replace(init=init)
 
 
-def local_erm(task, local):
-    """Returns learn(keys [2], start [1, ...], data, key of the attackers) -> (models
-    [K, ...], known [K] bool, Report): the first stage.
+def local_erm(
+    task: Task, local: Local
+) -> Callable[[Key, Params, FederatedData, Key], tuple[Params, jax.Array, Report]]:
+    """Returns the first stage, (keys [2], start [1, ...], data, key of the attackers) ->
+    (models [K, ...], known [K] bool, Report).
 
-    Simulated faults strike as in a round; the model of a client without samples or
-    answer is the start, and not known.
+    Simulated faults happen as in a round. A client without samples or without an answer
+    has the start as its model, and is not known.
     """
     fault_model = local.faults.validate()
     train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local)
 
-    def learn(keys, start, data: FederatedData, hostile_key):
+    def learn(
+        keys: Key, start: Params, data: FederatedData, byzantine_key: Key
+    ) -> tuple[Params, jax.Array, Report]:
         cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
-        attackers = faults.draw_byzantine(fault_model, hostile_key, data.num_clients)
+        attackers = faults.draw_byzantine(fault_model, byzantine_key, data.num_clients)
         work = full_work(jnp.zeros_like(cohort.ids))
-        late = faults.apply_stragglers(fault_model, keys[1], cohort, work.step_fraction)
-        upload, lost = train(
+        fraction = faults.apply_stragglers(fault_model, keys[1], cohort, work.step_fraction)
+        upload, counts = train(
             cohort,
             faults.flip_labels(fault_model, attackers, data),
             ((keys[0], start), (keys[1], attackers)),
-            work._replace(step_fraction=late),
+            work._replace(step_fraction=fraction),
         )
 
-        def model(began, delta):
-            models = jnp.broadcast_to(began, (data.num_clients, *began.shape[1:]))
+        def model(start, delta):
+            models = jnp.broadcast_to(start, (data.num_clients, *start.shape[1:]))
             return models.at[cohort.ids].add(delta, mode="drop")
 
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
-        sent = make_traffic(units_up=data.num_clients - lost.dropped.sum())
-        report = make_report(sent, fault_counts=faults.sum_fault_counts(lost, cohort))
+        sent = make_traffic(units_up=data.num_clients - counts.dropped.sum())
+        report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
         return jax.tree.map(model, start, upload.delta), known, report
 
     return learn
 
 
-def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations: int):
-    """Clusters `models [K, ...]` by Lloyd's algorithm with trimmed means; returns
-    (labels [K] int32, centers [m, ...]).
+def trimmed_kmeans(
+    key: Key,
+    models: Params,
+    known: jax.Array,
+    m: int,
+    theta: ArrayLike,
+    restarts: int,
+    iterations: int,
+) -> tuple[jax.Array, Params]:
+    """Clusters `models` [K, ...] by Lloyd's algorithm with trimmed means; returns (labels
+    [K] int32, centers [m, ...]).
 
-    Each restart begins at m different clients. The one wins whose sum of squared
-    distances is least when the farthest fraction `theta` of the clients is left out:
-    else one far model would be given a cluster of its own. Clients not `known` only get
-    a label.
+    Each restart starts from the models of m different clients. The restart wins whose sum
+    of squared distances is least without the farthest fraction `theta` of the clients;
+    with them, one far model would get a cluster of its own. Clients not `known` [K] bool
+    only get a label.
     """
 
     def attempt(key):
@@ -141,26 +164,27 @@ def trimmed_kmeans(key, models, known, m: int, theta, restarts: int, iterations:
             filled = jax.tree.map(partial(jax.vmap(jnp.where), count > 0), means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
 
-        begin = (
+        initial = (
             0,
             jnp.full(known.size, -1, jnp.int32),
             jax.tree.map(lambda leaf: leaf[seeds], models),
             True,
         )
         _, _, centers, _ = lax.while_loop(
-            lambda carry: carry[3] & (carry[0] < iterations), improve, begin
+            lambda carry: carry[3] & (carry[0] < iterations), improve, initial
         )
         return centers, trimmed_inertia(models, known, centers, theta)
 
-    centers, spreads = lax.map(
-        attempt, jax.random.split(key, restarts)
-    )  # one after another: each sorts all models
+    # one after another: each sorts all models
+    centers, spreads = lax.map(attempt, jax.random.split(key, restarts))
     best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
     return nearest_center(models, best), best
 
 
-def trimmed_inertia(models, known, centers, theta):
-    """Returns the sum [] of squared distances of the known models to their nearest
+def trimmed_inertia(
+    models: Params, known: jax.Array, centers: Params, theta: ArrayLike
+) -> jax.Array:
+    """Returns the sum [] of squared distances of the known models from their nearest
     centers, without the farthest fraction `theta`.
     """
     own = nearest_center(models, centers)

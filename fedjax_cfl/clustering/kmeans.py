@@ -93,8 +93,8 @@ def _lloyd(x: jax.Array, weight: jax.Array, centers: jax.Array, iterations: int)
 
     def iterate(carry):
         step, centers, _ = carry
-        moved = _move(x, weight, centers)
-        return step + 1, moved, jnp.sum(jnp.square(moved - centers))
+        new = _move(x, weight, centers)
+        return step + 1, new, jnp.sum(jnp.square(new - centers))
 
     return jax.lax.while_loop(unfinished, iterate, (0, centers, jnp.float32(jnp.inf)))[1]
 

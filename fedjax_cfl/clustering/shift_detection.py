@@ -2,7 +2,7 @@
 reference, initial_size) -> detected [K] bool.
 
 counts and reference [K, C] are each client's training samples per label, now and when
-it was last assigned; initial_size [K] its training samples when the run began. FlexCFL
+it was last assigned; initial_size [K] its training samples at the start. FlexCFL
 (https://arxiv.org/abs/2108.09749), section 3.4: detected where the Wasserstein distance
 of now and then exceeds tau = 0.2 n / C (eq. 9).
 

@@ -72,8 +72,8 @@ def draw_byzantine(faults: Faults, key: Key, num_clients: int) -> jax.Array:
 def apply_stragglers(
     faults: Faults, key: Key, cohort: Cohort, step_fraction: jax.Array
 ) -> jax.Array:
-    """Returns the share [S] of its local steps that each client completes, of those that it
-    was asked for.
+    """Returns the share [S] of its local steps that each client completes: `step_fraction`,
+    or for a straggler a part of it.
     """
     if not faults.straggler:
         return step_fraction
@@ -106,9 +106,8 @@ def apply_attack(
     size = sum(leaf[0].size for leaf in leaves)
     norm = jnp.sqrt(squared_norms(upload.delta).sum(0))
     reach = jnp.where(attackers, faults.scale * norm / size**0.5, 0.0)
-    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(
-        client_keys(key, NOISE, cohort)
-    )  # [S, leaves]
+    # [S, leaves]
+    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(client_keys(key, NOISE, cohort))
 
     def noisy(number, leaf):
         noise = jax.vmap(lambda key, reach: reach * jax.random.normal(key, leaf.shape[1:]))

@@ -1,4 +1,4 @@
-"""How clients train: the settings of local work, and what each client is asked to do."""
+"""How clients train: the settings of local work, and the work of each client."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -109,7 +109,7 @@ def plan_steps(
 
 
 class Work(NamedTuple):
-    """What each client of a cohort is asked to do."""
+    """The work of each client of a cohort."""
 
     group: jax.Array  # [S] int32, the model it starts from
     step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes

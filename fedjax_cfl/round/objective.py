@@ -21,7 +21,7 @@ from fedjax_cfl.types import Key, Params, Task
 ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
 
 
-def penalty(mu: float | jax.Array, params: Params, start: Params) -> jax.Array:
+def penalty(mu: float | jax.Array, params: Params, start: Params) -> float | jax.Array:
     """Returns mu / 2 * ||params - start||^2, []."""
     squares = jax.tree.map(lambda p, s: jnp.sum((p - s) ** 2), params, start)
     return 0.5 * mu * jax.tree.reduce(jnp.add, squares)
