@@ -8,6 +8,7 @@ from conftest import build
 import fedjax_cfl as cfl
 from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import local as local_settings
 from fedjax_cfl.simulation import memory
 
 
@@ -64,7 +65,8 @@ def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
     assert (
         4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
     )  # the largest client has 40 samples
-    monkeypatch.setattr(sharding, "is_cpu", lambda mesh: False)
+    for module in (memory, sharding, local_settings):
+        monkeypatch.setattr(module, "is_cpu", lambda mesh: False, raising=False)
     for has, width in [
         (data + 2 * 10 * each, 10),
         (data + 2 * 10 * each - 1, 9),
