@@ -3,6 +3,8 @@
 """
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +60,7 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def replicated_shapes(tree, mesh: Mesh):
+def replicated_shapes(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes, types and sharding of arrays that every device holds whole, of a
     tree of arrays or of their shapes.
     """
@@ -67,7 +69,7 @@ def replicated_shapes(tree, mesh: Mesh):
     )
 
 
-def replicate(tree, mesh: Mesh):
+def replicate(tree: Any, mesh: Mesh) -> Any:
     """Puts arrays, the same ones in every process, whole on every device."""
     if jax.process_count() == 1:
         return jax.device_put(tree, replicated_sharding(mesh))
@@ -89,7 +91,7 @@ def replicate(tree, mesh: Mesh):
     return jax.tree.map(put, tree)
 
 
-def over_devices(block, mesh: Mesh):
+def over_devices(block: Callable, mesh: Mesh) -> Callable:
     """Maps block(shared, client_inputs) over the devices: `shared` is replicated,
     `client_inputs` and the result are split along axis 0.
     """

@@ -159,7 +159,7 @@ def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsy
 
 def test_what_needs_everybodys_samples_is_refused(both, linear, local):
     select, key = cfl.select.uniform(5), jax.random.key(0)
-    flexcfl = cfl.algorithms.flexcfl(linear, local, select, m=2, alpha=2)
+    flexcfl = build(cfl.algorithms.flexcfl, linear, local, select, m=2, alpha=2)
     with pytest.raises(
         InputError,
         match="resident=host: this algorithm reads the samples of clients outside its cohort",

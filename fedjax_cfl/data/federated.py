@@ -120,7 +120,7 @@ def federate_on_host(
 
 
 def build_client_index(
-    numbers: np.ndarray, owner: np.ndarray, clients: int, arrays=jnp
+    numbers: np.ndarray, owner: np.ndarray, clients: int, arrays: Any = jnp
 ) -> ClientIndex:
     """Groups sample numbers [n] by their owners [n], on the host, as arrays of
     `load_arrays`; within a client their order stays.

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate, replicated_sharding
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Key
 
 MAX_BLOCK_ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
 TEST_BLOCK_BYTES = 2**25  # bytes of test samples in a block of an evaluation, about
@@ -92,7 +92,7 @@ class DeviceFeed:
         """Returns what the programs are compiled for."""
         return self.data
 
-    def peak_shapes(self):
+    def peak_shapes(self) -> Any:
         """Returns the shapes of what is on the devices at the same time."""
         return self.data
 
@@ -188,7 +188,7 @@ class HostFeed:
         """Returns what the programs are compiled for."""
         return block_shapes(self.data, side, *self.most[side], self.mesh)
 
-    def peak_shapes(self):
+    def peak_shapes(self) -> Any:
         """Returns the shapes of what is on the devices at the same time: of each side a
         block in use and the next.
         """
@@ -230,7 +230,7 @@ def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
             yield waiting.result()
 
 
-def draw_cohorts(algorithm: Algorithm, key, rounds: int, num_clients: int) -> np.ndarray:
+def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, num_clients: int) -> np.ndarray:
     """Returns whom every round reads, [rounds, n]."""
     clients_of = algorithm.data_clients
     assert clients_of is not None  # `check_host_data` has looked

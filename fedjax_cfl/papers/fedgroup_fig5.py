@@ -23,18 +23,18 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.runs.plot import new_figure, save_figure, style_axes
 from fedjax_cfl.runs.results import atomic_write
-from fedjax_cfl.types import FederatedData
+from fedjax_cfl.types import FederatedData, Key, Task
 
 DOTS = 20_000  # pairs drawn per panel, evenly through all; the correlations are over all
 FIELDS = ("row", "seed", "clients", "founders", "pairs", "pearson", "pearson_all")
 
 
 def first_update_gram(
-    key, task, data: FederatedData, local, pretrain: str
+    key: Key, task: Task, data: FederatedData, local: Local, pretrain: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inner products [N, N] of the first updates of the N clients that have
     training samples, and who they are [N].
@@ -79,7 +79,7 @@ def pairwise_distances(points: np.ndarray) -> np.ndarray:
     return np.sqrt(np.square(points[:, None] - points).sum(axis=-1))
 
 
-def compare_measures(config: dict, task, data, local) -> dict:
+def compare_measures(config: dict, task: Task, data: FederatedData, local: Local) -> dict:
     """Returns MADC and EDC of all pairs of clients, each [pairs], and what
     correlation.csv says of them.
     """

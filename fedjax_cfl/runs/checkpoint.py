@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
 def save(
     folder: str | Path,
     step: int,
-    tree,
+    tree: Any,
     facts: dict,
     identity: dict,
     *,
@@ -165,7 +165,7 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     )
 
 
-def restore(path: str | Path, like, identity: dict) -> Checkpoint:
+def restore(path: str | Path, like: Any, identity: dict) -> Checkpoint:
     """Returns one checkpoint, verified. Raises InputError if it is damaged or of a
     different run.
 
@@ -185,7 +185,7 @@ def list_steps(folder: str | Path) -> list[int]:
 
 def restore_latest(
     folder: str | Path,
-    like,
+    like: Any,
     identity: dict,
     warn: Callable[[str], None] = warnings.warn,
     until: int | None = None,

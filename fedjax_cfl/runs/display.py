@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_si
 from fedjax_cfl.runs.results import to_plain
+from fedjax_cfl.types import Algorithm
 
 
 def _cell(name: str, summary: dict[str, Any]) -> str:
@@ -127,7 +128,9 @@ SUMMARY_FIELDS = (
 )  # said as they are, with the scores
 
 
-def print_summary(config: dict, run_dir: Path, algorithm, summary: dict, console: Console) -> None:
+def print_summary(
+    config: dict, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
+) -> None:
     """Prints the final table of a run."""
     console.print(final_table(format_summary(summary)))
     sizes = summary["group_sizes"] or []

@@ -21,7 +21,7 @@ from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.simulation.driver import Snapshot
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, State
 
 CHECKPOINTS, BEST, LOG_FILE = "checkpoints", "best", "run.log"
 
@@ -92,7 +92,7 @@ def open_record(
         yield Record(write, save, save_if_due)
 
 
-def copy_models(algorithm: Algorithm, state) -> dict[str, Any]:
+def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
     """Returns a copy on the host of the models that clients are served, and of who uses which."""
     served = algorithm.serve(state)
     return jax.tree.map(
@@ -108,7 +108,7 @@ def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:
     return passed or time.monotonic() - logged[1] >= LOG_SECONDS
 
 
-def check_present(handle, run_dir: Path) -> None:
+def check_present(handle: Any, run_dir: Path) -> None:
     """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
     with contextlib.suppress(FileNotFoundError):
         there = (run_dir / METRICS_FILE).stat()

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
+from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints, restore_latest
 from fedjax_cfl.runs.record import CHECKPOINTS
@@ -18,6 +20,7 @@ from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation.compilation import state_shapes
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rows import COUNTERS
+from fedjax_cfl.types import Algorithm, FederatedData, Task
 from fedjax_cfl.validation import flatten_settings
 
 # Settings that may differ between a run and its continuation: they change neither the numbers
@@ -47,7 +50,7 @@ PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", 
 PROCESS_MAY_DIFFER += ("paper.",)
 
 
-def run_identity(config: dict, data) -> dict[str, Any]:
+def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
     """Returns what a continuation must repeat: every setting that bears on the numbers,
     and the shape of the data.
     """
@@ -63,7 +66,14 @@ def run_identity(config: dict, data) -> dict[str, Any]:
 
 
 def resume_run(
-    config: dict, run_dir: Path, algorithm, task, data, drift, mesh, until: int | None = None
+    config: dict,
+    run_dir: Path,
+    algorithm: Algorithm,
+    task: Task,
+    data: FederatedData,
+    drift: Drift,
+    mesh: Mesh,
+    until: int | None = None,
 ) -> Snapshot | None:
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
@@ -109,7 +119,12 @@ def resume_run(
 
 
 def sync_resume(
-    begin: Callable[[], Snapshot | None], config: dict, algorithm, data, drift, mesh
+    begin: Callable[[], Snapshot | None],
+    config: dict,
+    algorithm: Algorithm,
+    data: FederatedData,
+    drift: Drift,
+    mesh: Mesh,
 ) -> Snapshot | None:
     """Returns in every process what `begin`, a use of `resume_run`, returns in process
     0; what it raises ends all of them.
@@ -147,6 +162,6 @@ def sync_resume(
     return Snapshot(state, data_state, start.counters if start else dict(COUNTERS))
 
 
-def make_host_arrays(shapes):
+def make_host_arrays(shapes: Any) -> Any:
     """Returns NumPy arrays of the given shapes."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)

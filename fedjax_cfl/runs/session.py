@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
 from fedjax_cfl import distributed
@@ -28,6 +29,7 @@ from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.compilation import Plan, Program, compile_run
 from fedjax_cfl.simulation.driver import Result, Snapshot, Snapshots, drive
+from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 PACKAGES = (
     "fedjax-cfl",
@@ -82,7 +84,9 @@ def headline(member: Member) -> str:
     return f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
 
 
-def print_met_rule(console: Console, algorithm, data, config: dict) -> None:
+def print_met_rule(
+    console: Console, algorithm: Algorithm, data: FederatedData, config: dict
+) -> None:
     """Says when a clustered method scores that only does so once everybody has been met."""
     if algorithm.clustered and config["discard"] == "met":
         plan = data.num_clients, config["clients_per_round"], config["rounds"]
@@ -94,7 +98,7 @@ def make_console() -> Console:
     return Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
 
 
-def describe_machine(mesh) -> str:
+def describe_machine(mesh: Mesh) -> str:
     """Returns the devices in words."""
     several = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
     return (
@@ -193,7 +197,9 @@ def record_rounds(
         return drive(program, plan, starts, on_start, on_rows)
 
 
-def finish(member: Member, choices: dict, algorithm, task, result: Result, mesh) -> dict:
+def finish(
+    member: Member, choices: dict, algorithm: Algorithm, task: Task, result: Result, mesh: Mesh
+) -> dict:
     """Writes clients.parquet, summary.json and curves.png of a finished run; returns
     the summary.
     """
@@ -221,7 +227,7 @@ def finish(member: Member, choices: dict, algorithm, task, result: Result, mesh)
 
 
 def build_summary(
-    member: Member, choices: dict, rows: list[dict], task, result: Result, mesh
+    member: Member, choices: dict, rows: list[dict], task: Task, result: Result, mesh: Mesh
 ) -> dict:
     """Returns the contents of summary.json."""
     config = member.config

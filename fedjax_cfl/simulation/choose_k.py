@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from fedjax_cfl.data.federated import build_client_index, gather
 from fedjax_cfl.errors import InputError, require
@@ -35,7 +36,7 @@ def choose_k(
     rounds: int = 3,
     clients: int = 100,
     by: str = "accuracy",
-    mesh=None,
+    mesh: Mesh | None = None,
 ) -> Choice:
     """Tries `make(m)` for each of the candidates on the same randomly drawn clients for
     a few rounds and returns the best m.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
@@ -25,7 +26,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, State, Task
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -100,7 +101,7 @@ class Program(NamedTuple):
     compiled: Compiled
 
 
-def init_data_state(drift: Drift, key, data: FederatedData) -> DataState:
+def init_data_state(drift: Drift, key: Key, data: FederatedData) -> DataState:
     """Returns the data's moving part before round 0, after the algorithm's own start
     has seen all of it.
     """
@@ -108,7 +109,7 @@ def init_data_state(drift: Drift, key, data: FederatedData) -> DataState:
     return data_state_of(data, memory)
 
 
-def data_state_of(data: FederatedData, memory) -> DataState:
+def data_state_of(data: FederatedData, memory: Any) -> DataState:
     """Takes the moving part out of the data."""
     return DataState(
         **{name: getattr(data, name) for name in DataState._fields if name != "memory"},
@@ -119,11 +120,11 @@ def data_state_of(data: FederatedData, memory) -> DataState:
 def run_round(
     algorithm: Algorithm,
     drift: Drift,
-    key,
+    key: Key,
     state: State,
     data_state: DataState,
     data: FederatedData,
-):
+) -> tuple[State, DataState, Info]:
     """One shift and one round; returns (state, data_state, info)."""
     met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
     now, memory, shifted = drift.apply(
@@ -134,7 +135,7 @@ def run_round(
     return state, data_state_of(now, memory), info
 
 
-def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int):
+def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int) -> Callable:
     """Returns f(key, state, data_state, data, count) -> (state, data_state, infos
     [block]): `count` <= block rounds, the other infos 0.
     """
@@ -171,7 +172,7 @@ def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int):
 
 
 def state_shapes(
-    algorithm: Algorithm, drift: Drift, mesh, data: FederatedData, key
+    algorithm: Algorithm, drift: Drift, mesh: Mesh, data: FederatedData, key: Key
 ) -> tuple[State, DataState]:
     """Returns shapes, types and shardings of a run's state and moving data: what a
     checkpoint is restored into.
@@ -185,7 +186,7 @@ def state_shapes(
     return replicated_shapes(jax.eval_shape(make_init(algorithm, drift, streamed), key, data), mesh)
 
 
-def make_init(algorithm: Algorithm, drift: Drift, streamed: bool):
+def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
     """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a
     population on the host.
     """
@@ -210,10 +211,10 @@ def compile_run(
     algorithm: Algorithm,
     task: Task,
     data: FederatedData,
-    key,
+    key: Key,
     plan: Plan,
     drift: Drift,
-    mesh,
+    mesh: Mesh,
     fresh: bool = True,
 ) -> Program:
     """Compiles one run: its start if it is `fresh`, its rounds, its evaluation.
@@ -247,7 +248,16 @@ def compile_run(
     return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
 
 
-def test_block(algorithm, task, mesh, plan: Plan, state: State, data, found, first):
+def test_block(
+    algorithm: Algorithm,
+    task: Task,
+    mesh: Mesh,
+    plan: Plan,
+    state: State,
+    data: FederatedData,
+    found: Any,
+    first: Any,
+) -> tuple:
     """Returns (`found` and the evaluation of a further part of the test data, from
     client `first` on; index of the served models [K]).
     """
@@ -256,7 +266,9 @@ def test_block(algorithm, task, mesh, plan: Plan, state: State, data, found, fir
     return found, algorithm.serve(state).model_index
 
 
-def compile_functions(functions, given: tuple, feed, mesh, fresh: bool = True) -> Compiled:
+def compile_functions(
+    functions: Any, given: tuple, feed: Any, mesh: Mesh, fresh: bool = True
+) -> Compiled:
     """Compiles (begin, train, test), functions of (*given, data), (*given, data,
     *carry, done, count) and (*given, data, *carry, found, first client).
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
@@ -29,17 +30,17 @@ from fedjax_cfl.simulation.compilation import (
 )
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
-from fedjax_cfl.types import Algorithm, FederatedData, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 
 
 def make_block_fn(
     algorithm: Algorithm,
     task: Task,
-    mesh,
+    mesh: Mesh,
     eval_every: int,
     drift: Drift | None = None,
     with_auxiliary: bool = True,
-):
+) -> Callable:
     """Returns f(key, (state, data_state), data) -> ((state, data_state), (infos
     [eval_every], metrics)): some rounds and one evaluation.
     """
@@ -59,11 +60,11 @@ def make_block_fn(
 def make_run_fn(
     algorithm: Algorithm,
     task: Task,
-    mesh,
+    mesh: Mesh,
     rounds: int,
     eval_every: int = 1,
     drift: Drift | None = None,
-):
+) -> Callable:
     """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])), T = rounds
     / eval_every: a run as one function of a key.
     """
@@ -104,13 +105,13 @@ def run(
     algorithm: Algorithm,
     task: Task,
     data: FederatedData,
-    key,
+    key: Key,
     *,
     rounds: int,
     eval_every: int = 1,
     drift: Drift | None = None,
     discard: Literal["rounds", "met", "none"] = "rounds",
-    mesh=None,
+    mesh: Mesh | None = None,
     on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
 ) -> Result:
     """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last.
@@ -209,7 +210,7 @@ def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
     return jax.tree.map(lambda base, leaf: jax.device_put(leaf, base.sharding), carry, kept)
 
 
-def take_member(program: Program, member: int, carry):
+def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any]:
     """Returns a member's own carry, without what `stack_data` added to it."""
     place = program.places[member]
     if not place:
@@ -219,7 +220,7 @@ def take_member(program: Program, member: int, carry):
     )
 
 
-def make_result(program: Program, member: int, ends: Snapshot, rows: list, tested) -> Result:
+def make_result(program: Program, member: int, ends: Snapshot, rows: list, tested: Any) -> Result:
     """Returns what a member leaves, from where it ends."""
     data, place = program.data[member], program.places[member]
     return Result(

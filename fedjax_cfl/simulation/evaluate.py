@@ -2,25 +2,30 @@
 over the samples.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
-from fedjax_cfl.types import Algorithm, FederatedData, ServedModels, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
 
 EVAL_BLOCK = 128  # test samples per forward pass
 
 
-def count_models(models) -> int:
+def count_models(models: Params) -> int:
     """Returns how many models [m, ...] there are."""
     return jax.tree.leaves(models)[0].shape[0]
 
 
-def predict_test_samples(task: Task, mesh, served: ServedModels, data: FederatedData):
+def predict_test_samples(
+    task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
+) -> tuple[jax.Array, jax.Array]:
     """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the
     order of `data.test.order`.
 
@@ -85,7 +90,7 @@ def predict_test_samples(task: Task, mesh, served: ServedModels, data: Federated
 
 
 def evaluate_clients(
-    task: Task, mesh, served: ServedModels, data: FederatedData
+    task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[metrics.ClientMetrics, jax.Array]:
     """Returns what every client measures [K] on the model it is served, and the
     classes' counts [2, C] over all of them.
@@ -100,7 +105,9 @@ def evaluate_clients(
     )
 
 
-def evaluate_auxiliary(task: Task, mesh, served: ServedModels, data: FederatedData):
+def evaluate_auxiliary(
+    task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
+) -> tuple[jax.Array, jax.Array]:
     """Returns (right, all) of the predictions on the union of all test sets by the
     plain mean of the models that serve somebody.
 
@@ -119,8 +126,13 @@ def evaluate_auxiliary(task: Task, mesh, served: ServedModels, data: FederatedDa
 
 
 def evaluate_all(
-    algorithm: Algorithm, task: Task, mesh, state: State, data: FederatedData, with_auxiliary: bool
-):
+    algorithm: Algorithm,
+    task: Task,
+    mesh: Mesh,
+    state: State,
+    data: FederatedData,
+    with_auxiliary: bool,
+) -> tuple[dict, metrics.ClientMetrics]:
     """Returns one evaluation's metrics and the per-client table of the state."""
     table, counts = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
@@ -132,12 +144,12 @@ def evaluate_all(
 def evaluate_block(
     algorithm: Algorithm,
     task: Task,
-    mesh,
+    mesh: Mesh,
     state: State,
     data: FederatedData,
     with_auxiliary: bool,
-    first=None,
-):
+    first: Any = None,
+) -> tuple:
     """Returns the per-client table and, on all test samples of the clients of `data`,
     the counts of classes, of the auxiliary model, and of the clients whose model is not
     finite.
@@ -160,7 +172,7 @@ def evaluate_block(
     return table, (counts, right, bad.sum(dtype=jnp.int32))
 
 
-def is_finite(models) -> jax.Array:
+def is_finite(models: Params) -> jax.Array:
     """Returns for each of the models [M, ...] whether all of its numbers are finite."""
     leaves = jax.tree.leaves(models)
     return jnp.stack([jnp.isfinite(leaf.reshape(leaf.shape[0], -1)).all(1) for leaf in leaves]).all(
@@ -168,14 +180,14 @@ def is_finite(models) -> jax.Array:
     )
 
 
-def empty(num_clients: int, num_classes: int):
+def empty(num_clients: int, num_classes: int) -> tuple:
     """Returns what `evaluate_block` would of nobody, for all clients."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
     table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
     return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero), zero)
 
 
-def merge(found, more, first):
+def merge(found: Any, more: Any, first: Any) -> tuple:
     """Enters an `evaluate_block` of the clients from number `first` on into that of all."""
     (table, counts), (part, also) = found, more
     ids = jnp.where(
@@ -186,7 +198,9 @@ def merge(found, more, first):
     ), jax.tree.map(jnp.add, counts, also)
 
 
-def finalize(index, num_models: int, table: metrics.ClientMetrics, counts, concept) -> dict:
+def finalize(
+    index: Any, num_models: int, table: metrics.ClientMetrics, counts: Any, concept: Any
+) -> dict:
     """Returns one evaluation's metrics from the results of all its parts, under spec
     1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
 

@@ -4,18 +4,21 @@ import functools
 import os
 import resource
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_si
 from fedjax_cfl.round.cohort import bucket_sizes
 from fedjax_cfl.round.local import MAX_WIDTH
+from fedjax_cfl.types import FederatedData, State, Task
 
 
-def tree_bytes(tree) -> int:
+def tree_bytes(tree: Any) -> int:
     """Returns the bytes of a pytree of arrays or of their shapes."""
     return sum(
         leaf.size * leaf.dtype.itemsize
@@ -24,7 +27,7 @@ def tree_bytes(tree) -> int:
     )
 
 
-def plan_memory(state, data, programs) -> dict[str, int]:
+def plan_memory(state: State, data: FederatedData, programs: Any) -> dict[str, int]:
     """Returns the bytes that each device holds at once: data, models, what is kept per
     client, and the work of the largest program.
     """
@@ -37,13 +40,13 @@ def plan_memory(state, data, programs) -> dict[str, int]:
     }
 
 
-def work_bytes(program) -> int:
+def work_bytes(program: Any) -> int:
     """Returns the bytes that a compiled program needs besides its arguments and results."""
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes if analysis else 0
 
 
-def choose_width(chosen: dict, task, data, mesh) -> int:
+def choose_width(chosen: dict, task: Task, data: FederatedData, mesh: Mesh) -> int:
     """Returns the most clients that train side by side on a device, from the settings
     `local`; auto is 1 on a CPU core.
 
@@ -65,7 +68,7 @@ def choose_width(chosen: dict, task, data, mesh) -> int:
     )
 
 
-def client_bytes(chosen: dict, task, data) -> int:
+def client_bytes(chosen: dict, task: Task, data: FederatedData) -> int:
     """Returns about the bytes of a client in training: its start, model, gradient and
     delta, its samples' order, and what a step needs.
     """
@@ -80,7 +83,7 @@ def client_bytes(chosen: dict, task, data) -> int:
 
 
 @functools.cache  # asked again by the summary of every run
-def step_bytes(task, x, y) -> int:
+def step_bytes(task: Task, x: Any, y: Any) -> int:
     """Returns the bytes that a compiled gradient needs besides model, gradient and
     batch; `x` and `y` are shapes.
     """
@@ -91,7 +94,7 @@ def step_bytes(task, x, y) -> int:
     return work_bytes(gradient.lower(model, x, y).compile())
 
 
-def available_bytes(mesh) -> int | None:
+def available_bytes(mesh: Mesh) -> int | None:
     """Returns the bytes of memory that one device has, None where the backend does not
     say; CPU devices share the machine's.
     """
@@ -101,7 +104,7 @@ def available_bytes(mesh) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check_memory(planned: dict[str, int], mesh) -> None:
+def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
     """Raises InputError if the plan cannot fit, naming its largest part and what to turn."""
     has, knobs = (
         available_bytes(mesh),

@@ -2,6 +2,8 @@
 clients: a few scatter-adds serve them all.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def client_metrics(
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
 
-def summarize_clients(metrics: ClientMetrics, counts) -> dict:
+def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:
     """Returns one number [] per metric over the clients that have test samples, given
     `client_metrics`' counts [2, C]; NaN if there are none.
 
@@ -108,7 +110,7 @@ def summarize_clients(metrics: ClientMetrics, counts) -> dict:
     }
 
 
-def bincount(labels, length: int):
+def bincount(labels: Any, length: int) -> Any:
     """Returns how often each of 0 .. length - 1 is among `labels`; nothing else may be."""
     xp = labels.__array_namespace__()
     return xp.bincount(labels, minlength=length) if xp is np else xp.bincount(labels, length=length)
@@ -132,7 +134,7 @@ def _count_pairs(start, valid):
     return digits[3], sum((digits[low] & 127) << 7 * low for low in range(3))
 
 
-def ari(a, b, valid):
+def ari(a: Any, b: Any, valid: Any) -> Any:
     """Returns the adjusted Rand index [] of labels `a [K]` and `b [K]` over the clients
     `valid [K] bool`; K <= 2^24.
 

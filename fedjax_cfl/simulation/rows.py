@@ -10,7 +10,7 @@ from fedjax_cfl.round import traffic
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.compilation import Plan, Program
-from fedjax_cfl.types import Algorithm
+from fedjax_cfl.types import Algorithm, Params
 
 TIMES = ("compile_s", "train_s", "eval_s")
 COUNTERS = {"client_updates": 0, "local_steps": 0} | dict.fromkeys(("wall_s", *TIMES), 0.0)
@@ -67,7 +67,7 @@ def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clie
     return discard == "met" and row["evaluated_clients"] < num_clients
 
 
-def raise_if_nonfinite(algorithm: Algorithm, groups, done: int, infos) -> None:
+def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: Any) -> None:
     """Raises NonFiniteUpdate for the first update of the rounds up to `done` that was
     not finite, if that is the policy.
     """
@@ -86,7 +86,12 @@ def raise_if_nonfinite(algorithm: Algorithm, groups, done: int, infos) -> None:
 
 
 def metrics_row(
-    done: int, ledger: tuple, groups, infos, found: dict[str, Any], before: dict[str, Any]
+    done: int,
+    ledger: tuple,
+    groups: Params,
+    infos: Any,
+    found: dict[str, Any],
+    before: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the
     block's mean discrepancy, everything sent so far. `ledger`: (Traffic, clock_ms).

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
@@ -28,7 +29,7 @@ from fedjax_cfl.simulation.compilation import (
     state_shapes,
     test_block,
 )
-from fedjax_cfl.types import ClientIndex, FederatedData, Task
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
 
 
 def stack_data(data: Sequence[FederatedData]) -> FederatedData:
@@ -98,7 +99,7 @@ def compile_members(
     values: Mapping[str, Sequence[float]],
     plan: Plan,
     drift: Drift,
-    mesh,
+    mesh: Mesh,
 ) -> Program:
     """Compiles a grid of runs, key by key and inside a key in the order of the values.
 
@@ -130,7 +131,9 @@ def compile_members(
 LIFTED = (0, 0), (2, 2), (2, 2)  # how many arguments after the data are mapped, and are not
 
 
-def member_functions(build, task, plan: Plan, drift, mesh):
+def member_functions(
+    build: Callable[..., Algorithm], task: Task, plan: Plan, drift: Drift, mesh: Mesh
+) -> tuple[Callable, Callable, Callable]:
     """Returns the functions of one member, of its values, key and data: its start, its
     rounds, its evaluation.
     """
@@ -152,7 +155,7 @@ def member_functions(build, task, plan: Plan, drift, mesh):
     return begin, train, test
 
 
-def make_lift(points: int, several: bool):
+def make_lift(points: int, several: bool) -> Callable:
     """Returns lift(f, carried, common): the map of f(values, key, data, *carried,
     *common) over keys and, inside, over `points` values.
     """
