@@ -3,7 +3,6 @@ annotated functions are.
 """
 
 import ast
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -30,36 +29,6 @@ FLOORS = (
     ("types", "errors", "validation", "sharding", "distributed", "formatting"),
 )
 LINES, PARAMETERS = 60, 10
-# What breaks a rule today. Each list is exact: whoever mends something takes it off, and nothing
-# may be added.
-TOO_LONG = set(
-    """
-    algorithms.fesem.fesem algorithms.fesem_ma.fesem_ma algorithms.fesem_ma.store_matched_models
-    algorithms.fl_hc.fl_hc algorithms.flexcfl.flexcfl algorithms.ifca.ifca
-    clustering.hierarchical.agglomerate data.federated.federate models.task.as_task
-    papers.report.plot papers.runner.main round.dual_sgd.train_dual round.engine.federated
-    round.members.over_clients_of_members round.sgd.sgd runs.compare._plot runs.grid.train_grid
-    simulation.driver.run simulation.evaluate.predict_test_samples simulation.vectorize.run_members
-    """.split()
-)
-TOO_MANY_PARAMETERS = set(
-    """
-    algorithms.cfl.cfl algorithms.fesem.fesem algorithms.flexcfl.flexcfl algorithms.ifca.ifca
-    round.dual_sgd.train_dual round.engine.federated simulation.driver.run
-    simulation.vectorize.run_members
-    """.split()
-)
-NOT_ANNOTATED = {
-    "algorithms": 94,
-    "round": 65,
-    "simulation": 37,
-    "clustering": 16,
-    "runs": 13,
-    "data": 7,
-    "papers": 4,
-    "sharding": 3,
-    "distributed": 1,
-}  # functions of each room
 
 
 class Function(NamedTuple):
@@ -195,12 +164,12 @@ def test_functions_fit_a_screen():
     found = {
         name for name, node, _ in FUNCTIONS if (node.end_lineno or 0) - node.lineno + 1 > LINES
     }
-    assert found == TOO_LONG
+    assert not found
 
 
 def test_functions_take_few_parameters():
     found = {name for name, node, _ in FUNCTIONS if len(parameters(node)) > PARAMETERS}
-    assert found == TOO_MANY_PARAMETERS
+    assert not found
 
 
 def test_public_functions_are_annotated():
@@ -211,5 +180,4 @@ def test_public_functions_are_annotated():
         if public
         and (node.returns is None or any(given.annotation is None for given in parameters(node)))
     ]
-    counts = Counter(name.partition(".")[0] for name in found)
-    assert counts == NOT_ANNOTATED, found
+    assert not found

@@ -5,12 +5,11 @@ Every client trains its own model on its own data and sends nothing. Each client
 group: models [K, ...], group k is that of client k.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.errors import require
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
@@ -30,10 +29,16 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import check_arguments
 
 
 def nonfed(
-    task: Task, local: Local, select: Selection, *, trains: str = "all", ship_start: bool = False
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    trains: Literal["all", "cohort"] = "all",
+    ship_start: bool = False,
 ) -> Algorithm:
     """NonFed: every client trains a model of its own, from the same random start.
 
@@ -44,7 +49,7 @@ def nonfed(
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
     """
-    require("algorithm.trains", trains, ("all", "cohort"))
+    check_arguments(nonfed, locals(), "algorithm")
     local = local.resolve()
     algorithm = federated(
         task,

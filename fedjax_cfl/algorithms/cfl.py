@@ -13,7 +13,7 @@ by the server, which costs a model down and one up per cut.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine, dissimilarity
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.errors import require
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
@@ -54,6 +53,13 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import (
+    Fraction,
+    NaturalInt,
+    NonNegativeFloat,
+    PositiveInt,
+    check_arguments,
+)
 
 LINKAGES = ("single", "complete", "average")
 # (round, active [m], norm of the mean update [m], longest norm [m], clients [m]) -> [m] bool, the
@@ -78,15 +84,17 @@ class SplitTree(struct.PyTreeNode):
 class SplitRule(NamedTuple):
     """When a group is cut in two, and where."""
 
-    eps1: ArrayLike = 0.4  # the mean update is shorter: the group is stationary
-    eps2: ArrayLike = 1.6  # the longest update is longer: some clients are not stationary
+    eps1: NonNegativeFloat | jax.Array = 0.4  # the mean update is shorter: the group is stationary
+    eps2: NonNegativeFloat | jax.Array = (
+        1.6  # the longest update is longer: some clients are not stationary
+    )
     # sqrt((1 - alpha) / 2) is larger; alpha is the largest cosine between the halves
-    gamma_max: ArrayLike = 0.0
-    min_size: int = 2  # only larger groups are cut
-    warm_up: int = 20  # no cut before this round
+    gamma_max: Fraction | jax.Array = 0.0
+    min_size: PositiveInt = 2  # only larger groups are cut
+    warm_up: NaturalInt = 20  # no cut before this round
     # of the updates, by their cosines: single (the cut of least alpha) | complete (the released
     # code, D35) | average
-    linkage: str = "single"
+    linkage: Literal["single", "complete", "average"] = "single"
 
 
 def cfl(
@@ -94,7 +102,7 @@ def cfl(
     local: Local,
     select: Selection,
     *,
-    m: int,
+    m: PositiveInt,
     rule: SplitRule = SplitRule(),
     aggregate: AggregateFn = uniform_mean,
     stale_updates: bool = False,
@@ -106,7 +114,8 @@ def cfl(
     tested and cut; otherwise only the clients of the cohort count.
     Raises InputError for an unknown linkage.
     """
-    require("algorithm.linkage", rule.linkage, LINKAGES)
+    check_arguments(cfl, locals(), "algorithm")
+    check_arguments(SplitRule, rule._asdict(), "algorithm")
     local = local.resolve()
     solve = sgd(task, local)
 

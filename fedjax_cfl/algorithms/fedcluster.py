@@ -14,7 +14,6 @@ groups.
 
 import jax
 from jax import lax
-from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, single_active_group
 from fedjax_cfl.errors import InputError
@@ -25,6 +24,7 @@ from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, Selection, State, Task
+from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
 
 def fedcluster(
@@ -32,10 +32,10 @@ def fedcluster(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    rounds: int = 30,
-    gamma: ArrayLike = 0.13,
-    min_size: int = 20,
+    m: PositiveInt,
+    rounds: PositiveInt = 30,
+    gamma: Fraction | jax.Array = 0.13,
+    min_size: PositiveInt = 20,
 ) -> Algorithm:
     """CFL as in the FeSEM paper, with at most m groups: `rounds` rounds of FedAvg, then one
     round with all clients, again and again.
@@ -45,6 +45,7 @@ def fedcluster(
     across) / 2) is above `gamma`. It costs K models down and K up.
     Raises InputError for a model without a dense layer `head`.
     """
+    check_arguments(fedcluster, locals(), "algorithm")
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError(
             "algorithm.name=fedcluster: the model has no dense layer named head, whose updates are"

@@ -32,6 +32,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
 def feddane(
@@ -39,7 +40,7 @@ def feddane(
     local: Local,
     select: Selection,
     *,
-    mu: float | jax.Array = 1.0,
+    mu: NonNegativeFloat | jax.Array = 1.0,
     same_set: bool = False,
 ) -> Algorithm:
     """FedDANE: S1 is a second, independent draw of `select`; with `same_set` it is the
@@ -48,6 +49,7 @@ def feddane(
     Simulated faults happen in the second phase only. The mean leaves out gradients that
     are not finite.
     """
+    check_arguments(feddane, locals(), "algorithm")
     local, objective = local.resolve(), proximal(mu, erm(task))
     algorithm = federated(
         task,

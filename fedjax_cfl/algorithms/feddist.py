@@ -22,21 +22,24 @@ from fedjax_cfl.round.hooks import AggregateFn, Hooks
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Cohort, Params, Selection, State, Task, Upload
+from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 
 def feddist(
-    task: Task, local: Local, select: Selection, *, epsilon: float | jax.Array | None = 0.6
+    task: Task, local: Local, select: Selection, *, epsilon: PositiveFloat | jax.Array | None = 0.6
 ) -> Algorithm:
     """FedDist: unweighted means, step `epsilon` (None: 1 / |S|, S the clients that answered)."""
+    check_arguments(feddist, locals(), "algorithm")
     return step_towards(task, local, select, uniform_mean, epsilon)
 
 
 def feddws(
-    task: Task, local: Local, select: Selection, *, epsilon: float | jax.Array | None = None
+    task: Task, local: Local, select: Selection, *, epsilon: PositiveFloat | jax.Array | None = None
 ) -> Algorithm:
     """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, S the
     clients that answered).
     """
+    check_arguments(feddws, locals(), "algorithm")
     return step_towards(task, local, select, weighted_mean, epsilon)
 
 

@@ -18,6 +18,7 @@ from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Params, Selection, Task
+from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
 
 
 class Moments(NamedTuple):
@@ -69,10 +70,11 @@ def fedavgm(
     local: Local,
     select: Selection,
     *,
-    server_lr: float | jax.Array = 1.0,
-    momentum: float = 0.9,
+    server_lr: PositiveFloat | jax.Array = 1.0,
+    momentum: BelowOne = 0.9,
 ) -> Algorithm:
     """FedAvgM: the server adds momentum."""
+    check_arguments(fedavgm, locals(), "algorithm")
     return with_server(task, local, select, optax.sgd(server_lr, momentum=momentum))
 
 
@@ -81,11 +83,12 @@ def fedadagrad(
     local: Local,
     select: Selection,
     *,
-    server_lr: float | jax.Array = 0.1,
-    b1: float = 0.0,
-    tau: float = 1e-3,
+    server_lr: PositiveFloat | jax.Array = 0.1,
+    b1: BelowOne = 0.0,
+    tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
     """FedAdagrad: v <- v + g^2."""
+    check_arguments(fedadagrad, locals(), "algorithm")
     return with_server(task, local, select, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
 
@@ -94,12 +97,13 @@ def fedadam(
     local: Local,
     select: Selection,
     *,
-    server_lr: float | jax.Array = 0.1,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    tau: float = 1e-3,
+    server_lr: PositiveFloat | jax.Array = 0.1,
+    b1: BelowOne = 0.9,
+    b2: BelowOne = 0.99,
+    tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
     """FedAdam: v <- b2 v + (1 - b2) g^2."""
+    check_arguments(fedadam, locals(), "algorithm")
     return with_server(
         task, local, select, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
     )
@@ -110,12 +114,13 @@ def fedyogi(
     local: Local,
     select: Selection,
     *,
-    server_lr: float | jax.Array = 0.1,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    tau: float = 1e-3,
+    server_lr: PositiveFloat | jax.Array = 0.1,
+    b1: BelowOne = 0.9,
+    b2: BelowOne = 0.99,
+    tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
     """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2)."""
+    check_arguments(fedyogi, locals(), "algorithm")
     return with_server(
         task,
         local,

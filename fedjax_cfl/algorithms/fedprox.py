@@ -14,6 +14,7 @@ from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 
 def fedprox(
@@ -21,14 +22,15 @@ def fedprox(
     local: Local,
     select: Selection,
     *,
-    mu: float | jax.Array = 1.0,
-    drop_percent: float = 0.0,
+    mu: NonNegativeFloat | jax.Array = 1.0,
+    drop_percent: Fraction = 0.0,
 ) -> Algorithm:
     """FedProx with proximal weight `mu`.
 
     `drop_percent` (a fraction) of the cohort train only 1 .. E - 1 epochs, uniformly
     drawn, and their updates count.
     """
+    check_arguments(fedprox, locals(), "algorithm")
     local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_percent, local.epochs) if drop_percent else None

@@ -53,6 +53,7 @@ from fedjax_cfl.types import (
     Traffic,
     Upload,
 )
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
 # (nearest, move) -> the E-step before a round, after `move`
@@ -110,8 +111,8 @@ def fesem(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    mu: float | jax.Array = 0.1,
+    m: PositiveInt,
+    mu: NonNegativeFloat | jax.Array = 0.1,
     form: PullFn = pull_plainly,
     centers: "Centers | None" = None,
     detector: DetectFn | None = None,
@@ -124,6 +125,7 @@ def fesem(
     nothing changes, and with e_step_of_cohort such a client moves only if the centers have
     moved since it was last selected.
     """
+    check_arguments(fesem, locals(), "algorithm")
     local, centers = local.resolve(), centers or Centers()
     nearest = centers.distance(task)
     objective, prepare = form(task, mu)

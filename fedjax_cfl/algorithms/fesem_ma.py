@@ -32,10 +32,10 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem import (
+    assign_nearest,
     e_step_of_all,
     keep_models,
     nearest_center,
-    nearest_stored_center,
     rows_of,
     stored_mean,
 )
@@ -60,6 +60,7 @@ from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import (
     AggregateFn,
+    AssignFn,
     ClientFn,
     Hooks,
     Start,
@@ -83,6 +84,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import BelowOne, NonNegativeFloat, PositiveInt, check_arguments
 
 
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
@@ -116,6 +118,21 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         return initial._replace(memory=memory, report=add_reports(initial.report, sent))
 
     return start
+
+
+def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
+    """Adds to the traffic of `assign` that every client names its samples of each class, in
+    `words` words up a class.
+    """
+
+    def with_counts(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
+        gid, _ = assign(key, state, data, cohort)
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        return gid, make_report(make_traffic(words_up=real * data.num_classes * words))
+
+    return with_counts
 
 
 def mean_over_stored(mean: AggregateFn) -> AggregateFn:
@@ -198,12 +215,12 @@ def fesem_ma(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    mu: float | jax.Array = 0.1,
-    restarts: int = 20,
+    m: PositiveInt,
+    mu: NonNegativeFloat | jax.Array = 0.1,
+    restarts: PositiveInt = 20,
     mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
     head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
-    spare: float = 0.0,
+    spare: BelowOne = 0.0,
 ) -> Algorithm:
     """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
     `restarts` are as in FeSEM.
@@ -217,6 +234,7 @@ def fesem_ma(
     weigh_classes a word up per class. The server does the matching. Raises InputError for
     a model that is no such chain, or for spare units in one with normalisations.
     """
+    check_arguments(fesem_ma, locals(), "algorithm")
     local, layers = local.resolve(), find_layers(task)
     mean, words = head(layers[-1].name)
     if spare and any(layer.norms for layer in layers):
@@ -237,20 +255,11 @@ def fesem_ma(
             "regroup": recount if words else None,
             "finish": keep_models,
         }
-    choose = nearest_stored_center(nearest_of)
-
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        sent = make_traffic(words_up=real * data.num_classes * words)
-        return choose(key, state, data, cohort)[0], make_report(sent)
-
     hooks = Hooks(
         **own,
         start=with_class_counts(cluster_local_models(restarts)(start_task, local, m), words),
         migrate=e_step_of_all(nearest_of),
-        assign=assign,
+        assign=send_class_counts(assign_nearest(nearest_of), words),
         aggregate=mean_over(mean),
     )
     return federated(task, local, select, hooks)

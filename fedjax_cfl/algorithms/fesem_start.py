@@ -18,6 +18,7 @@ from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 # of the points that are clustered at the start: exact for up to so many clients; for more, their
 # principal directions
@@ -52,7 +53,7 @@ def random_models(task: Task, local: Local, m: int) -> StartFn:
     return start
 
 
-def cluster_local_models(restarts: int = 20) -> MakeStart:
+def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
     """Starts from K-means, the best of `restarts`, of the models that all clients have after
     they trained a common random model.
 
@@ -60,6 +61,7 @@ def cluster_local_models(restarts: int = 20) -> MakeStart:
     experiments. The start costs K models down and K up, and all clients are met. A group
     without clients starts from the common model.
     """
+    check_arguments(cluster_local_models, locals(), "algorithm")
 
     def make(task: Task, local: Local, m: int) -> StartFn:
         local = local.resolve()

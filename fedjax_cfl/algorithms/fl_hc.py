@@ -10,7 +10,7 @@ fraction of each group; clustering up to a distance leaves at most m groups.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
-from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
@@ -54,6 +54,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
 
 MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, S]
 
@@ -70,12 +71,12 @@ def fl_hc(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    warm_up: int = 20,
+    m: PositiveInt,
+    warm_up: NaturalInt = 20,
     metric: MetricFn = cosine_distance,
-    linkage: str = "complete",
-    threshold: ArrayLike | None = None,
-    newcomers: str = "largest",
+    linkage: Literal["ward", "complete", "average", "single"] = "complete",
+    threshold: PositiveFloat | jax.Array | None = None,
+    newcomers: Literal["largest", "nearest"] = "largest",
     aggregate: AggregateFn = weighted_mean,
 ) -> Algorithm:
     """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered, then
@@ -89,8 +90,7 @@ def fl_hc(
     uniform_mean.
     Raises InputError for a value that is not listed here.
     """
-    require("algorithm.linkage", linkage, LINKAGES)
-    require("algorithm.newcomers", newcomers, ("largest", "nearest"))
+    check_arguments(fl_hc, locals(), "algorithm")
     if linkage == "ward" and metric is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
     local = local.resolve()
@@ -134,7 +134,7 @@ def single_active_group(task: Task, m: int) -> StartFn:
 
 
 def cluster_updates(
-    m: int, metric: MetricFn, linkage: str, threshold: ArrayLike | None, newcomers: str
+    m: PositiveInt, metric: MetricFn, linkage: str, threshold: ArrayLike | None, newcomers: str
 ) -> RegroupFn:
     """Clusters the updates into groups, which all start from the model of group 0.
 

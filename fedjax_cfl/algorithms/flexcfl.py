@@ -37,6 +37,7 @@ from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Key, Selection, Task
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 
 def flexcfl(
@@ -44,11 +45,11 @@ def flexcfl(
     local: Local,
     select: Selection,
     *,
-    m: int,
+    m: PositiveInt,
     founding: ColdStart = ColdStart(),
-    eta_g: ArrayLike = 0.0,
+    eta_g: NonNegativeFloat | jax.Array = 0.0,
     mix: Callable[[ArrayLike], FinishFn] = inter_group,
-    mu: float | jax.Array = 0.0,
+    mu: NonNegativeFloat | jax.Array = 0.0,
     detector: DetectFn | None = tv,
     heat: Temperature | None = None,
 ) -> Algorithm:
@@ -61,6 +62,8 @@ def flexcfl(
     FedGrouProx; `heat` weighs clients by a temperature.
     Raises InputError for a round to recluster in that there cannot be.
     """
+    check_arguments(flexcfl, locals(), "algorithm")
+    check_arguments(ColdStart, founding._asdict(), "algorithm")
     if not all(type(number) is int and number >= 0 for number in founding.recluster):
         raise InputError(
             f"algorithm.recluster={founding.recluster}: must be a list of rounds, whole numbers >="
@@ -96,11 +99,11 @@ def fedgroup(
     local: Local,
     select: Selection,
     *,
-    m: int,
+    m: PositiveInt,
     founding: ColdStart = ColdStart(),
-    eta_g: ArrayLike = 0.0,
+    eta_g: NonNegativeFloat | jax.Array = 0.0,
     mix: Callable[[ArrayLike], FinishFn] = inter_group,
-    mu: float | jax.Array = 0.0,
+    mu: NonNegativeFloat | jax.Array = 0.0,
     heat: Temperature | None = None,
 ) -> Algorithm:
     """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx."""

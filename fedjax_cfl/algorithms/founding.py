@@ -35,6 +35,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 class ColdStartMemory(struct.PyTreeNode):
@@ -59,8 +60,9 @@ class MeasureFn(Protocol):
     ) -> jax.Array: ...
 
 
-def cluster_by_edc(restarts: int = 10) -> MeasureFn:
+def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
     """Clusters decomposed cosine features by K-means++ (FedGroup, eq. 8)."""
+    check_arguments(cluster_by_edc, locals(), "algorithm")
 
     def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
         gram = distances.gram(upload.delta)[rows][:, rows]
@@ -70,8 +72,9 @@ def cluster_by_edc(restarts: int = 10) -> MeasureFn:
     return measure
 
 
-def cluster_by_randomized_edc(restarts: int = 10) -> MeasureFn:
+def cluster_by_randomized_edc(restarts: PositiveInt = 10) -> MeasureFn:
     """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders."""
+    check_arguments(cluster_by_randomized_edc, locals(), "algorithm")
 
     def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
         points = features.edc_randomized(key, upload.delta, m)[rows]
@@ -140,7 +143,7 @@ def start_from_initial(directions: Params) -> Params:
 class ColdStart(NamedTuple):
     """How groups are founded, and how newcomers join them."""
 
-    alpha: int = 20  # founders per group
+    alpha: PositiveInt = 20  # founders per group
     # cluster_by_edc | cluster_by_randomized_edc | cluster_by_madc | found_alone
     measure: MeasureFn = cluster_by_edc()
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update

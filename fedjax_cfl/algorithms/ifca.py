@@ -42,6 +42,7 @@ from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
 MakeStart = Callable[[Task, Local, Selection, int], StartFn]
 
@@ -62,7 +63,7 @@ def ifca(
     local: Local,
     select: Selection,
     *,
-    m: int,
+    m: PositiveInt,
     start: MakeStart = random_groups,
     solve: Callable[[Task, Local], ClientFn] = sgd,
     aggregate: AggregateFn = uniform_mean,
@@ -78,6 +79,7 @@ def ifca(
     adds the L2 penalty to the losses that are compared (D10); `migrate` is as in
     `ifca_mig`.
     """
+    check_arguments(ifca, locals(), "algorithm")
     local = local.resolve()
     hooks = Hooks(
         solve(task, local),
@@ -95,7 +97,7 @@ def ifca_mig(
     local: Local,
     select: Selection,
     *,
-    m: int,
+    m: PositiveInt,
     start: MakeStart = random_groups,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
@@ -105,6 +107,7 @@ def ifca_mig(
     """IFCA-MIG of the FlexCFL paper: clients met whose data shifted (`detector`) download all
     models and choose again before the round; `charge` says who pays for it.
     """
+    check_arguments(ifca_mig, locals(), "algorithm")
 
     def start_with_reference(task: Task, local: Local, select: Selection, m: int) -> StartFn:
         start_groups = start(task, local, select, m)
@@ -130,9 +133,9 @@ def ifca_restarts(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    restarts: int = 5,
-    restart_rounds: int = 10,
+    m: PositiveInt,
+    restarts: PositiveInt = 5,
+    restart_rounds: PositiveInt = 10,
     start: MakeStart = random_groups,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
@@ -140,6 +143,7 @@ def ifca_restarts(
     """IFCA from the best of `restarts` starts: the one whose training loss is lowest after
     `restart_rounds` rounds. The traffic of all of them counts.
     """
+    check_arguments(ifca_restarts, locals(), "algorithm")
     algorithm = ifca(task, local, select, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
 
     def init(key: Key, data: FederatedData) -> State:
@@ -176,10 +180,11 @@ def first_cohort(local: Local, select: Selection, key: Key, data: FederatedData)
     return make_cohort(ids, data, local)
 
 
-def reject_unbalanced(share: float = 0.1, tries: int = 100) -> MakeStart:
+def reject_unbalanced(share: Fraction = 0.1, tries: PositiveInt = 100) -> MakeStart:
     """Draws m random models until each is the best for at least `share` of the first cohort
     (IFCA's CIFAR code), at most `tries` times; the last draw is used.
     """
+    check_arguments(reject_unbalanced, locals(), "algorithm")
 
     def make(task: Task, local: Local, select: Selection, m: int) -> StartFn:
         local = local.resolve()

@@ -15,10 +15,12 @@ from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
-def qfedavg(task: Task, local: Local, select: Selection, *, q: float = 1.0) -> Algorithm:
+def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat = 1.0) -> Algorithm:
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
+    check_arguments(qfedavg, locals(), "algorithm")
     local = local.resolve()
     loss = over_clients(training_loss(task), local)
 

@@ -47,6 +47,7 @@ from fedjax_cfl.types import (
     State,
     Task,
 )
+from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
 
 def tkm(
@@ -54,12 +55,12 @@ def tkm(
     local: Local,
     select: Selection,
     *,
-    m: int,
-    beta: float = 0.2,
-    theta: float = 0.05,
-    erm_epochs: int | None = None,
-    restarts: int = 10,
-    iterations: int = 8,
+    m: PositiveInt,
+    beta: Trim = 0.2,
+    theta: Trim = 0.05,
+    erm_epochs: Epochs | None = None,
+    restarts: PositiveInt = 10,
+    iterations: PositiveInt = 8,
 ) -> Algorithm:
     """TKM with m groups, found once, before round 0, from the models of all clients.
 
@@ -69,6 +70,7 @@ def tkm(
     `iterations` from each of `restarts` draws of m clients.
     The start holds K models in memory, and costs K models up.
     """
+    check_arguments(tkm, locals(), "algorithm")
     local = local.resolve()
     hooks = Hooks(
         sgd(task, local),
@@ -138,7 +140,7 @@ def trimmed_kmeans(
     key: Key,
     models: Params,
     known: jax.Array,
-    m: int,
+    m: PositiveInt,
     theta: ArrayLike,
     restarts: int,
     iterations: int,

@@ -12,17 +12,12 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
 from fedjax_cfl.simulation.compilation import Plan
 from fedjax_cfl.validation import (
-    BelowOne,
-    Epochs,
-    Fraction,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Rule,
     Seed,
-    Trim,
-    number,
     parameter_rules,
 )
 
@@ -78,46 +73,11 @@ class PresetSettings(NamedTuple):
     l2: NonNegativeFloat | None
 
 
-# Until the parameters of `fedjax_cfl.algorithms` are annotated themselves: an annotation there
-# wins, and the line here goes.
-class AlgorithmSettings(NamedTuple):
-    """Settings under `algorithm`."""
-
-    m: PositiveInt
-    alpha: PositiveInt
-    eta_g: NonNegativeFloat
-    mu: NonNegativeFloat
-    q: NonNegativeFloat
-    server_lr: PositiveFloat
-    momentum: BelowOne
-    b1: BelowOne
-    b2: BelowOne
-    tau: PositiveFloat
-    drop_percent: Fraction
-    share: Fraction
-    restarts: PositiveInt
-    spare: BelowOne
-    restart_rounds: PositiveInt
-    temperature_max: Annotated[float, number("a finite number > 1", lambda value: value > 1)]
-    epsilon: PositiveFloat | None
-    beta: Trim
-    theta: Trim
-    erm_epochs: Epochs | None
-    iterations: PositiveInt
-    eps1: NonNegativeFloat
-    eps2: NonNegativeFloat
-    gamma_max: Fraction
-    min_size: PositiveInt
-    warm_up: NaturalInt
-    threshold: PositiveFloat | None
-
-
 def collect_rules(config: dict) -> dict[str, Rule]:
     """Returns the rules of a resolved configuration by dotted name: those of the package's
     functions that its `_target_`s name, and those of the run.
     """
     owners: list[tuple[str, Callable]] = [
-        ("algorithm.", AlgorithmSettings),
         ("", Plan),
         ("local.", Local),
         ("faults.", Faults),

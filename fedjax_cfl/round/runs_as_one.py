@@ -87,21 +87,8 @@ def over_clients_of_runs(
 
     @joined.def_vmap
     def _(count, batched, stacks, clients, index, own):
-        stacks_batched, *mine_batched = batched
-
-        def give_axis(is_batched, leaf):
-            return leaf if is_batched else jnp.broadcast_to(leaf, (count, *leaf.shape))
-
-        def offset_index(is_batched, stack, index):
-            return index + jnp.arange(count)[:, None] * stack.shape[1] if is_batched else index
-
-        def flatten(is_batched, leaf):
-            return leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf
-
-        clients, index, own = jax.tree.map(give_axis, tuple(mine_batched), (clients, index, own))
-        index = jax.tree.map(offset_index, stacks_batched, stacks, index)
-        stacks = jax.tree.map(flatten, stacks_batched, stacks)
-        folded = jax.tree.map(lambda leaf: fold(leaf, devices), (clients, index, own))
+        stacks, *each = join_runs(count, batched, stacks, (clients, index, own))
+        folded = jax.tree.map(lambda leaf: fold(leaf, devices), each)
         out = jax.tree.map(lambda leaf: unfold(leaf, count, devices), joined(stacks, *folded))
         return out, jax.tree.map(lambda _: True, out)
 
@@ -111,6 +98,26 @@ def over_clients_of_runs(
         return joined(stacks, cohort.ids, index, client_inputs)
 
     return run
+
+
+def join_runs(count: int, batched: Any, stacks: Any, each: tuple) -> tuple:
+    """Returns the stacks of `count` runs as one stack, and what each client has, (clients,
+    index, inputs) [count, S, ...], with indices into that stack.
+    """
+    stacks_batched, *each_batched = batched
+
+    def give_axis(is_batched, leaf):
+        return leaf if is_batched else jnp.broadcast_to(leaf, (count, *leaf.shape))
+
+    def offset_index(is_batched, stack, index):
+        return index + jnp.arange(count)[:, None] * stack.shape[1] if is_batched else index
+
+    def flatten(is_batched, leaf):
+        return leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf
+
+    clients, index, own = jax.tree.map(give_axis, tuple(each_batched), each)
+    index = jax.tree.map(offset_index, stacks_batched, stacks, index)
+    return jax.tree.map(flatten, stacks_batched, stacks), clients, index, own
 
 
 def fold(leaf: jax.Array, devices: int) -> jax.Array:

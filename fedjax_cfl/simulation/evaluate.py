@@ -2,7 +2,7 @@
 over the samples.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,52 +23,69 @@ def count_models(models: Params) -> int:
     return jax.tree.leaves(models)[0].shape[0]
 
 
+class Blocks(NamedTuple):
+    """Test samples sorted by model and cut into blocks that belong to one model each."""
+
+    sort: jax.Array  # [N_test] int32, places in `data.test.order`
+    first: jax.Array  # [m] int32, where each model's samples begin in `sort`
+    size: jax.Array  # [m] int32, how many they are
+    until: jax.Array  # [m] int32, number of the first block of the next model
+
+
+def cut_blocks(index: jax.Array, num_models: int) -> Blocks:
+    """Returns the blocks of test samples with models `index` [N_test], -1 for none."""
+    key = jnp.where(index >= 0, index, num_models)
+    count = jnp.bincount(key, length=num_models + 1)[:num_models]
+    sort = jnp.argsort(key, stable=True).astype(jnp.int32)
+    return Blocks(sort, jnp.cumsum(count) - count, count, jnp.cumsum(-(-count // EVAL_BLOCK)))
+
+
+def predict_block(
+    task: Task, models: Params, data: FederatedData, blocks: Blocks, number: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (place in `data.test.order`, N_test for none; predicted class; cross-entropy)
+    [EVAL_BLOCK] of one block.
+    """
+    sort, first, count, until = blocks
+    total = sort.size
+    g = jnp.minimum(
+        jnp.searchsorted(until, number, side="right", method="compare_all"), count.size - 1
+    )
+    begin = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK
+    place = begin + jnp.arange(EVAL_BLOCK)
+    slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
+    test = sort[jnp.minimum(slot, total - 1)]
+    rows = data.test.order[test]
+    x, y = gather(data, rows)
+    owner = jnp.where(slot < total, data.owner[rows], -1)
+    logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x, owner)
+    guess = jnp.argmax(logits, -1).astype(jnp.int32)
+    return jnp.where(slot < total, test, total), guess, cross_entropy(logits, y)
+
+
 def predict_test_samples(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the
     order of `data.test.order`.
 
-    Samples are sorted by model and cut into blocks that belong to one model each, so m
-    models cost one pass and not m. Samples of clients without a model get class -1.
+    m models cost one pass over the samples and not m. Samples of clients without a model
+    get class -1.
     """
     models, index = served
     num_models, total = count_models(models), data.test.order.size
     owner = data.owner[data.test.order]
-    index = jnp.where(owner >= 0, index[owner], -1)
-    key = jnp.where(index >= 0, index, num_models)
-    sort = jnp.argsort(key, stable=True).astype(jnp.int32)
-    count = jnp.bincount(key, length=num_models + 1)[:num_models]
-    first = jnp.cumsum(count) - count
-    blocks = -(-count // EVAL_BLOCK)
-    until = jnp.cumsum(blocks)
-    length = -(
-        -(total // EVAL_BLOCK + num_models) // mesh.size
-    )  # static bound of blocks per device
+    blocks = cut_blocks(jnp.where(owner >= 0, index[owner], -1), num_models)
+    # static bound of blocks per device
+    length = -(-(total // EVAL_BLOCK + num_models) // mesh.size)
 
     @jax.jit  # traced once for its shapes and for the loop
     def one_block(shared, number):
-        models, data, sort, first, count, until = shared
-        g = jnp.minimum(
-            jnp.searchsorted(until, number, side="right", method="compare_all"), num_models - 1
-        )
-        place = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK + jnp.arange(
-            EVAL_BLOCK
-        )
-        slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
-        test = sort[jnp.minimum(slot, total - 1)]
-        rows = data.test.order[test]
-        x, y = gather(data, rows)
-        whose = jnp.where(slot < total, data.owner[rows], -1)
-        logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x, whose)
-        return (
-            jnp.where(slot < total, test, total),
-            jnp.argmax(logits, -1).astype(jnp.int32),
-            cross_entropy(logits, y),
-        )
+        models, data, blocks = shared
+        return predict_block(task, models, data, blocks, number)
 
     def device_blocks(shared, numbers):
-        done = jnp.sum(numbers < shared[-1][-1])
+        done = jnp.sum(numbers < shared[-1].until[-1])
         shapes = jax.eval_shape(one_block, shared, numbers[0])
         out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
 
@@ -79,12 +96,9 @@ def predict_test_samples(
 
         return lax.fori_loop(0, done, body, out)
 
-    numbers = (
-        jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
-    )  # dealt in turn
-    where, guess, loss = over_devices(device_blocks, mesh)(
-        (models, data, sort, first, count, until), numbers
-    )
+    # devices take them in turn
+    numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
+    where, guess, loss = over_devices(device_blocks, mesh)((models, data, blocks), numbers)
     guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
