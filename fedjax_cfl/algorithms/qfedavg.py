@@ -22,7 +22,7 @@ def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat 
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
     check_arguments(qfedavg, locals(), "algorithm")
     local = local.resolve()
-    loss = over_clients(training_loss(task), local)
+    loss = over_clients(training_loss(task, with_l2=True), local)
 
     def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         each = loss(cohort, data, state.groups)

@@ -68,7 +68,7 @@ def tkm(
     of each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` are the
     local epochs of the first stage, near convergence (None: 10 E); K-means runs at most
     `iterations` from each of `restarts` draws of m clients.
-    The start holds K models in memory, and costs K models up.
+    The start holds K models in memory, and costs K models down, the common start, and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
     local = local.resolve()
@@ -129,7 +129,8 @@ def local_erm(
             return models.at[cohort.ids].add(delta, mode="drop")
 
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
-        sent = make_traffic(units_up=data.num_clients - counts.dropped.sum())
+        answers = data.num_clients - counts.dropped.sum()
+        sent = make_traffic(units_down=data.num_clients, units_up=answers)
         report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
         return jax.tree.map(model, start, upload.delta), known, report
 

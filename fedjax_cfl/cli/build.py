@@ -20,7 +20,7 @@ from fedjax_cfl.cli.config_check import check_sizes
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE
 from fedjax_cfl.data import prefetch
-from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Task
@@ -64,8 +64,10 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     )
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
     task = build_task(config, pool)
-    algorithm = build_algorithm(config, task, data, mesh)
     drift = instantiate_target("drift", config["drift"])
+    if config["resident"] != "host":
+        data = bound_client_samples(data, drift)  # before a batch is cut to what anybody can have
+    algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
     return algorithm, task, data, drift, mesh
 
@@ -120,13 +122,16 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
     return cfl.Local(
         local["lr"],
         local["epochs"],
-        # more than anybody has is a full batch, and memory is taken for B samples
+        # more than anybody can have is a full batch, and memory is taken for B samples
         min(local["batch_size"], data.max_client_samples),
         memory.choose_width(local, task, data, mesh),
         mesh,
         cfl.Faults(**config["faults"]),
         local["first_layer"],
         local["momentum"],
+        steps=local["steps"],
+        weight_decay=local["weight_decay"],
+        schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
         keep_received=config["test_on"] == "received",
     )
 

@@ -19,7 +19,9 @@ from fedjax_cfl.types import Algorithm
 def _cell(name: str, summary: dict[str, Any]) -> str:
     value = summary[name]
     if name == "best_accuracy":
-        return f"{value:.2%} (round {summary.get('best_round')}), best of {summary.get('best_of')}"
+        return (
+            f"{value:.2%} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
+        )
     if "accuracy" in name or "_f1" in name:
         return f"{value:.2%}"
     if name.endswith("_per_s"):
@@ -47,6 +49,7 @@ def final_table(summary: dict[str, Any]) -> Table:
         "preset",
         "seed",
         "best_round",
+        "best_of",
         "versions",
         "overrides",
     }
@@ -124,6 +127,7 @@ SUMMARY_FIELDS = (
     "seed",
     "rounds",
     "best_round",
+    "best_of",
     "ari",
 )  # said as they are, with the scores
 
