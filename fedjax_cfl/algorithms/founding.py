@@ -103,21 +103,31 @@ def train_steps(steps: int) -> Callable[[Local], Local]:
     return lambda local: local._replace(steps=steps)
 
 
+def train_full_batches(steps: int) -> Callable[[Local], Local]:
+    """Lets first updates take `steps` mini-batch steps of which none is short: the stream of
+    batches of the FlexCFL code (D1).
+    """
+    return lambda local: local._replace(steps=steps, fill_batches=True)
+
+
 def train_epochs(epochs: int | None = None) -> Callable[[Local], Local]:
     """Lets first updates take `epochs` epochs; None: as many as in a round (D1)."""
     return lambda local: local if epochs is None else local._replace(epochs=epochs)
 
 
 def parse_pretrain(text: str) -> Callable[[Local], Local]:
-    """Returns the local work of a first update, written iters:N | epochs:N | epochs:E (D1).
+    """Returns the local work of a first update: iters:N | filled:N | epochs:N | epochs:E (D1).
     Raises InputError for anything else.
     """
     kind, _, number = text.partition(":")
     if kind == "epochs" and number == "E":
         return train_epochs()
-    if kind not in ("iters", "epochs") or not number.isdecimal() or int(number) < 1:
-        raise InputError(f"algorithm.pretrain={text}: iters:N, epochs:N (N >= 1) or epochs:E")
-    return (train_epochs if kind == "epochs" else train_steps)(int(number))
+    kinds = {"iters": train_steps, "filled": train_full_batches, "epochs": train_epochs}
+    if kind not in kinds or not number.isdecimal() or int(number) < 1:
+        raise InputError(
+            f"algorithm.pretrain={text}: iters:N, filled:N, epochs:N (N >= 1) or epochs:E"
+        )
+    return kinds[kind](int(number))
 
 
 def join_nearest(pretrain: TrainFn) -> ChooseFn:

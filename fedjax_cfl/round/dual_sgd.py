@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.round.local import Local, StepPlan
+from fedjax_cfl.round.local import Local, StepPlan, take_rows
 from fedjax_cfl.round.objective import Objective, ObjectiveFn, penalty
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
@@ -229,10 +229,10 @@ def take_gradient(
 ) -> tuple[Batch, jax.Array]:
     """Returns the mini-batch of step t with its gradient, and the loss sums [2] after it."""
     samples, local, plan = problem.samples, problem.local, problem.plan
-    epoch, place = plan.locate_batch(t, local.batch_size)
+    epoch, _ = plan.locate_batch(t, local.batch_size)
     size = samples.y.shape[0]
-    at = lax.dynamic_slice(samples.order, (epoch * size + place,), (local.batch_size,))
-    real = (place + jnp.arange(local.batch_size) < samples.held).astype(jnp.float32)
+    places, real = plan.locate_samples(t, samples.held, size, local)
+    at = take_rows(samples.order, places, local)
     gram_b, z_b = problem.gram[at], problem.z_start[at]
     change = position.scale * z_b + gram_b @ position.rows
     vv, vw = position.products
@@ -243,7 +243,7 @@ def take_gradient(
         each = problem.first.loss(rest, z, samples.y[at], jax.random.fold_in(problem.key, t))
         if problem.objective.weight(problem.client_extra) is not None:
             each = each + penalty(problem.mu, rest, problem.rest)
-        total = jnp.sum(jnp.where(real > 0, each, 0.0))
+        total = jnp.sum(jnp.where(real, each, 0.0))
         return total / jnp.sum(real), total
 
     (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(

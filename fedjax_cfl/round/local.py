@@ -47,6 +47,9 @@ class Local(NamedTuple):
     vmap_runs: bool = False
     # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs
     steps: PositiveInt | None = None
+    # True: the short last batch of a pass is filled up from the next one (the pre-training of the
+    # FlexCFL code, see `StepPlan.locate_samples`)
+    fill_batches: bool = False
     weight_decay: NonNegativeFloat = 0.0  # added to every gradient, times the parameters
     # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
     schedule: Callable[[jax.Array], jax.Array] | None = None
@@ -86,6 +89,25 @@ class StepPlan(NamedTuple):
         """Returns (epoch, position of the step's first sample within the epoch)."""
         return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
 
+    def locate_samples(
+        self, step: jax.Array, count: jax.Array, stride: ArrayLike, local: Local
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns where the samples of a step [B] stand in a table of passes, `stride` apart,
+        and which of them are real [B].
+
+        With `local.fill_batches` the last batch of a pass over n samples goes on with the
+        first (B ceil(n / B) mod n) samples of the next pass, which then begins with them
+        again.
+        """
+        epoch, place = self.locate_batch(step, local.batch_size)
+        inside = place + jnp.arange(local.batch_size)
+        if not local.fill_batches:
+            return epoch * stride + inside, inside < count
+        beyond = inside - count
+        more = lax.rem(self.per_epoch * local.batch_size, jnp.maximum(count, 1))
+        where = jnp.where(beyond < 0, epoch * stride + inside, (epoch + 1) * stride + beyond)
+        return where, beyond < more
+
     def count_samples(self, count: jax.Array, batch: int) -> jax.Array:
         """Returns the samples [2], of `count`, that the first and the last epoch reach."""
         last = self.steps - self.last_epoch * self.per_epoch
@@ -106,6 +128,13 @@ def plan_steps(
     planned = local.epochs * per_epoch if local.steps is None else local.steps
     steps = jnp.where(count > 0, jnp.ceil(fraction * planned - 1e-3).astype(jnp.int32), 0)
     return StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), random_words)
+
+
+def take_rows(table: jax.Array, places: jax.Array, local: Local) -> jax.Array:
+    """Returns the entries of a table at `places` [B], which only filled batches scatter."""
+    if local.fill_batches:
+        return table[places]
+    return lax.dynamic_slice(table, (places[0],), (local.batch_size,))
 
 
 class Work(NamedTuple):

@@ -28,7 +28,7 @@ from fedjax_cfl.round.cohort import (
     make_int_array,
 )
 from fedjax_cfl.round.hooks import ClientFn
-from fedjax_cfl.round.local import Local, StepPlan, Work, count_steps, plan_steps
+from fedjax_cfl.round.local import Local, StepPlan, Work, count_steps, plan_steps, take_rows
 from fedjax_cfl.round.objective import Objective, ObjectiveFn, erm
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.shuffle import random_permutations, shuffle_table
@@ -102,7 +102,8 @@ def choose_train(
         Side by side, another client of the chunk may have fewer samples.
         """
         fewest = fewest if local.width == 1 else 1
-        return local.epochs if local.steps is None else -(-local.steps // -(-fewest // batch))
+        most = local.epochs if local.steps is None else -(-local.steps // -(-fewest // batch))
+        return most + local.fill_batches
 
     batch, buckets = local.batch_size, bucket_sizes(data.max_client_samples)
     sizes = dual_sgd.dual_sizes(
@@ -158,10 +159,10 @@ def make_direct_train(
 
         def step(s, carry):
             params, velocity, losses = carry
-            epoch, place = plan.locate_batch(s, batch)
-            rows = lax.dynamic_slice(table, (epoch * stride + place,), (batch,))
-            x, y = gather(data, rows)
-            owner = jnp.where(place + jnp.arange(batch) < count, client, -1)
+            epoch, _ = plan.locate_batch(s, batch)
+            places, real = plan.locate_samples(s, count, stride, local)
+            x, y = gather(data, take_rows(table, places, local))
+            owner = jnp.where(real, client, -1)
 
             def batch_loss(params):
                 noise = jax.random.fold_in(key, s)
