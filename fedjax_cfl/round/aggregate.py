@@ -96,19 +96,20 @@ def q_fair(q: float, local: Local):
     in Federated Learning", Algorithm 2).
 
     `client_extra` [S] is each client's loss F_i of the received model. The Lipschitz
-    constant is one over the step size. q = 0 is the plain mean.
+    constant is one over the step size. q = 0 is the plain mean. A client with so high a
+    loss that its share is beyond float32 is left out.
     """
 
     def aggregate(upload: Upload, gid, cohort: Cohort, client_extra, state: State):
         lipschitz = 1.0 / (local.lr * local.lr_scale(state.round))
-        present = (upload.weight > 0).astype(jnp.float32)
-        loss = (
-            jnp.where(present > 0, client_extra, 0.0) + 1e-10
-        )  # an absent client's loss may be anything
+        present = upload.weight > 0
+        loss = jnp.where(present, client_extra, 0.0) + 1e-10  # an absent client's may be anything
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * upload.squared_norm + lipschitz * gain
-        total = membership_weights(present * bend, gid, state.active.size).sum(0)
-        coefficient = membership_weights(present * gain * lipschitz, gid, state.active.size)
+        present &= jnp.isfinite(bend)
+        bend, gain = (jnp.where(present, value, 0.0) for value in (bend, gain))
+        total = membership_weights(bend, gid, state.active.size).sum(0)
+        coefficient = membership_weights(gain * lipschitz, gid, state.active.size)
         return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total
 
     return aggregate
