@@ -446,6 +446,14 @@ def test_a_client_with_huge_inputs_spoils_nothing_anywhere(name, linear, local, 
         assert infos.clients.tolist() == [REAL - 1] * ROUNDS
 
 
+@pytest.mark.parametrize("scale", [1e10, 1e15, 1e30])
+def test_a_huge_loss_to_a_high_power_spoils_nothing(scale, linear, local, toy):
+    """A client's update may be finite where the power of its loss is not."""
+    client = (toy.owner == 5)[:, None]
+    _, last, infos = go(linear, local, toy.replace(x=jnp.where(client, scale, toy.x)), qfedavg, q=4)
+    chex.assert_tree_all_finite((last, infos.replace(group_discrepancy=0.0)))
+
+
 def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
     """It misses the cuts of CFL's first rounds and then passes them, one after another."""
     client, huge = 11, with_huge_inputs(toy, 11)

@@ -3,15 +3,20 @@ that says what is meant.
 """
 
 import random
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedprox import partial_epochs
+from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
+from fedjax_cfl.round.clock import device_profiles
 from fedjax_cfl.round.cohort import balance_over_devices, make_cohort, over_clients
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
@@ -53,6 +58,43 @@ def test_py_sample_is_pythons_generator(round_robin):
         drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
     assert [pick.draw(KEY, round, 10).tolist() for round in range(6)] == drawn
     assert pick.draw(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
+
+
+def test_power_of_choice_refuses_what_cannot_be(toy, linear, local):
+    with pytest.raises(InputError, match=r"^candidates=3: must be at least clients_per_round=4$"):
+        select.power_of_choice(4, 3)
+    with pytest.raises(InputError, match=r"^clients_per_round=0: must be a whole number >= 1$"):
+        select.power_of_choice(0, 3)
+    some = select.power_of_choice(2, 15)
+    with pytest.raises(InputError, match="15: must be at most 14, the number of clients"):
+        jax.eval_shape(
+            lambda key: some.select(key, some.init(toy), SimpleNamespace(round=0), toy), KEY
+        )
+    start = {"m": 2, "start": "kmeanspp_loss"}
+    with pytest.raises(
+        InputError, match=r"^algorithm\.start: this start trains the clients of the"
+    ):
+        jax.eval_shape(
+            build(ifca, linear, local, select.power_of_choice(2, 3), **start).init, KEY, toy
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ([1.0, 1.0], [1.0]),
+            "2 step_seconds and 1 bytes_per_second: one of each for every client",
+        ),
+        (([1.0, -1.0], [1.0, 1.0]), "step_seconds of client 1 are -1.0: must be finite and >= 0"),
+        (([1.0, np.nan], [1.0, 1.0]), "step_seconds of client 1 are nan: must be finite and >= 0"),
+        (([1.0, 1.0], [0.0, 1.0]), "bytes_per_second of client 0 are 0.0: must be finite and > 0"),
+        (([1.0, 1.0], [1.0, 1.0], 0), "wait_for=0: must be a whole number >= 1 or null"),
+    ],
+)
+def test_clocks_that_cannot_be_are_refused(arguments, said):
+    with pytest.raises(InputError, match=f"^clock: {said}$"):
+        device_profiles(*map(np.array, arguments[:2]), *arguments[2:])
 
 
 # Stragglers

@@ -111,20 +111,23 @@ def q_fair(q: float, local: Local) -> AggregateFn:
     in Federated Learning", Algorithm 2).
 
     `client_extra` [S] is the loss F_i of the model that each client received. The
-    Lipschitz constant is one over the step size. q = 0 is the plain mean.
+    Lipschitz constant is one over the step size. q = 0 is the plain mean. A client with so
+    high a loss that its share is beyond float32 is left out.
     """
 
     def aggregate(
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
         lipschitz = 1.0 / (local.lr * local.lr_scale(state.round))
-        present = (upload.weight > 0).astype(jnp.float32)
+        present = upload.weight > 0
         # the loss of an absent client may be anything
-        loss = jnp.where(present > 0, client_extra, 0.0) + 1e-10
+        loss = jnp.where(present, client_extra, 0.0) + 1e-10
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * upload.squared_norm + lipschitz * gain
-        total = membership_weights(present * bend, gid, state.active.size).sum(0)
-        coefficient = membership_weights(present * gain * lipschitz, gid, state.active.size)
+        present &= jnp.isfinite(bend)
+        bend, gain = (jnp.where(present, value, 0.0) for value in (bend, gain))
+        total = membership_weights(bend, gid, state.active.size).sum(0)
+        coefficient = membership_weights(gain * lipschitz, gid, state.active.size)
         return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total
 
     return aggregate

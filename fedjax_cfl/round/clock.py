@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Cohort, Upload
 
 
@@ -29,8 +30,9 @@ def device_profiles(
     step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None = None
 ) -> Clock:
     """Gives every client a device: `step_seconds` [K] per local step, and a connection of
-    `bytes_per_second` [K], down and up alike.
+    `bytes_per_second` [K], down and up alike. Raises InputError for what no device has.
     """
+    check_profiles(np.asarray(step_seconds), np.asarray(bytes_per_second), wait_for)
     compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
 
     def seconds(cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array:
@@ -38,6 +40,29 @@ def device_profiles(
         return upload.steps * compute[clients] + slot_bytes / bandwidth[clients]
 
     return Clock(seconds, wait_for)
+
+
+def check_profiles(
+    step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None
+) -> None:
+    """Raises InputError for seconds, bytes or a number of answers that there cannot be."""
+    if step_seconds.shape != bytes_per_second.shape:
+        raise InputError(
+            f"clock: {step_seconds.size} step_seconds and {bytes_per_second.size} bytes_per_second:"
+            " one of each for every client"
+        )
+    for name, values, wrong, allowed in (
+        ("step_seconds", step_seconds, step_seconds < 0, ">= 0"),
+        ("bytes_per_second", bytes_per_second, bytes_per_second <= 0, "> 0"),
+    ):
+        bad = np.flatnonzero(wrong | ~np.isfinite(values))
+        if bad.size:
+            raise InputError(
+                f"clock: {name} of client {bad[0]} are {values[bad[0]]}: must be finite and"
+                f" {allowed}"
+            )
+    if wait_for is not None and wait_for < 1:
+        raise InputError(f"clock: wait_for={wait_for}: must be a whole number >= 1 or null")
 
 
 def end_round(
