@@ -351,7 +351,8 @@ def test_power_of_choice(toy, linear, local):
     algorithm = algorithms.fedavg(linear, local, select.power_of_choice(3, 8))
     assert algorithm.data_clients is None
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
-    known, model, chosen = np.full(14, np.inf), models_of(state.groups)[0], []
+    known = np.where(np.asarray(toy.train.size) > 0, np.inf, -np.inf)
+    model, chosen = models_of(state.groups)[0], []
     for round in range(7):
         candidates = np.asarray(draw(derive_key(KEY, SELECT, round), round, 14))
         cohort = candidates[np.argsort(-known[candidates], kind="stable")[:3]].tolist()

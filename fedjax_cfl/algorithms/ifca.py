@@ -28,6 +28,7 @@ from fedjax_cfl.round import engine
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated, no_clients
+from fedjax_cfl.round.faults import add_fault_counts, sum_rounds
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     ClientFn,
@@ -155,12 +156,15 @@ def ifca_restarts(
                 initial,
                 length=restart_rounds,
             )
-            return initial.groups, info.last_loss[-1], state.traffic
+            faults = add_fault_counts(initial.start_faults, sum_rounds(info.fault_counts))
+            return initial.groups, info.last_loss[-1], state.traffic, faults
 
-        groups, loss, sent = lax.map(attempt, jnp.arange(restarts))
+        groups, loss, sent, faults = lax.map(attempt, jnp.arange(restarts))
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
         chosen = jax.tree.map(lambda leaf: leaf[best], groups)
-        state = algorithm.init(key, data).replace(groups=chosen, traffic=add_traffic(sent))
+        state = algorithm.init(key, data).replace(
+            groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
+        )
         return engine.keep_served(state) if local.keep_received else state
 
     return algorithm._replace(init=init, data_clients=None)

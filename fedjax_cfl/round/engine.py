@@ -287,11 +287,15 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Uplo
     """Returns the upload with each delta relative to the model of the client's present
     group `gid` [S]: start + delta - group.
 
-    A client that changed its group trained from the model that was `sent` [m, ...] to
-    another one. The new group can use its model, but not its delta.
+    A client that changed its group, or whose group was given another model, trained from
+    what was `sent` [m, ...]. Its group can use its model, but not its delta.
     """
 
-    elsewhere = (gid != upload.start_group) & (upload.weight > 0)
+    def differs(old, new):
+        return jnp.any((old != new).reshape(len(old), -1), axis=1)
+
+    changed = jax.tree.reduce(jnp.logical_or, jax.tree.map(differs, sent, groups))  # [m]
+    elsewhere = ((gid != upload.start_group) | changed[gid]) & (upload.weight > 0)
 
     def shift() -> Upload:
         def from_new_group(delta, sent, groups):
@@ -345,7 +349,9 @@ def finish_round(
             received,
             sent,
         )
-    milliseconds = make_count(jnp.round(answers.duration * 1000.0).astype(jnp.uint32))
+    # no round takes longer than 2^32 - 1 milliseconds, 49 days
+    milliseconds = jnp.minimum(jnp.round(answers.duration * 1000.0), 2.0**32 - 256)
+    milliseconds = make_count(milliseconds.astype(jnp.uint32))
     return state.replace(
         round=state.round + 1,
         traffic=traffic.add_traffic(state.traffic, reports.traffic),

@@ -227,14 +227,20 @@ def no_faults() -> FaultCounts:
     return FaultCounts(zero, zero, zero, jnp.full(2, -1, jnp.int32))
 
 
+def sum_rounds(counts: FaultCounts) -> FaultCounts:
+    """Returns the sum of counts with a leading axis, of rounds say; the first client with a
+    bad update is that of the first entry that has one.
+    """
+    total = jax.tree.map(lambda leaf: leaf.sum(0), counts)
+    first = jnp.argmax(counts.first_nonfinite[:, 0] >= 0)
+    return total.replace(first_nonfinite=counts.first_nonfinite[first])
+
+
 def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
     """Returns the sum of counts. It names the first bad update of the first counts that
     have one.
     """
-    culprits = jnp.stack([each.first_nonfinite for each in counts])
-    first = jnp.argmax(culprits[:, 0] >= 0)
-    total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
-    return total.replace(first_nonfinite=culprits[first])
+    return sum_rounds(jax.tree.map(lambda *each: jnp.stack(each), *counts))
 
 
 def fill_rows(rows: jax.Array, value: ArrayLike, tree: Params) -> Params:

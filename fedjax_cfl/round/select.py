@@ -158,4 +158,8 @@ def power_of_choice(clients_per_round: PositiveInt, candidates: PositiveInt) -> 
         answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
         return loss.at[answered].set(upload.loss, mode="drop")
 
-    return Selection(lambda data: jnp.full(data.num_clients, jnp.inf), select, update)
+    def init(data: FederatedData) -> jax.Array:
+        # nothing can be learned from a client without samples: it comes last
+        return jnp.where(data.train.size > 0, jnp.inf, -jnp.inf)
+
+    return Selection(init, select, update)
