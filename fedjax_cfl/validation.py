@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, suggest_nearest
 
 # What arrays on a device hold: larger numbers are infinite there, smaller ones may be 0.
 FLOAT32_MAX = 3.4028234663852886e38
@@ -30,6 +30,7 @@ class Rule(NamedTuple):
 
     allowed: str  # completes "must be ..."
     holds: Callable[[Any], bool]
+    options: tuple = ()  # the values allowed, where they can be listed
 
 
 # kinds of rules
@@ -69,7 +70,8 @@ def number(text: str, inside: Callable[[float], bool]) -> Rule:
 
 def one_of(*options) -> Rule:
     """Allows the given values."""
-    return Rule("one of " + ", ".join(map(str, options)), lambda value: value in options)
+    text = "one of " + ", ".join(map(str, options))
+    return Rule(text, lambda value: value in options, options)
 
 
 def or_none(rule: Rule) -> Rule:
@@ -147,7 +149,9 @@ def check_arguments(function: Callable, values: Mapping[str, Any], prefix: str =
 def check_value(name: str, value: Any, rule: Rule) -> None:
     """Raises InputError for a value that a rule does not allow."""
     if not rule.holds(value):
-        raise InputError(f"{name}={format_value(value)}: must be {rule.allowed}{_lost(value)}")
+        near = suggest_nearest(value, map(str, rule.options)) if rule.options else ""
+        said = f"{rule.allowed}{near}{_lost(value)}"
+        raise InputError(f"{name}={format_value(value)}: must be {said}")
 
 
 def _lost(value: Any) -> str:

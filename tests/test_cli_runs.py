@@ -178,8 +178,8 @@ def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, 
     status, out, error = fedjax_cfl(f"dataset=npz dataset.source.path=owned.npz {BARE} run_dir=run")
     assert status == 0 and error == ""
     line = out.splitlines()[0]
-    assert line.startswith("fedavg on npz: 5 clients, 3 classes,")
-    assert "2 clients without train samples, 2 clients without test samples" in line
+    assert line.startswith("fedavg on npz: 4 clients, 3 classes,")
+    assert "1 client without train samples, 1 client without test samples" in line
     assert pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")[
         "train_samples"
     ].to_pylist() == [8, 8, 10, 0, 0]

@@ -1,6 +1,7 @@
 """Evaluation, and what a round reports, against a loop over clients."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -100,7 +101,8 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     def score(models, index):
         served = ServedModels(models, index)
         algorithm = cfl.Algorithm(init=None, round=None, serve=lambda state: served)
-        return evaluate.evaluate_all(algorithm, linear, cfl.make_mesh(1), None, toy, True)[0]
+        state = SimpleNamespace(received=())
+        return evaluate.evaluate_all(algorithm, linear, cfl.make_mesh(1), state, toy, True)[0]
 
     score = jax.jit(score)
     broken = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.inf), models)

@@ -17,8 +17,6 @@ import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import (
-    ClientModels,
-    embed_deltas,
     fesem,
     keep_models,
     last_layer_distance,
@@ -26,6 +24,7 @@ from fedjax_cfl.algorithms.fesem import (
     pull_by_size,
     stored_mean,
 )
+from fedjax_cfl.algorithms.fesem_start import ClientModels, embed_deltas
 from fedjax_cfl.clustering.shift_detection import tv
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError

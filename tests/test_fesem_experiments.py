@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from PIL import Image
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fesem import ClientModels
+from fedjax_cfl.algorithms.fesem_start import ClientModels
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.celeba import celeba

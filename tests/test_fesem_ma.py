@@ -17,7 +17,6 @@ from test_fesem import planted, play
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem import fesem, stored_mean
 from fedjax_cfl.algorithms.fesem_ma import (
-    MatchedModels,
     class_weighted_mean,
     fesem_ma,
     match_to_center,
@@ -29,6 +28,7 @@ from fedjax_cfl.algorithms.matching import (
     permute_hidden_units,
     solve_assignment,
 )
+from fedjax_cfl.algorithms.spare_units import MatchedModels
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.zoo import (
     MCLR,

@@ -308,12 +308,11 @@ def test_overrides(names, tmp_path, monkeypatch):
         st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]),
     )
     def search(lines, flags):
+        before = set(tmp_path.iterdir())  # an accepted sweep has made its folder
         try:
             overrides.precheck(parse_flags([*flags, *lines])[0], COMMANDS)
         except InputError as error:
-            assert str(error) and not list(tmp_path.iterdir())
-        assert not [
-            path for path in tmp_path.rglob("*") if path.is_file()
-        ]  # an accepted sweep has made its folder
+            assert str(error) and set(tmp_path.iterdir()) == before
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
     search()

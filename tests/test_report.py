@@ -227,7 +227,7 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
     text = console.export_text()
     assert (
         "ifca, mnist (seed 3)" in text
-        and "12.50% (round 5)" in text
+        and "12.50% in round 5, of" in text
         and "10.00 kB" in text
         and " ari " not in text
     )
@@ -404,7 +404,9 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
 
 
 def test_doctor_knows_every_data_set_that_is_read_from_files():
-    elsewhere = {"digits", "synthetic", "npz", "npy", "leaf"}  # generated, or the user's own
+    # generated, the user's own, or made of the files of others
+    elsewhere = {"digits", "synthetic", "npz", "npy", "leaf", "swapped_rotated_cifar10"}
+    elsewhere |= {"rotated_mnist", "ifca_rotated_mnist", "multi_source_digits"}
     options = {path.stem for path in (CONF / "dataset").glob("*.yaml")}
     assert set(doctor.FILES) == options - elsewhere
 

@@ -75,18 +75,22 @@ def complaints(source: str, networked: bool = False) -> list[str]:
     }
     for node in ast.walk(tree):
         roots = {name.partition(".")[0] for name in imported(node)}
-        banned = PICKLES | REPORTING | {"yaml", "ruamel"} | (set() if networked else NETWORK)
+        banned = PICKLES | REPORTING | {"ruamel"} | (set() if networked else NETWORK)
         found += [f"line {node.lineno}: imports {name}" for name in roots & banned]
         found += [
             f"line {node.lineno}: imports {name}"
             for name in imported(node)
             if name in SHELLS or name == "numpy.load"
         ]
+        if isinstance(node, ast.ImportFrom) and node.module == "yaml":
+            found.append(f"line {node.lineno}: imports from yaml, only yaml.safe_load is safe")
         if not isinstance(node, ast.Call):
             continue
         first, dot, rest = name_of(node.func).partition(".")
         called = alias.get(first, first) + dot + rest
         if called in EXECUTORS | SHELLS or (first == "builtins" and rest in EXECUTORS):
+            found.append(f"line {node.lineno}: calls {called}")
+        if called.startswith("yaml.") and called != "yaml.safe_load":
             found.append(f"line {node.lineno}: calls {called}")
         if called == "numpy.load" and keyword(node, "allow_pickle") != "False":
             found.append(f"line {node.lineno}: numpy.load without allow_pickle=False")
@@ -124,7 +128,9 @@ def test_nothing_dangerous(name):
         "import numpy as np; np.load(path, allow_pickle=True)",
         "import numpy; numpy.load(path, allow_pickle=wanted)",
         "from numpy import load",
-        "import yaml",
+        "import yaml; yaml.load(text)",
+        "import yaml as y; y.unsafe_load(text)",
+        "from yaml import load",
         "from ruamel.yaml import YAML",
         "eval(text)",
         "exec(text)",
@@ -148,6 +154,7 @@ def test_the_search_finds(line):
     "line",
     [
         "import re; re.compile(x)",
+        "import yaml; yaml.safe_load(text)",
         "program.lower(x).compile()",
         "# import pickle",
         "'eval(x)'",

@@ -71,9 +71,7 @@ def test_power_of_choice_refuses_what_cannot_be(toy, linear, local):
             lambda key: some.select(key, some.init(toy), SimpleNamespace(round=0), toy), KEY
         )
     start = {"m": 2, "start": "kmeanspp_loss"}
-    with pytest.raises(
-        InputError, match=r"^algorithm\.start: this start trains the clients of the"
-    ):
+    with pytest.raises(InputError, match=r"^algorithm\.start: this start needs the clients of the"):
         jax.eval_shape(
             build(ifca, linear, local, select.power_of_choice(2, 3), **start).init, KEY, toy
         )

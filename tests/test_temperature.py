@@ -14,11 +14,11 @@ from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
 from fedjax_cfl.algorithms import temperature
-from fedjax_cfl.algorithms.flexcfl import (
+from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.founding import (
     ColdStart,
     ColdStartMemory,
-    edc,
-    flexcfl,
+    cluster_by_edc,
     make_found_groups,
     recluster_at,
     train_steps,
@@ -232,7 +232,7 @@ def misplaced(linear, local):
 
 def founded_anew(task, local, alpha):
     """Returns the `migrate` that founds two groups anew in round 3, from 2 alpha clients."""
-    founding = ColdStart(alpha, edc(), train_steps(11), recluster=[3])
+    founding = ColdStart(alpha, cluster_by_edc(), train_steps(11), recluster=[3])
     trial = train_aside(sgd(task, founding.pretrain(local)), local)
     found = make_found_groups(trial, local, founding, 2)
     return recluster_at(found, trial, local, founding, None, None)

@@ -192,7 +192,11 @@ def algorithm_rules(factory: Callable) -> dict[str, Rule]:
 def name_rule(table: dict[str, Any]) -> Rule:
     """Allows the names of a table, and anything that is no name."""
     allowed = one_of(*table)
-    return Rule(allowed.allowed, lambda value: not isinstance(value, str) or allowed.holds(value))
+
+    def holds(value: Any) -> bool:
+        return callable(value) or value is None or (isinstance(value, str) and value in table)
+
+    return allowed._replace(holds=holds)
 
 
 def option_tuples(factory: Callable) -> dict[str, type]:

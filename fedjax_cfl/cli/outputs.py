@@ -65,7 +65,8 @@ def guard_outputs() -> dict[str, ForgivingOutput]:
             io.BufferedWriter(guarded[name]),
             stream.encoding,
             stream.errors,
-            line_buffering=stream.line_buffering,
+            # what is said on stderr is read at once, also where nothing is buffered
+            line_buffering=stream.line_buffering or stream.write_through or name == "stderr",
         )
         setattr(sys, name, text)
     return guarded

@@ -182,7 +182,8 @@ def format_description(data: FederatedData) -> str:
     """
     n = describe(data)
     without = [
-        f"{n[f'clients_without_{side}']:,} clients without {side} samples"
+        f"{n[f'clients_without_{side}']:,} client{'s' * (n[f'clients_without_{side}'] != 1)}"
+        f" without {side} samples"
         for side in ("train", "test")
         if n[f"clients_without_{side}"]
     ]
