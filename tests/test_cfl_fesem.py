@@ -50,7 +50,7 @@ def cutting(concepts, linear, local):
     )
 
     def run(gamma, min_size, rounds):
-        states = [jax.jit(algorithm(0.0, 0).init)(KEY, concepts)]
+        states = [jax.jit(algorithm(0.0, 1).init)(KEY, concepts)]
         for _ in range(rounds):
             states.append(one_round(gamma, min_size, states[-1]))
         assert one_round._cache_size() == 1, "a cut never retraces"

@@ -182,7 +182,7 @@ def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, 
     assert "1 client without train samples, 1 client without test samples" in line
     assert pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")[
         "train_samples"
-    ].to_pylist() == [8, 8, 10, 0, 0]
+    ].to_pylist() == [8, 8, 10, 0]
 
 
 def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):

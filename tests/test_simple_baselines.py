@@ -330,8 +330,8 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
     assert adjusted_rand_score(truth[honest], np.asarray(begun.assignment)[honest]) == 1.0
     assert (
         after.assignment.tolist() == begun.assignment.tolist()
-        and units(begun) == (0, 18)
-        and units(after) == (36, 18 + 36)
+        and units(begun) == (18, 18)
+        and units(after) == (18 + 36, 18 + 36)
     )
     assert score(algorithm, linear, local, after, data)[honest].mean() > 0.97
     quiet = play(
