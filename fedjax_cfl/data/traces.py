@@ -182,7 +182,8 @@ def _draw_sources(
     first = jnp.searchsorted(kind, wanted)
     count = jnp.searchsorted(kind, wanted, side="right") - first
     mass = jnp.cumsum(jnp.where(count > 0, shares, 0.0), axis=2)  # [B, K, C]
-    label, pick = jax.random.uniform(key, (2, numbers.size))
+    # one axis each: data that a grid has padded get the same draws as alone
+    label, pick = (jax.random.uniform(one, numbers.shape) for one in jax.random.split(key))
     label = _find_label(mass, when, owner, label * mass[when, owner, -1])
     size = count[owner, label]
     place = jnp.minimum((pick * size).astype(jnp.int32), size - 1)
