@@ -30,7 +30,7 @@ def make_pool():
 
 
 def mean_distance(data):
-    """Returns the mean L1 distance of two clients' label shares (Fielding, section 3.1)."""
+    """Returns the mean L1 distance of two clients' label shares (Fielding, appendix B.2)."""
     counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), float)
     shares = counts / counts.sum(1, keepdims=True)
     each = abs(shares[:, None] - shares).sum(2)

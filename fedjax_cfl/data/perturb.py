@@ -1,5 +1,5 @@
 """Perturbations of an experiment with drift (Fielding, https://arxiv.org/abs/2411.01580,
-sections 5.5 and 5.7): clients that report false label counts, and samples that the server
+section 3.3): clients that report false label counts, and samples that the server
 shares with everybody, so that clients differ less.
 """
 
@@ -17,7 +17,6 @@ def draw_false_orders(key: Key, clients: int, classes: int, fraction: Fraction) 
     """Draws in which order [K, C] each client reports its labels: a random `fraction` of the
     clients in a random one, the others in the true one.
     """
-    check_arguments(draw_false_orders, {"fraction": fraction}, "algorithm.malicious")
     who, how = jax.random.split(key)
     honest = jax.random.permutation(who, clients) >= round(fraction * clients)
     orders = jax.random.permutation(

@@ -1,15 +1,14 @@
 """Streams: samples arrive at their clients interval by interval and are forgotten after a
-while (Fielding, https://arxiv.org/abs/2411.01580, sections 5.1 and E.1).
+while (Fielding, https://arxiv.org/abs/2411.01580, section 3 and appendix D).
 
 An `ArrangeFn` of `traces` says in which interval each holding arrives. A window slides
 over the intervals: it begins with those of the last `retained` rounds and moves on by one
 every `period` rounds. Holdings are sorted by client and interval once. From then on the
 window of a client is a start and a size: only the window's two ends are new in a round,
 and nothing is sorted again.
-
-`label_swap` is concept drift without a window: all samples stay, labels change.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +18,14 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.data import traces
-from fedjax_cfl.data.drift import Drift, keep_nothing
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, check_arguments
 
 ALWAYS = -1  # the interval of a holding that is in every window
-ARRANGE, CHOOSE, SWAP = 10, 11, 12  # purposes of draws, see `drift`
+ARRANGE = 10  # purpose of a draw, see `drift`
 
 
 class Window(NamedTuple):
@@ -236,7 +235,10 @@ def rotate(
     def arrange(key: Key, data: FederatedData, window: Window):
         return traces.turn_arrivals(key, data, intervals, p)
 
-    return stream(arrange, intervals, period, retained)
+    def check(data: FederatedData) -> None:
+        check_square(data.x, "drift=stream_rotate")
+
+    return _checked(stream(arrange, intervals, period, retained), check)
 
 
 def by_time(
@@ -246,51 +248,18 @@ def by_time(
     length. Raises InputError for data without times.
     """
     check_arguments(by_time, locals(), "drift")
-    made = stream(traces.cut_times, intervals, period, retained)
 
-    def check(data: FederatedData) -> int:
+    def check(data: FederatedData) -> None:
         traces.check_times(data, intervals)
-        return data.max_client_samples
 
-    return made._replace(max_client_samples=check)
-
-
-def label_swap(fraction: Fraction = 0.5, period: PositiveInt = 30) -> Drift:
-    """Concept drift: every `period` rounds a random `fraction` of the clients each exchange
-    two labels that they have, in training and test data (Fielding, section 5.6).
-    """
-    check_arguments(label_swap, locals(), "drift")
-
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
-        due = (round + 1) % period == 0
-        chosen, labels = draw_label_pairs(key, round, data, fraction)
-        shifted = chosen & due
-        one, two = jnp.where(shifted[:, None], labels, -1).T  # no label is -1
-        owner = jnp.where(data.owner < 0, data.num_clients, data.owner)
-        one, two = (side.at[owner].get(mode="fill", fill_value=-1) for side in (one, two))
-        y = jnp.where(data.y == one, two, jnp.where(data.y == two, one, data.y))
-        concept = jnp.where(shifted, -1, data.concept)  # from now on of mixed origin
-        return data.replace(y=y, concept=concept), memory, shifted
-
-    return Drift(keep_nothing, apply)
+    return _checked(stream(traces.cut_times, intervals, period, retained), check)
 
 
-def draw_label_pairs(
-    key: Key, round: jax.Array, data: FederatedData, fraction: float
-) -> tuple[jax.Array, jax.Array]:
-    """Draws which clients [K] bool exchange which two labels [K, 2] of their training data;
-    nobody with less than two labels.
-    """
-    who, which = (
-        jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (CHOOSE, SWAP)
-    )
-    place = jax.random.permutation(who, data.num_clients)
-    has = label_counts(data.train, data.owner, data.y, data.num_classes) > 0
-    score = jnp.where(has, jax.random.uniform(which, has.shape), -1.0)
-    best, labels = lax.top_k(score, min(2, data.num_classes))
-    if data.num_classes < 2:
-        return jnp.zeros(data.num_clients, bool), jnp.zeros((data.num_clients, 2), jnp.int32)
-    count = int(fraction * data.num_clients + 0.5)
-    return (place < count) & (best[:, 1] >= 0), labels
+def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:
+    """Returns a drift that checks the data on the host, before anything is traced."""
+
+    def max_client_samples(data: FederatedData) -> int:
+        check(data)
+        return drift.max_client_samples(data)
+
+    return drift._replace(max_client_samples=max_client_samples)

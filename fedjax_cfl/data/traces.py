@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.data.transform import TURNS, check_square
+from fedjax_cfl.data.transform import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
 
@@ -53,8 +53,7 @@ def cut_times(key: Key, data: FederatedData, window: Any) -> tuple[FederatedData
     """Cuts the time from the first to the last sample into intervals of equal length (an
     `ArrangeFn`).
     """
-    if data.time is None:
-        raise InputError(NO_TIMES)
+    assert data.time is not None, NO_TIMES  # see `check_times`
     real = (data.owner >= 0) & (data.time >= 0)
     first = jnp.min(jnp.where(real, data.time, INT32_MAX))
     span = jnp.max(jnp.where(real, data.time, -1)) - first + 1
@@ -92,7 +91,6 @@ def turn_arrivals(
 
     The true groups are unknown from then on.
     """
-    check_square(data.x, "drift=stream_rotate")
     place, begin, turn = jax.random.split(key, 3)
     interval = jax.random.randint(place, data.y.shape, 0, intervals)
     shape = intervals, data.num_clients
