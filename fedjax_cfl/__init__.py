@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models
-    from fedjax_cfl.data import concept, datasets, drift, federate, partition
+    from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.models import as_task
     from fedjax_cfl.round import Faults, Local, federated, select
@@ -57,12 +57,14 @@ __all__ = [
     "make_run_fn",
     "models",
     "partition",
+    "perturb",
     "run",
     "select",
+    "stream",
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
-    "data": ("concept", "datasets", "drift", "federate", "partition"),
+    "data": ("concept", "datasets", "drift", "federate", "partition", "perturb", "stream"),
     "errors": ("InputError",),
     "models": ("as_task",),
     "round": ("Faults", "Local", "federated", "select"),

@@ -63,6 +63,8 @@ class Pool(NamedTuple):
     client_names: tuple[str | int, ...] | None = None  # [K] as the source has it, None: numbers
     concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
     source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
+    # [N] int32, when each sample came into being, in units of the source; None: not known
+    time: np.ndarray | None = None
 
 
 class Partition(NamedTuple):
@@ -75,6 +77,7 @@ class Partition(NamedTuple):
     client_names: tuple[str | int, ...] | None = None  # [K] as the source gives them
     code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
     label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
+    shared: np.ndarray | None = None  # [N] bool, True for copies that the server gave out
 
 
 class ClientIndex(struct.PyTreeNode):
@@ -124,6 +127,9 @@ class FederatedData(struct.PyTreeNode):
     sample: jax.Array | None = None
     # [N] int32, quarter turns with which each holding is read; None: nothing is turned
     turns: jax.Array | None = None
+    # [N] int32, when each holding came into being, -1: before the run, and it never leaves;
+    # None: not known
+    time: jax.Array | None = None
     # what the source calls its clients; None: their numbers
     client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
 

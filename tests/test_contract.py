@@ -17,6 +17,8 @@ from conftest import spent
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.data import stream
+from fedjax_cfl.simulation.compilation import make_init, run_round
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
@@ -161,6 +163,17 @@ def test_runs_can_be_mapped(name, build):
     keys = jax.random.split(jax.random.key(0), (2, 3))
     state, _ = jax.eval_shape(jax.vmap(jax.vmap(begun)), keys)
     chex.assert_tree_shape_prefix(state, (2, 3))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_data_may_stream(name, build):
+    """Nothing changes shape, whatever a stream edits: samples, labels and who holds them."""
+    algorithm, _, data, _ = build(name)
+    key, drift = jax.random.key(0), stream.gradual(intervals=6, period=1, retained=2)
+    state, moving = jax.eval_shape(make_init(algorithm, drift, streamed=False), key, data)
+    step = functools.partial(run_round, algorithm, drift)
+    after = jax.eval_shape(step, key, state, moving, data)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after[:2], (state, moving))
 
 
 @pytest.mark.parametrize("case", KINDS, indirect=True)

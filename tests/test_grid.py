@@ -36,9 +36,13 @@ CASES = {
         "algorithm=fedprox model=mlp",
         "vectorize=[algorithm.mu] algorithm.mu=0,0.1,1",
     ),
-    "seeds": ("algorithm=feddane", "seeds=2"),
-    "cuts in two": (
-        "algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01",
+    "seeds, a stream that is redrawn": (
+        "algorithm=feddane drift=stream_gradual drift.period=1 drift.retained=2 drift.intervals=4",
+        "seeds=2",
+    ),
+    "cuts in two, a stream": (
+        "algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01"
+        " drift=stream_rotate drift.period=1 drift.retained=2 drift.intervals=4",
         "seeds=2",
     ),
     "a round with everybody": (
@@ -51,7 +55,7 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
-FAST = ("seeds and step sizes, incremental, faults", "cuts in two")
+FAST = ("seeds and step sizes, incremental, faults", "cuts in two, a stream")
 
 
 def rows(folder):

@@ -146,7 +146,7 @@ def test_original_sent140_totals():
             else ("sent140/train", "sent140/test")
         )
     )
-    _, y, client, test = read_tweets()
+    _, y, client, test, _ = read_tweets()
     if client.max() + 1 != 772:
         pytest.skip(
             f"the files under sent140/ hold another sample, of {client.max() + 1} users, expected"

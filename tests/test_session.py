@@ -40,6 +40,9 @@ CASES = {
     "flexcfl, incremental": (
         f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'"
     ),
+    "fesem, a stream that is redrawn": (
+        f"{SMALL} algorithm=fesem drift=stream_gradual drift.period=2 drift.retained=5"
+    ),
 }
 
 

@@ -398,7 +398,7 @@ def test_real_tweets():
         or locate("sent140/data")
     ):
         pytest.skip(f"no sent140/{STAND_IN}.gz under the data root, or files that come before it")
-    tweets, y, client, test = read_tweets(min_tweets=0)
+    tweets, y, client, test, _ = read_tweets(min_tweets=0)
     assert (len(tweets), y.sum(), client.max() + 1, test) == (16_025, 9_717, 2_875, None)
     pool = sent140(users=772)
     sizes = np.bincount(pool.client)

@@ -54,9 +54,10 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = cfl.make_mesh(config["devices"])
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
+    holdings = instantiate_target("partition", config["partition"], pool)
     data = cfl.federate(
         pool,
-        instantiate_target("partition", config["partition"], pool),
+        instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
         functools.partial(instantiate_target, "concept", config["concept"])
         if config["concept"]
         else None,

@@ -82,7 +82,7 @@ def none() -> Drift:
     ) -> tuple[FederatedData, Any, jax.Array]:
         return data, memory, jnp.zeros(data.num_clients, bool)
 
-    return Drift(_no_memory, apply, moves=False)
+    return Drift(keep_nothing, apply, moves=False)
 
 
 def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
@@ -111,7 +111,7 @@ def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
             shifted,
         )
 
-    return Drift(_no_memory, apply)
+    return Drift(keep_nothing, apply)
 
 
 def swap_part(
@@ -161,7 +161,7 @@ def swap_part(
             shifted,
         )
 
-    return Drift(_no_memory, apply, _most_by_label)
+    return Drift(keep_nothing, apply, _most_by_label)
 
 
 def incremental(
@@ -278,7 +278,8 @@ def _edit_owners(
     return data.replace(owner=owner, train=train, test=test)
 
 
-def _no_memory(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
+def keep_nothing(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
+    """Returns the data as they are, and no memory (the `init` of a drift without any)."""
     return data, ()
 
 

@@ -46,7 +46,7 @@ def federate(
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
     if holdings.code is not None and holdings.label_maps is not None:
         turns, y = holdings.code % TURNS, holdings.label_maps[holdings.code // TURNS, y]
-    groups = known_groups(holdings, clients)
+    groups, time = known_groups(holdings, clients), find_times(pool, holdings)
     stored, number = np.unique(rows, return_inverse=True)
     if concept is not None:
         x, y, groups = concept(pool.x[rows], y, owner, clients, pool.num_classes)
@@ -70,6 +70,7 @@ def federate(
         max_client_samples=int(train.size.max()),
         sample=sample,
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
+        time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
     )
 
@@ -85,6 +86,17 @@ def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def known_groups(holdings: Partition, clients: int) -> np.ndarray:
     """Returns the true groups [K] int32 that a partition names, -1 where it names none."""
     return np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+
+
+def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
+    """Returns when each holding came into being [N], -1 for those that the server shared;
+    None where neither is known.
+    """
+    if pool.time is None and holdings.shared is None:
+        return None
+    time = np.zeros(len(pool.y), np.int32) if pool.time is None else pool.time
+    shared = False if holdings.shared is None else holdings.shared
+    return np.where(shared, -1, time[holdings.sample])
 
 
 def known_names(holdings: Partition) -> ClientNames | None:

@@ -24,7 +24,7 @@ def turn_images(x: jax.Array, turns: jax.Array) -> jax.Array:
     return turned
 
 
-def check_square(x: np.ndarray, field: str) -> None:
+def check_square(x: np.ndarray | jax.Array, field: str) -> None:
     """Raises InputError for samples that cannot be turned by a quarter."""
     if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
         raise InputError(

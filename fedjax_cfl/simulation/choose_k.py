@@ -87,6 +87,7 @@ def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData
         y=y,
         sample=None,
         turns=None,
+        time=None,
         owner=jnp.asarray(owner),
         train=train,
         test=held_out,

@@ -37,6 +37,8 @@ class DataState(NamedTuple):
 
     owner: jax.Array
     y: jax.Array
+    sample: jax.Array | None
+    turns: jax.Array | None
     train: ClientIndex
     test: ClientIndex
     concept: jax.Array
@@ -102,9 +104,7 @@ class Program(NamedTuple):
 
 
 def init_data_state(drift: Drift, key: Key, data: FederatedData) -> DataState:
-    """Returns the data's moving part before round 0, after the algorithm's own start
-    has seen all of it.
-    """
+    """Returns the data's moving part before round 0."""
     data, memory = drift.init(derive_key(key, DRIFT), data)
     return data_state_of(data, memory)
 
@@ -188,12 +188,16 @@ def state_shapes(
 
 def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
     """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a
-    population on the host.
+    population on the host. The algorithm starts on what the drift shows at first.
     """
-    return lambda key, data: (
-        algorithm.init(key, data),
-        () if streamed else init_data_state(drift, key, data),
-    )
+
+    def begin(key: Key, data: FederatedData) -> tuple[State, Any]:
+        if streamed:
+            return algorithm.init(key, data), ()
+        data_state = init_data_state(drift, key, data)
+        return algorithm.init(key, data_state.apply_to(data)), data_state
+
+    return begin
 
 
 @contextlib.contextmanager

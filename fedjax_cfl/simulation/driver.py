@@ -25,7 +25,7 @@ from fedjax_cfl.simulation.compilation import (
     Plan,
     Program,
     compile_run,
-    init_data_state,
+    make_init,
     make_rounds_fn,
 )
 from fedjax_cfl.simulation.metrics import ClientMetrics
@@ -71,7 +71,7 @@ def make_run_fn(
     step = make_block_fn(algorithm, task, mesh, eval_every, drift)
 
     def go(key, data):
-        carry = algorithm.init(key, data), init_data_state(drift or no_drift(), key, data)
+        carry = make_init(algorithm, drift or no_drift(), streamed=False)(key, data)
         (state, _), found = lax.scan(
             lambda carry, _: step(key, carry, data), carry, length=rounds // eval_every
         )

@@ -24,7 +24,7 @@ from fedjax_cfl.simulation.compilation import (
     Program,
     check_plan,
     compile_functions,
-    init_data_state,
+    make_init,
     make_rounds_fn,
     state_shapes,
     test_block,
@@ -43,6 +43,7 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         ("features", lambda d: d.x.shape[1:]),
         ("classes", lambda d: d.num_classes),
         ("turned images", lambda d: d.turns is not None),
+        ("times", lambda d: d.time is not None),
     ):
         if len({of(one) for one in data}) > 1:
             raise InputError(
@@ -78,6 +79,7 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
             owner=fill(one.owner, -1),
             sample=fill(row_numbers(one), 0) if indexed else None,
             turns=None if one.turns is None else fill(one.turns, 0),
+            time=None if one.time is None else fill(one.time, 0),
             train=train,
             test=test,
             max_client_samples=capacity,
@@ -140,7 +142,7 @@ def member_functions(
     block = min(plan.eval_every, plan.rounds)
 
     def begin(values, key, data):
-        return build(values).init(key, data), init_data_state(drift, key, data)
+        return make_init(build(values), drift, streamed=False)(key, data)
 
     def train(values, key, data, state, data_state, done, count):
         # one round number for all: mapped, a branch that is due in some rounds only would be

@@ -12,19 +12,20 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt
 
-OPTIONAL = ("client", "split", "concept")
+OPTIONAL = ("client", "split", "concept", "time")
 CHECK_BYTES = 2**27  # bytes checked at once
 
 
 def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client`
-    [N], `split` [N] (0 train, 1 test) and `concept` [K].
+    [N], `split` [N] (0 train, 1 test), `time` [N] and `concept` [K].
 
     uint8 features are read as x / 255; all others become float32 as they are. `y` and
     `split` may be of any type of number, also bool, as long as they are whole. Labels,
     client ids and concepts may be text: they are numbered in sorted order. Client ids
     may have gaps; `concept` is the true group of each client, in the sorted order of
-    their ids. Raises InputError for anything else.
+    their ids. `time` is when a sample came into being, a whole number in any unit.
+    Raises InputError for anything else.
     """
     arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)
     return _own_pool(str(path), arrays, num_classes)
@@ -58,9 +59,9 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
 
 def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns `x.npy` [N, ...] (uint8, read as x / 255, or float32), which stays on the
-    disk, and `y.npy`, `client.npy`, `split.npy` [N], `concept.npy` [K].
+    disk, and `y.npy`, `client.npy`, `split.npy`, `time.npy` [N], `concept.npy` [K].
 
-    The last three may be missing; all are as in `npz`. Raises InputError for what `npz`
+    All but y may be missing; all are as in `npz`. Raises InputError for what `npz`
     would refuse, and for an x of another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
@@ -113,6 +114,7 @@ def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None)
     y = _number_labels(path, arrays["y"], num_classes)
     test = _test_mask(path, arrays["split"], y) if "split" in arrays else None
     pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
+    pool = pool._replace(time=arrays.get("time"))
     if "client" not in arrays:
         if "concept" in arrays:
             raise InputError(f"{path}: concept is there without client, expected both or neither")

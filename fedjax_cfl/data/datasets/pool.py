@@ -12,7 +12,7 @@ MAX_CLASSES = 1_000_000
 
 
 def check_pool(pool: Pool, name: str) -> Pool:
-    """Returns the pool with x uint8 or float32, y and client int32, test bool, or
+    """Returns the pool with x uint8 or float32, y, client and time int32, test bool, or
     raises an `InputError` that names the fault.
 
     `num_classes` 0 means the largest label + 1. Clients are 0 .. K - 1; one without
@@ -61,7 +61,8 @@ def check_pool(pool: Pool, name: str) -> Pool:
         if pool.test is None
         else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
     )
-    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test)
+    time = None if pool.time is None else _whole(name, "time", np.asarray(pool.time), len(x))
+    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test, time=time)
 
 
 def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:

@@ -4,7 +4,9 @@ LEAF: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018,
 https://arxiv.org/abs/1812.01097.
 """
 
+import datetime
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +20,14 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed
 
-TEXT, COLUMNS = 4, 5  # LEAF's row of a tweet is id, date, query, user, text, and sometimes more
+# LEAF's row of a tweet is id, date, query, user, text, and sometimes more
+WHEN, TEXT, COLUMNS = 1, 4, 5
 POSITIVE, NEGATIVE = (
     ("4", "1"),
     ("0", "2"),
 )  # labels as the original writes them (2 is neutral, not in its training file), or LEAF
+DATE = re.compile(r"\w{3} (\w{3}) (\d\d) (\d\d):\d\d:\d\d \w+ (\d{4})", re.ASCII)
+MONTHS: tuple[str, ...] = tuple("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split())
 STAND_IN = "sent140_k30_test_pseudonymised.json"
 STAND_IN_DIVISOR = 10  # the stand-in holds only the test tenth of each user's tweets
 
@@ -36,7 +41,7 @@ def sent140(
     pad: str = "front",
 ) -> Pool:
     """Returns the tweets of Sentiment140 (LEAF) as word vectors, x [N, 25, 300]
-    float32, y 1 where positive; `client` is the author.
+    float32, y 1 where positive; `client` is the author, `time` the hour of the tweet.
 
     Of the authors with more than `min_tweets` tweets, `users` are drawn with `seed`
     (None: all are taken, as when there are no more). Vectors come from the GloVe text
@@ -47,17 +52,16 @@ def sent140(
     sent140/, see `read_tweets`; `test` is set where they are split. There is no
     download. Raises InputError for missing or bad files.
     """
-    tweets, y, client, test = read_tweets(users, min_tweets, seed)
-    return check_pool(
-        Pool(embed_texts(tweets, embedding, lower, pad), y, 2, client, test), "sent140"
-    )
+    tweets, y, client, test, time = read_tweets(users, min_tweets, seed)
+    pool = Pool(embed_texts(tweets, embedding, lower, pad), y, 2, client, test, time=time)
+    return check_pool(pool, "sent140")
 
 
 def read_tweets(
     users: int | None = None, min_tweets: int = 30, seed: int = 0
-) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns the tweets of Sentiment140: texts [N], y [N] (1 positive), client [N],
-    and test [N] bool if the files have a split.
+) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Returns the tweets of Sentiment140: texts [N], y [N] (1 positive), client [N], test
+    [N] bool if the files have a split, and hours [N] since 1970 if they have all dates.
 
     Users keep their order of names. Only those with more than `min_tweets` tweets,
     train and test together, are kept; if there are more than `users` of them, so many
@@ -90,11 +94,12 @@ def read_tweets(
         )
     if users is not None and users < len(enough):
         enough = np.sort(np.random.RandomState(seed).choice(enough, users, replace=False))
-    texts, counts, labels = [], [], []
+    texts, counts, labels, hours = [], [], [], []
     for name in (names[i] for i in enough):
         for part in parts:
             rows, y = part.get(name, ([], []))[:2]
-            texts += rows
+            texts += [text for text, _ in rows]
+            hours += [hour for _, hour in rows]
             labels += y
             counts.append(len(y))
     client, test = np.divmod(np.repeat(np.arange(len(counts)), counts), len(parts))
@@ -103,6 +108,7 @@ def read_tweets(
         np.array(labels, np.int32),
         client.astype(np.int32),
         test == 1 if len(parts) == 2 else None,
+        None if None in hours else np.array(hours, np.int32),
     )
 
 
@@ -145,8 +151,28 @@ def _files() -> list[list[Path]]:
     return [stand_in]
 
 
-def _tweets(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
-    """Returns the texts and labels (1 positive, 0 negative) of one user of a LEAF file."""
+def parse_hour(date: object) -> int | None:
+    """Returns the hours since 1970 of "Mon Apr 06 22:19:45 PDT 2009", in the zone that it
+    names; None of what is no such date.
+    """
+    found = DATE.fullmatch(date) if isinstance(date, str) else None
+    if found is None:
+        return None
+    month, day, hour, year = found.groups()
+    try:
+        then = datetime.datetime(int(year), 1 + MONTHS.index(month), int(day), int(hour))
+    except ValueError:
+        return None
+    hours = (then - datetime.datetime(1970, 1, 1)) // datetime.timedelta(hours=1)
+    return hours if hours >= 0 else None
+
+
+def _tweets(
+    path: Path, user: str, size: object, held: object
+) -> tuple[list[tuple[str, int | None]], list[int]]:
+    """Returns the (text, hour) and the labels (1 positive, 0 negative) of one user of a LEAF
+    file.
+    """
     said = f"{path}: user {shorten(user)}"
     if (
         not isinstance(held, dict)
@@ -175,7 +201,10 @@ def _tweets(path: Path, user: str, size: object, held: object) -> tuple[list[str
                 f"{said}: entry {i} of y is {_describe_value(label)}, expected 4 or 1 (positive), 0"
                 " or 2"
             )
-    return [row[TEXT] for row in rows], [int(str(label) in POSITIVE) for label in labels]
+    return (
+        [(row[TEXT], parse_hour(row[WHEN])) for row in rows],
+        [int(str(label) in POSITIVE) for label in labels],
+    )
 
 
 def _describe_value(value: object) -> str:

@@ -1,0 +1,38 @@
+"""Elec2: the New South Wales electricity market, 45,312 half-hours in time order (Harries,
+"SPLICE-2 Comparative Evaluation: Electricity Pricing", 1999), a real stream with drift.
+"""
+
+import numpy as np
+
+from fedjax_cfl.data.datasets.columns import read_columns
+from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.pool import check_pool
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import PositiveInt, check_arguments
+
+FILE = "elec2/elec.csv.gz"
+HEADER = "period,nswprice,nswdemand,vicprice,vicdemand,transfer,class".split(",")
+
+
+def elec2(clients: PositiveInt = 48) -> Pool:
+    """Returns Elec2: x [N, 6] float32, the time of day, two prices, two demands and the
+    transfer, all from 0 to 1; y is 1 where the price in New South Wales is above its mean of
+    the last 24 hours; `time` is the number of the half-hour.
+
+    Half-hour n belongs to client n mod `clients`: 48 are the half-hours of the day, 336 those
+    of the week. The file elec2/elec.csv.gz under a data root is not downloaded. Raises
+    InputError if it is missing or bad, or has fewer half-hours than clients.
+    """
+    check_arguments(elec2, locals(), "dataset.source")
+    found = locate(FILE)
+    if found is None:
+        raise missing_data_error("elec2 (no download)", FILE)
+    table = read_columns(found[0], HEADER)
+    if clients > len(table):
+        raise InputError(
+            f"dataset.source.clients={clients}: at most {len(table)}, the number of half-hours"
+        )
+    number = np.arange(len(table))
+    x, y = table[:, :-1].astype(np.float32), table[:, -1]
+    return check_pool(Pool(x, y, 2, number % clients, time=number), str(found[0]))

@@ -1,0 +1,85 @@
+"""Perturbations of an experiment with drift (Fielding, https://arxiv.org/abs/2411.01580,
+section 3.3): clients that report false label counts, and samples that the server
+shares with everybody, so that clients differ less.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.data.transform import TURNS
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Key, Partition, Pool
+from fedjax_cfl.validation import Fraction, NaturalInt, Seed, check_arguments
+
+
+def draw_false_orders(key: Key, clients: int, classes: int, fraction: Fraction) -> jax.Array:
+    """Draws in which order [K, C] each client reports its labels: a random `fraction` of the
+    clients in a random one, the others in the true one.
+    """
+    who, how = jax.random.split(key)
+    honest = jax.random.permutation(who, clients) >= round(fraction * clients)
+    orders = jax.random.permutation(
+        how, jnp.tile(jnp.arange(classes), (clients, 1)), axis=1, independent=True
+    )
+    return jnp.where(honest[:, None], jnp.arange(classes), orders)
+
+
+def report_falsely(labels: jax.Array, orders: jax.Array) -> jax.Array:
+    """Returns label counts or shares [K, C] as the clients report them."""
+    return jnp.take_along_axis(labels, orders, axis=1)
+
+
+def share_samples(
+    pool: Pool,
+    holdings: Partition,
+    per_label: NaturalInt = 0,
+    label_share: Fraction = 1.0,
+    seed: Seed = 0,
+) -> Partition:
+    """Adds `per_label` training samples of each label, drawn at random, to what every client
+    holds; the same samples for all, and none of anybody's test samples.
+
+    With a `label_share` below 1 only of the rarest labels, so many of all (Fielding: 1 sample
+    of half of the labels, 1 of each, 2 of each). Raises InputError if a label has too few.
+    """
+    check_arguments(share_samples, locals(), "shared_samples")
+    if not per_label:
+        return holdings
+    label = pool.y[holdings.sample]
+    if holdings.code is not None and holdings.label_maps is not None:
+        label = holdings.label_maps[holdings.code // TURNS, label]
+    counts = np.bincount(label, minlength=pool.num_classes)
+    rarest = np.argsort(counts, kind="stable")[: round(label_share * pool.num_classes)]
+    tested = holdings.sample[holdings.test]
+    free = np.flatnonzero(~np.isin(holdings.sample, tested))
+    rng, drawn = np.random.RandomState(seed), []
+    for wanted in np.sort(rarest):
+        of_label = free[label[free] == wanted]
+        _, first = np.unique(holdings.sample[of_label], return_index=True)
+        if len(first) < per_label:
+            raise InputError(
+                f"shared_samples.per_label={per_label}: label {wanted} has {len(first)} training"
+                " samples, expected at least as many"
+            )
+        drawn.append(rng.choice(of_label[first], per_label, replace=False))
+    return _give_to_all(holdings, np.concatenate([np.zeros(0, int), *drawn]))
+
+
+def _give_to_all(holdings: Partition, given: np.ndarray) -> Partition:
+    """Adds copies of the holdings of numbers `given` to every client's training data."""
+    clients = int(holdings.owner.max()) + 1
+    copies = np.tile(given, clients)
+
+    def extend(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array, array[copies]])
+
+    return holdings._replace(
+        sample=extend(holdings.sample),
+        owner=np.concatenate(
+            [holdings.owner, np.repeat(np.arange(clients), given.size)], dtype=holdings.owner.dtype
+        ),
+        test=np.concatenate([holdings.test, np.zeros(copies.size, bool)]),
+        code=None if holdings.code is None else extend(holdings.code),
+        shared=np.concatenate([np.zeros(holdings.owner.size, bool), np.ones(copies.size, bool)]),
+    )

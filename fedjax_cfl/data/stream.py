@@ -1,0 +1,265 @@
+"""Streams: samples arrive at their clients interval by interval and are forgotten after a
+while (Fielding, https://arxiv.org/abs/2411.01580, section 3 and appendix D).
+
+An `ArrangeFn` of `traces` says in which interval each holding arrives. A window slides
+over the intervals: it begins with those of the last `retained` rounds and moves on by one
+every `period` rounds. Holdings are sorted by client and interval once. From then on the
+window of a client is a start and a size: only the window's two ends are new in a round,
+and nothing is sorted again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.data import traces
+from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.transform import check_square
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import ClientIndex, FederatedData, Key
+from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, check_arguments
+
+ALWAYS = -1  # the interval of a holding that is in every window
+ARRANGE = 10  # purpose of a draw, see `drift`
+
+
+class Window(NamedTuple):
+    """When data arrive, and how long they are kept."""
+
+    intervals: int  # B, of the whole trace
+    period: int  # g, rounds between two arrivals
+    retained: int  # rounds of data that a client keeps, and begins with
+
+    @property
+    def length(self) -> int:
+        """W, intervals in the window."""
+        return min(-(-self.retained // self.period), self.intervals)
+
+
+class StreamMemory(struct.PyTreeNode):
+    """What a stream remembers."""
+
+    owner: jax.Array  # [N] int32, who holds each sample while it is in the window
+    interval: jax.Array  # [N] int32, when it arrives, -1: it is in every window
+    # [K, B + 1] int32, samples of a client that arrive before interval b, or are always there
+    train_offset: jax.Array
+    test_offset: jax.Array
+
+
+def find_oldest(window: Window, round: jax.Array | int) -> jax.Array:
+    """Returns the oldest interval of the window in round 1, 2, ...; round 0 is the start of
+    the run. The newest is that + `window.length` - 1.
+    """
+    return jnp.minimum(round // window.period, window.intervals - window.length)
+
+
+def stream(
+    arrange: traces.ArrangeFn, intervals: PositiveInt, period: PositiveInt, retained: PositiveInt
+) -> Drift:
+    """Shows each client the holdings of a window of `retained` rounds, which moves on every
+    `period` rounds until the last of the `intervals` has arrived.
+
+    A window of everything never moves: the data are static.
+    """
+    check_arguments(stream, locals(), "drift")
+    window = Window(intervals, period, retained)
+    is_static = window.length == intervals
+
+    def init(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
+        data, interval = arrange(jax.random.fold_in(key, ARRANGE), data, window)
+        if is_static:
+            return data, ()
+        interval = jnp.where(traces.find_shared(data), ALWAYS, interval)
+        train, train_offset = sort_by_interval(data.train, data.owner, interval, intervals)
+        test, test_offset = sort_by_interval(data.test, data.owner, interval, intervals)
+        memory = StreamMemory(data.owner, interval, train_offset, test_offset)
+        return show_window(data.replace(train=train, test=test), memory, window, 0, 0), memory
+
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
+        if is_static:
+            return data, memory, jnp.zeros(data.num_clients, bool)
+        before, now = find_oldest(window, round), find_oldest(window, round + 1)
+        size = window.length
+        shifted = jnp.zeros(data.num_clients, bool)
+        for offset in (memory.train_offset, memory.test_offset):
+            shifted |= offset[:, before] != offset[:, now]
+            shifted |= offset[:, before + size] != offset[:, now + size]
+
+        def show() -> tuple[jax.Array, ClientIndex, ClientIndex]:
+            shown = show_window(data, memory, window, before, now)
+            return shown.owner, shown.train, shown.test
+
+        # the samples themselves stay outside, where they are not copied
+        owner, train, test = lax.cond(
+            before != now, show, lambda: (data.owner, data.train, data.test)
+        )
+        return data.replace(owner=owner, train=train, test=test), memory, shifted
+
+    return Drift(init, apply)
+
+
+def sort_by_interval(
+    view: ClientIndex, owner: jax.Array, interval: jax.Array, intervals: int
+) -> tuple[ClientIndex, jax.Array]:
+    """Sorts each client's samples by the interval [N] of their arrival, then by number; what
+    is always there comes first.
+
+    Returns the view and the offsets [K, B + 1] of the intervals in a client's range.
+    """
+    clients = view.size.shape[0]
+    held = owner[view.order]
+    held, when, order = lax.sort(
+        (jnp.where(held < 0, clients, held), interval[view.order], view.order), num_keys=3
+    )
+    counts = jnp.zeros((clients, intervals + 1), jnp.int32)
+    counts = counts.at[held, when + 1].add(1, mode="drop")  # ALWAYS is -1
+    size = counts.sum(axis=1, dtype=jnp.int32)
+    start = jnp.cumsum(size, dtype=jnp.int32) - size
+    return ClientIndex(order, start, size), jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+
+
+def show_window(
+    data: FederatedData,
+    memory: StreamMemory,
+    window: Window,
+    before: jax.Array | int,
+    oldest: jax.Array | int,
+) -> FederatedData:
+    """Returns the data with the window that begins at interval `oldest`; the one before began
+    at `before`.
+    """
+    newest = oldest + window.length - 1
+    inside = (memory.interval >= oldest) & (memory.interval <= newest)
+    visible = inside | (memory.interval == ALWAYS)
+    return data.replace(
+        owner=jnp.where(visible, memory.owner, -1),
+        train=_turn_ranges(data.train, memory.owner, memory.train_offset, before, oldest, newest),
+        test=_turn_ranges(data.test, memory.owner, memory.test_offset, before, oldest, newest),
+    )
+
+
+def _turn_ranges(view, owner, offset, before, oldest, newest) -> ClientIndex:
+    """Turns what comes and goes in each client's range until the window is in front, right
+    behind what is always there. The order of arrival is a ring, so that a move by some places
+    is all that is needed.
+    """
+    always, total = offset[:, 0], offset[:, -1]
+    ring, step = total - always, offset[:, oldest] - offset[:, before]
+    client = owner[view.order]
+    first = view.start[client] + always[client]
+    place = jnp.arange(view.order.size, dtype=jnp.int32) - first
+    source = first + (place + step[client]) % jnp.maximum(ring[client], 1)
+    turned = view.order[jnp.where((client >= 0) & (place >= 0), source, first + place)]
+    return view.replace(order=turned, size=always + offset[:, newest + 1] - offset[:, oldest])
+
+
+def bucket(
+    intervals: PositiveInt = 10, period: PositiveInt = 50, retained: PositiveInt = 100
+) -> Drift:
+    """Each client deals its labels to the intervals at random; an interval brings all
+    samples of its labels (the Open Images trace of Fielding).
+    """
+    check_arguments(bucket, locals(), "drift")
+    return stream(traces.deal_labels, intervals, period, retained)
+
+
+def gradual(
+    alpha: PositiveFloat = 1.0,
+    epsilon: Fraction = 0.1,
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 30,
+    retained: PositiveInt = 100,
+) -> Drift:
+    """The label shares of a client move slowly: p_{b+1} = (1 - epsilon) p_b + epsilon
+    Dir(alpha / C). Its samples are redrawn from those shares, see `traces.redraw_samples`.
+    """
+    check_arguments(gradual, locals(), "drift")
+
+    def arrange(key: Key, data: FederatedData, window: Window):
+        return traces.redraw_samples(
+            key, data, intervals, alpha, epsilon, np.zeros(intervals, bool), 0.0
+        )
+
+    return stream(arrange, intervals, period, retained)
+
+
+def burst(
+    alpha: PositiveFloat = 1.0,
+    epsilon: Fraction = 0.02,
+    fraction: Fraction = 0.5,
+    begin: PositiveInt = 600,
+    end: PositiveInt = 730,
+    intervals: PositiveInt = 105,
+    period: PositiveInt = 20,
+    retained: PositiveInt = 100,
+) -> Drift:
+    """As `gradual`, and with every arrival in the rounds `begin` to `end` each client draws
+    new label shares with probability `fraction` (the heavy drift of Fielding's Fig. 1).
+
+    Raises InputError if no data arrive in those rounds.
+    """
+    check_arguments(burst, locals(), "drift")
+    window = Window(intervals, period, retained)
+    arrival = (np.arange(intervals) - window.length + 1) * period  # round, <= 0 at the start
+    is_burst = (arrival >= max(begin, 1)) & (arrival <= end)
+    if not is_burst.any():
+        raise InputError(
+            f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
+            f" arrive every drift.period={period} rounds until round {max(arrival[-1], 0)}"
+        )
+
+    def arrange(key: Key, data: FederatedData, window: Window):
+        return traces.redraw_samples(key, data, intervals, alpha, epsilon, is_burst, fraction)
+
+    return stream(arrange, intervals, period, retained)
+
+
+def rotate(
+    p: Fraction = 0.1,
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 20,
+    retained: PositiveInt = 100,
+) -> Drift:
+    """Covariate drift: what arrives at a client is turned by a number of quarters, random at
+    first; with each interval it turns by one more with probability p.
+    """
+    check_arguments(rotate, locals(), "drift")
+
+    def arrange(key: Key, data: FederatedData, window: Window):
+        return traces.turn_arrivals(key, data, intervals, p)
+
+    def check(data: FederatedData) -> None:
+        check_square(data.x, "drift=stream_rotate")
+
+    return _checked(stream(arrange, intervals, period, retained), check)
+
+
+def by_time(
+    intervals: PositiveInt = 10, period: PositiveInt = 50, retained: PositiveInt = 100
+) -> Drift:
+    """Samples arrive in the order of their real times, which are cut into intervals of equal
+    length. Raises InputError for data without times.
+    """
+    check_arguments(by_time, locals(), "drift")
+
+    def check(data: FederatedData) -> None:
+        traces.check_times(data, intervals)
+
+    return _checked(stream(traces.cut_times, intervals, period, retained), check)
+
+
+def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:
+    """Returns a drift that checks the data on the host, before anything is traced."""
+
+    def max_client_samples(data: FederatedData) -> int:
+        check(data)
+        return drift.max_client_samples(data)
+
+    return drift._replace(max_client_samples=max_client_samples)
