@@ -92,6 +92,13 @@ def test_a_client_never_met_joins_the_model_of_lowest_loss(run):
     assert group["ann"] != group["bob"], "one group: nothing to get wrong"
 
 
+def test_padding_has_no_say(run):
+    """One sample of class 1, which model 0 knows; empty samples of class 0 would like model 1."""
+    head = {"kernel": np.zeros((2, 4, 2), np.float32), "bias": np.array([[0, 3], [3, 0]], float)}
+    both = run.final._replace(models={"head": head})
+    assert run.find_model(np.ones((1, 4)), [1], both) == 0
+
+
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
@@ -150,6 +157,17 @@ def test_nothing_that_a_directory_names_is_called(copy, target):
         cfl.load_run(copy)
 
 
+def test_no_module_that_a_directory_names_is_imported(copy, tmp_path, monkeypatch):
+    (tmp_path / "trap.py").write_text("open('sprung', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = copy / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("fedjax_cfl.models.MCLR", "trap.Net"))
+    with pytest.raises(InputError, match="is no model of the package"):
+        cfl.load_run(copy)
+    assert not (tmp_path / "sprung").exists()
+
+
 class Net(nn.Module):
     """A module of somebody's own."""
 
@@ -206,11 +224,3 @@ def test_predict_without_labels(predict, folder):
     np.savez(folder / "x.npz", x=arrays["x"])
     status, _, error = predict("run x.npz")
     assert status == 2 and error.endswith("without y none can be chosen\n")
-
-
-def test_the_final_table_says_of_how_many_the_best_is(run):
-    from fedjax_cfl.runs.display import final_table, format_summary
-
-    cells = [list(column.cells) for column in final_table(format_summary(run.summary)).columns]
-    best = dict(zip(*cells, strict=True))["best accuracy"]
-    assert best.endswith(f"best of {run.summary['best_of']}")
