@@ -3,8 +3,8 @@
 Models are in two folders of the run directory, `final/` (the last round) and `best/` (the
 best evaluation), each a checkpoint as `runs/checkpoint.py` describes it: arrays in Orbax's
 format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves are
-  ['models'][...]   [M, ...]  the parameters of every model that a client may be served
-  ['index']         [K] int32 which of them each client uses, -1: it never met the server
+`['models'][...]` [M, ...], the parameters of every model that a client may be served, and
+`['index']` [K] int32, which of them each client uses, -1: it never met the server.
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
