@@ -4,9 +4,13 @@ lead somewhere, and nothing that they should mention is missing.
 
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import call
 
 from fedjax_cfl.cli.conf import CONF
@@ -113,3 +117,52 @@ def test_examples_are_listed():
     text = (ROOT / "docs/tutorials/notebooks.md").read_text()
     for path in (ROOT / "examples").iterdir():
         assert path.suffix not in (".py", ".ipynb") or f"`{path.name}`" in text, path.name
+
+
+LIBRARY = """
+import sys
+ABSENT = ("hydra", "omegaconf", "matplotlib", "pyarrow", "orbax", "sklearn", "pooch")
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(name)
+
+
+sys.meta_path.insert(0, Absent())
+import jax
+import numpy as np
+import fedjax_cfl as cfl
+
+assert not {"flax", "optax", "scipy"} & set(sys.modules), "nothing is imported before it is used"
+x, y = np.random.rand(40, 3).astype(np.float32), np.arange(40, dtype=np.int32) % 2
+pool = cfl.Pool(x, y, 2, np.repeat(np.arange(4, dtype=np.int32), 10))
+data = cfl.federate(pool, cfl.partition.by_user(pool, seed=0))
+task = cfl.as_task(cfl.models.MCLR(2), (3,), 2)
+algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.1, 1, 5), cfl.select.uniform(2))
+state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
+jax.eval_shape(algorithm.round, jax.random.key(0), state, data)
+"""
+
+
+def test_a_method_from_python_needs_no_program():
+    """Neither the command line's packages nor those of plots, tables and checkpoints."""
+    subprocess.run([sys.executable, "-c", LIBRARY], check=True, timeout=120)
+
+
+def test_what_is_packed():
+    """A wheel has conf, the licence and the mark of a typed package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["license-files"] == ["LICENSE"]
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"conf": "fedjax_cfl/conf"}
+    assert (ROOT / "fedjax_cfl" / "py.typed").exists()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_citation_names_the_five_papers():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    titles = " ".join(paper["title"] for paper in cited["references"])
+    words = ("Flexible", "FedGroup", "Multi-Center", "Fielding", "model distance")
+    assert len(cited["references"]) == 5 and all(word in titles for word in words)
