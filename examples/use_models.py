@@ -7,6 +7,7 @@
 # %%
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -17,7 +18,8 @@ ROUNDS, RUN_DIR = 30, "digits_run"
 command = [sys.executable, "-m", "fedjax_cfl", "algorithm=ifca", "algorithm.m=4"]
 command += ["partition=iid", "concept=rotate", "dataset.clients=40", "clients_per_round=20"]
 command += [f"rounds={ROUNDS}", f"run_dir={RUN_DIR}"]
-subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+if not Path(RUN_DIR).exists():
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 # %%
 run = cfl.load_run(RUN_DIR)
