@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.models import as_task
     from fedjax_cfl.round import Faults, Local, federated, select
+    from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
     from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
     from fedjax_cfl.types import (
@@ -52,6 +53,7 @@ __all__ = [
     "drift",
     "federate",
     "federated",
+    "load_run",
     "make_block_fn",
     "make_mesh",
     "make_run_fn",
@@ -68,6 +70,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     "errors": ("InputError",),
     "models": ("as_task",),
     "round": ("Faults", "Local", "federated", "select"),
+    "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
     "simulation": ("choose_k", "make_block_fn", "make_run_fn", "run"),
 }

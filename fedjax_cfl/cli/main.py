@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
     "paper": "fedjax_cfl.papers.runner",
+    "predict": "fedjax_cfl.cli.predict",
 }
 
 

@@ -154,7 +154,7 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     out. For reading a finished run's models.
     """
     path = Path(path).absolute()
-    specs = _header(path)["leaves"]
+    specs = read_header(path)["leaves"]
     return _arrays(
         path,
         {
@@ -220,7 +220,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
     """
     named, identity = _name_leaves(like), json.loads(atomic_folder.to_json(identity))
     try:
-        header = _header(path)
+        header = read_header(path)
         _check_same(path, header, named, identity)
         stored = _arrays(
             path.absolute(),
@@ -252,7 +252,8 @@ def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
     return {name: stored[n] for n, name in names.items()}
 
 
-def _header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> dict[str, Any]:
+    """Returns what checkpoint.json says. Raises ValueError if it has changed since."""
     text = (path / HEADER).read_bytes()
     if hashlib.sha256(text).hexdigest() != atomic_folder.read_manifest(path)[HEADER]:
         raise ValueError(f"{HEADER} has changed since it was written")

@@ -21,9 +21,9 @@ from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.simulation.driver import Snapshot
-from fedjax_cfl.types import Algorithm, State
+from fedjax_cfl.types import Algorithm, FederatedData, State
 
-CHECKPOINTS, BEST, LOG_FILE = "checkpoints", "best", "run.log"
+CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
 
 
 class Record(NamedTuple):
@@ -98,6 +98,18 @@ def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
     return jax.tree.map(
         np.array, jax.device_get({"models": served.models, "index": served.model_index})
     )
+
+
+def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: FederatedData) -> None:
+    """Saves the models of the last round in final/, with what `load_run` needs to use
+    them. Raises RunError where they cannot be written.
+    """
+    facts = {"sample_shape": list(data.x.shape[1:]), "num_classes": data.num_classes}
+    models = copy_models(algorithm, state)
+    try:
+        checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
+    except InputError as error:
+        raise RunError(str(error)) from None
 
 
 def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:

@@ -23,7 +23,7 @@ from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import plot, results, signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.record import open_record
+from fedjax_cfl.runs.record import open_record, save_final
 from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.simulation import memory
@@ -200,7 +200,7 @@ def record_rounds(
 def finish(
     member: Member, choices: dict, algorithm: Algorithm, task: Task, result: Result, mesh: Mesh
 ) -> dict:
-    """Writes clients.parquet, summary.json and curves.png of a finished run; returns
+    """Writes clients.parquet, final/, summary.json and curves.png of a finished run; returns
     the summary.
     """
     run_dir = member.run_dir
@@ -218,6 +218,7 @@ def finish(
         "f1": table.f1,
     }
     results.write_clients(run_dir, columns)
+    save_final(run_dir, algorithm, result.state, result.data)
     summary = build_summary(member, choices, results.read_metrics(run_dir), task, result, mesh)
     plot.plot_curves(run_dir, summary)
     results.write_json(

@@ -1,0 +1,128 @@
+"""`fedjax-cfl predict RUN_DIR FILE.npz`: what the models of a finished run say of samples.
+
+The file has x [N, ...] and, if you like, y [N] (class numbers), client [N] (names as in
+clients.parquet) and split [N] (0 train, 1 test). A client of the run uses its own model.
+A client that the run never met, or a file without `client`, takes the model of lowest
+loss on its own training samples (on all of them without split), so it needs y.
+"""
+
+import argparse
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_cfl.data.datasets.readers import read_npz
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
+from fedjax_cfl.runs.results import atomic_write
+
+
+class Predictions(NamedTuple):
+    """One entry for each sample."""
+
+    predicted: np.ndarray  # [N] int32, the class
+    model: np.ndarray  # [N] int32, the model that said so
+    known: np.ndarray  # [N] bool, whether the run has met the client
+
+
+def main(argv: list[str]) -> int:
+    """Prints how many samples were predicted and how many were right; writes them with --out."""
+    parser = argparse.ArgumentParser(
+        prog="fedjax-cfl predict", description="Predict with the models of a finished run."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("file", metavar="FILE.npz", help="x, and y, client, split if you like")
+    parser.add_argument("--best", action="store_true", help="models of the best evaluation")
+    parser.add_argument("--out", metavar="OUT.npz", help="write predicted, model, known [N]")
+    given = parser.parse_args(argv)
+    run, arrays = load_run(given.run_dir), read_npz(given.file, ("x",), ("y", "client", "split"))
+    saved = run.best if given.best else run.final
+    if saved is None:
+        raise InputError(f"run_dir={given.run_dir}: no evaluation had an accuracy to be best of")
+    try:
+        found = predict_all(run, saved, arrays)
+    except InputError as error:
+        raise InputError(f"{given.file}: {error}") from None
+    print("\n".join(describe(run, saved, arrays, found)))
+    if given.out:
+        write(given.out, found)
+    return 0
+
+
+def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray]) -> Predictions:
+    """Predicts every sample with its client's model. Raises InputError for arrays that do
+    not fit.
+    """
+    x = run.check_samples(arrays["x"])
+    for name in ("y", "client", "split"):
+        if name in arrays and arrays[name].shape != (len(x),):
+            raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
+    if "y" in arrays:
+        run.check_labels(arrays["y"], len(x))
+    clients = arrays.get("client", np.zeros(len(x), np.int32))
+    met = list_met(run, saved) if "client" in arrays else {}
+    predicted, model = np.zeros(len(x), np.int32), np.zeros(len(x), np.int32)
+    known = np.zeros(len(x), bool)
+    names, number = np.unique(clients, return_inverse=True)
+    ends = np.cumsum(np.bincount(number))[:-1]
+    for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
+        known[rows] = str(client) in met
+        model[rows] = met[str(client)] if str(client) in met else choose(run, saved, arrays, rows)
+    for used in np.unique(model):
+        rows = np.flatnonzero(model == used)
+        predicted[rows] = run.predict_with(int(used), x[rows], saved)
+    return Predictions(predicted, model, known)
+
+
+def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, int]:
+    """Returns the model of each client that has one, by the client's name as text."""
+    pairs = zip(run.table["client"].tolist(), saved.model_index.tolist(), strict=True)
+    return {str(name): model for name, model in pairs if model >= 0}
+
+
+def choose(
+    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], rows: np.ndarray
+) -> int:
+    """Returns the model for a client that has none, by its training samples among `rows`."""
+    if "y" not in arrays:
+        who = f"client {arrays['client'][rows[0]]}" if "client" in arrays else "a file without ids"
+        raise InputError(f"{who} has no model in this run, and without y none can be chosen")
+    if "split" in arrays:
+        rows = rows[arrays["split"][rows] == 0]
+        if not rows.size:
+            raise InputError("split: a client that the run never met has no training samples")
+    return run.find_model(arrays["x"][rows], arrays["y"][rows], saved)
+
+
+def describe(
+    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
+) -> list[str]:
+    """Returns what is printed: one line for clients met, one for others."""
+    scored: Any = np.ones(len(found.known), bool)
+    if "split" in arrays:
+        scored = arrays["split"] != 0
+    lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
+    kinds = (("clients of the run", found.known), ("clients never met", ~found.known))
+    for name, rows in kinds:
+        if not rows.any():
+            continue
+        models = ", ".join(map(str, np.unique(found.model[rows])))
+        line = f"{name}: {rows.sum():,} samples, models {models}"
+        rows = rows & scored
+        if "y" in arrays and rows.any():
+            right = np.mean(found.predicted[rows] == arrays["y"][rows])
+            line += f", accuracy {right:.2%} on {rows.sum():,}"
+            chosen_by = "" if "split" in arrays or found.known[rows].all() else ", which chose too"
+            line += chosen_by
+        lines.append(line)
+    return lines
+
+
+def write(path: str, found: Predictions) -> None:
+    """Writes the predictions as arrays of an npz file."""
+    try:
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **found._asdict())
+    except OSError as error:
+        raise InputError(f"--out={path}: cannot be written: {error.strerror}") from None
+    print(f"written to {path}")

@@ -1,0 +1,291 @@
+"""A finished run, read back: settings, rows, clients and models that predict.
+
+Models are in two folders of the run directory, `final/` (the last round) and `best/` (the
+best evaluation), each a checkpoint as `runs/checkpoint.py` describes it: arrays in Orbax's
+format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves are
+`['models'][...]` [M, ...], the parameters of every model that a client may be served, and
+`['index']` [K] int32, which of them each client uses, -1: it never met the server.
+`final/` also says in its facts what samples look like: sample_shape and num_classes.
+
+Only the package's own models are built from a run's settings. Your own module is an
+argument, so that reading a directory imports nothing that it names.
+"""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import yaml
+from jax import lax
+
+from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.models import as_task
+from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.runs import atomic_folder, checkpoint
+from fedjax_cfl.runs.record import BEST, FINAL
+from fedjax_cfl.runs.results import read_metrics, read_summary
+from fedjax_cfl.types import Params, Task
+
+BLOCK = 256  # samples per forward pass
+OWN_MODELS = "fedjax_cfl.models."
+PART = re.compile(r"\['([^']+)'\]")  # of a leaf's name
+
+
+class SavedModels(NamedTuple):
+    """The models of one round."""
+
+    round: int
+    models: Params  # [M, ...], NumPy
+    model_index: np.ndarray  # [K] int32 into models, -1: the client has none
+
+
+class LoadedRun(NamedTuple):
+    """What `load_run` returns. Clients go by their name, as `table["client"]` has it."""
+
+    settings: dict[str, Any]  # every setting of the run, nested as in conf/
+    summary: dict[str, Any]  # summary.json
+    rows: list[dict[str, Any]]  # metrics.jsonl, a row per evaluation
+    table: dict[str, np.ndarray]  # clients.parquet, a column [K] each
+    final: SavedModels
+    best: SavedModels | None  # None where no evaluation had an accuracy
+    task: Task  # of the model, without its L2 penalty
+    sample_shape: tuple[int, ...]
+    num_classes: int
+
+    def find_client(self, client: str | int) -> int:
+        """Returns the row of a client in `table`. Raises InputError for a name that the
+        run does not have.
+        """
+        names = self.table["client"].tolist()
+        if client not in names:
+            nearest = suggest_nearest(str(client), map(str, names))
+            raise InputError(f"client={client}: the run has no client of this name{nearest}")
+        return names.index(client)
+
+    def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
+        """Returns the classes [B] int32 that a client's model gives samples x [B, ...].
+
+        `saved` is `final` unless you give `best`. Raises InputError for a client without
+        a model; `find_model` finds one for it.
+        """
+        saved = saved or self.final
+        model = int(saved.model_index[self.find_client(client)])
+        if model < 0:
+            raise InputError(
+                f"client={client}: never met the server and has no model; find_model(x, y)"
+                " chooses one by its samples"
+            )
+        return self.predict_with(model, x, saved)
+
+    def predict_with(self, model: int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
+        """Returns the classes [B] int32 that model number `model` gives samples x [B, ...]."""
+        saved, samples = saved or self.final, self.check_samples(x)
+        total = _count_models(saved.models)
+        if not 0 <= model < total:
+            raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
+        one = jax.tree.map(lambda leaf: leaf[model], saved.models)
+        found = [
+            np.asarray(_predict_block(self.task, one, block, count))[:count]
+            for block, count in _blocks(samples)
+        ]
+        return np.concatenate(found)
+
+    def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
+        """Returns the number of the model of lowest mean cross-entropy on samples x [B, ...]
+        with labels y [B]: how a client joins that the run never met (as in IFCA).
+
+        Only models that serve somebody are tried. Raises InputError for labels that the
+        run does not have.
+        """
+        saved, samples = saved or self.final, self.check_samples(x)
+        labels = self.check_labels(y, len(samples))
+        used = np.unique(saved.model_index[saved.model_index >= 0])
+        models = jax.tree.map(lambda leaf: leaf[used], saved.models)
+        total = np.zeros(len(used))
+        for number, (block, count) in enumerate(_blocks(samples)):
+            own = _pad(labels[number * BLOCK : number * BLOCK + count])
+            total += np.asarray(_sum_losses(self.task, models, block, own, count), float)
+        return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
+
+    def check_samples(self, x: Any) -> np.ndarray:
+        """Returns samples as the models take them: uint8 (read as x / 255) or float32."""
+        x = np.asarray(x)
+        if x.dtype.kind not in "buif" or x.shape[1:] != self.sample_shape or not len(x):
+            raise InputError(
+                f"x has shape {x.shape} and dtype {x.dtype}, expected numbers of shape"
+                f" {('B', *self.sample_shape)}, B >= 1".replace("'", "")
+            )
+        x = x if x.dtype == np.uint8 else x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise InputError("x is NaN or infinite somewhere, expected finite values")
+        return x
+
+    def check_labels(self, y: Any, samples: int) -> np.ndarray:
+        """Returns labels [B] int32."""
+        y = np.asarray(y)
+        if y.shape != (samples,) or y.dtype.kind not in "buif" or not np.all(y == np.floor(y)):
+            raise InputError(
+                f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) class numbers;"
+                " text labels were numbered in sorted order"
+            )
+        if y.min() < 0 or y.max() >= self.num_classes:
+            wrong = y[(y < 0) | (y >= self.num_classes)][0]
+            raise InputError(f"y={wrong}: between 0 and {self.num_classes - 1} is allowed")
+        return y.astype(np.int32)
+
+
+def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
+    """Reads a finished run.
+
+    `module` is needed only where the run trained a module of your own. Raises InputError
+    for a directory without a finished run, damaged files, and models that do not fit.
+    """
+    run_dir = Path(run_dir).expanduser()
+    rows, summary = read_metrics(run_dir), read_summary(run_dir)
+    final, facts = read_models(run_dir / FINAL)
+    if summary is None or final is None or facts is None:
+        raise InputError(
+            f"run_dir={run_dir}: the run has not finished and has no final models; the command"
+            " that began it goes on with it"
+        )
+    best, _ = read_models(run_dir / BEST)
+    settings = _read_settings(run_dir)
+    shape, classes = tuple(facts["sample_shape"]), int(facts["num_classes"])
+    task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
+    _check_fit(run_dir, task, final.models)
+    return LoadedRun(
+        settings, summary, rows, _read_table(run_dir), final, best, task, shape, classes
+    )
+
+
+def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
+    """Returns the newest models of a folder and their facts; (None, None) where there are
+    none. Raises InputError if they are damaged.
+    """
+    found = checkpoint.list_checkpoints(folder)
+    if not found:
+        return None, None
+    try:
+        header = checkpoint.read_header(found[-1])
+        arrays = checkpoint.load_arrays(found[-1])
+        index = arrays.pop("['index']")
+        models = _nest(arrays)["models"]
+    except Exception as error:  # whatever damage does to a reader
+        raise InputError(f"{found[-1]}: cannot be read: {atomic_folder.explain(error)}") from None
+    return SavedModels(header["step"], models, index), header["facts"]
+
+
+def build_module(node: Any, num_classes: int) -> nn.Module:
+    """Builds a model of the package from the settings of a run. Raises InputError for any
+    other: give it to `load_run` as `module`.
+    """
+    module = _instantiate(node)
+    try:
+        return module(num_classes=num_classes)
+    except TypeError as error:
+        raise InputError(f"model.module: {error}") from None
+
+
+def _instantiate(node: Any) -> Any:
+    """Returns a value of the settings, each `_target_` in it as a partial function."""
+    if not isinstance(node, dict):
+        return node
+    target = str(node.get("_target_"))
+    room, _, name = target.rpartition(".")
+    if not target.startswith(OWN_MODELS) or not name.isidentifier():
+        raise InputError(
+            f"model.module._target_={target}: is no model of the package; give it as"
+            " load_run(run_dir, module=...)"
+        )
+    try:
+        function = getattr(importlib.import_module(room), name)
+    except (ImportError, AttributeError):
+        raise InputError(f"model.module._target_={target}: there is no such model") from None
+    if not (isinstance(function, type) and issubclass(function, nn.Module)):
+        raise InputError(f"model.module._target_={target}: is no flax.linen.Module")
+    values = {key: _instantiate(value) for key, value in node.items() if not key.startswith("_")}
+    return functools.partial(function, **values)
+
+
+def _nest(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the tree of leaves that are named ['a']['b']."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, last = PART.findall(name)
+        node = functools.reduce(lambda inner, key: inner.setdefault(key, {}), parents, tree)
+        node[last] = array
+    return tree
+
+
+def _read_settings(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / ".hydra" / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_bytes())
+        return settings if settings["model"]["module"] else {}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise InputError(f"{path}: cannot be read ({reason}), expected what a run writes") from None
+
+
+def _read_table(run_dir: Path) -> dict[str, np.ndarray]:
+    path = run_dir / "clients.parquet"
+    try:
+        return {
+            name: np.asarray(column)
+            for name, column in pyarrow.parquet.read_table(path).to_pydict().items()
+        }
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read: {atomic_folder.explain(error)}") from None
+
+
+def _check_fit(run_dir: Path, task: Task, models: Params) -> None:
+    expected = jax.eval_shape(task.init, jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: leaf.shape, expected)
+    if shapes != jax.tree.map(lambda leaf: leaf.shape[1:], models):
+        raise InputError(f"run_dir={run_dir}: its models have other parameters than this module")
+
+
+def _count_models(models: Params) -> int:
+    return jax.tree.leaves(models)[0].shape[0]
+
+
+def _blocks(x: np.ndarray):
+    """Yields (samples [BLOCK, ...], how many of them are real)."""
+    for start in range(0, len(x), BLOCK):
+        block = x[start : start + BLOCK]
+        yield _pad(block), len(block)
+
+
+def _pad(block: np.ndarray) -> np.ndarray:
+    return np.pad(block, [(0, BLOCK - len(block))] + [(0, 0)] * (block.ndim - 1))
+
+
+def _owner(count: jax.Array) -> jax.Array:
+    """Returns the owner [BLOCK] of each sample of a block, -1 for padding."""
+    return jnp.where(jnp.arange(BLOCK) < count, 0, -1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _predict_block(task: Task, model: Params, x: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.argmax(task.predict(model, x, _owner(count)), -1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sum_losses(
+    task: Task, models: Params, x: jax.Array, y: jax.Array, count: jax.Array
+) -> jax.Array:
+    """Returns the cross-entropy [M] of each model, summed over the real samples."""
+    owner = _owner(count)
+
+    def total(model):
+        loss = cross_entropy(task.predict(model, x, owner), y)
+        return jnp.sum(jnp.where(owner >= 0, loss, 0.0))
+
+    return lax.map(total, models)

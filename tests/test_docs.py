@@ -1,0 +1,168 @@
+"""What README and docs say is so: their Python runs, their commands are allowed, their links
+lead somewhere, and nothing that they should mention is missing.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import call
+
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.flags import parse_flags
+from fedjax_cfl.cli.main import COMMANDS
+from fedjax_cfl.cli.overrides import precheck
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+FASTER = {"rounds=60": "rounds=2"}  # what a block may do less of here
+PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")
+
+
+def blocks(page: Path, python: bool) -> list[str]:
+    """Returns the fenced blocks of a page: those in Python, or the others."""
+    return [text for kind, text in FENCE.findall(page.read_text()) if (kind == "python") is python]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A finished run, as the page on run directories has one."""
+    folder = tmp_path_factory.mktemp("docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call(patch, "algorithm=fedavg local.epochs=1 rounds=2 run_dir=run", devices=1) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, True)], ids=name_of)
+def test_python_runs(page, tmp_path, monkeypatch, run_dir):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # use_cpu_cores: the tests chose already
+    (tmp_path / "run").symlink_to(run_dir)
+    names = {"__name__": "page"}
+    for block in blocks(page, True):
+        for slow, fast in FASTER.items():
+            block = block.replace(slow, fast)
+        exec(compile(block, name_of(page), "exec"), names)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Returns (page, arguments) of every command in a block."""
+    found = []
+    for page in PAGES:
+        for line in "\n".join(blocks(page, False)).splitlines():
+            match = re.match(r"(?:.*(?:&& \.venv/bin/|--command=\"|task=1 )|\$ )?fedjax-cfl ", line)
+            if match and not PLACEHOLDER.search(line):
+                rest = line[match.end() :].partition(" #")[0].strip().removesuffix('"')
+                found.append((name_of(page), rest))
+    return found
+
+
+def test_there_are_commands():
+    assert len(commands()) > 25
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_are_allowed(page, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = shlex.split(line)
+    if arguments and (arguments[0] in COMMANDS or arguments[0].startswith("--")):
+        return
+    absolute = [text.replace("run_dir=/", f"run_dir={tmp_path}/") for text in arguments]
+    given, _ = parse_flags(absolute)
+    precheck(given, COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_method_has_a_row():
+    text = (ROOT / "docs/guides/which_method.md").read_text()
+    missing = [
+        path.stem
+        for path in sorted((CONF / "algorithm").glob("*.yaml"))
+        if f"`{path.stem}`" not in text
+    ]
+    assert missing == []
+
+
+def test_every_disagreement_of_the_presets_is_explained():
+    text = (ROOT / "docs/reference/disagreements.md").read_text()
+    named = set(re.findall(r"\bD\d+\b", "".join(p.read_text() for p in CONF.rglob("*.yaml"))))
+    explained = set(re.findall(r"\bD\d+\b", text))
+    assert named <= explained and len(named) > 15
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
+
+
+def test_examples_are_listed():
+    text = (ROOT / "docs/tutorials/notebooks.md").read_text()
+    for path in (ROOT / "examples").iterdir():
+        assert path.suffix not in (".py", ".ipynb") or f"`{path.name}`" in text, path.name
+
+
+LIBRARY = """
+import sys
+ABSENT = ("hydra", "omegaconf", "matplotlib", "pyarrow", "orbax", "sklearn", "pooch")
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(name)
+
+
+sys.meta_path.insert(0, Absent())
+import jax
+import numpy as np
+import fedjax_cfl as cfl
+
+assert not {"flax", "optax", "scipy"} & set(sys.modules), "nothing is imported before it is used"
+x, y = np.random.rand(40, 3).astype(np.float32), np.arange(40, dtype=np.int32) % 2
+pool = cfl.Pool(x, y, 2, np.repeat(np.arange(4, dtype=np.int32), 10))
+data = cfl.federate(pool, cfl.partition.by_user(pool, seed=0))
+task = cfl.as_task(cfl.models.MCLR(2), (3,), 2)
+algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.1, 1, 5), cfl.select.uniform(2))
+state = jax.eval_shape(algorithm.init, jax.random.key(0), data)
+jax.eval_shape(algorithm.round, jax.random.key(0), state, data)
+"""
+
+
+def test_a_method_from_python_needs_no_program():
+    """Neither the command line's packages nor those of plots, tables and checkpoints."""
+    subprocess.run([sys.executable, "-c", LIBRARY], check=True, timeout=120)
+
+
+def test_what_is_packed():
+    """A wheel has conf, the licence and the mark of a typed package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["license-files"] == ["LICENSE"]
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"conf": "fedjax_cfl/conf"}
+    assert (ROOT / "fedjax_cfl" / "py.typed").exists()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_citation_names_the_five_papers():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    titles = " ".join(paper["title"] for paper in cited["references"])
+    words = ("Flexible", "FedGroup", "Multi-Center", "Fielding", "model distance")
+    assert len(cited["references"]) == 5 and all(word in titles for word in words)
