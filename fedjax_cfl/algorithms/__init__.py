@@ -12,6 +12,7 @@ from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.algorithms.fesem_ma import fesem_ma
+from fedjax_cfl.algorithms.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.founding import ColdStart
@@ -36,6 +37,7 @@ __all__ = [
     "fedyogi",
     "fesem",
     "fesem_ma",
+    "fielding",
     "fl_hc",
     "flexcfl",
     "ifca",
