@@ -3,11 +3,13 @@ Algorithm per method.
 """
 
 from fedjax_cfl.algorithms.alone import nonfed
+from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
+from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
@@ -22,6 +24,7 @@ from fedjax_cfl.algorithms.tkm import tkm
 
 __all__ = [
     "ColdStart",
+    "auxo",
     "cfl",
     "fedadagrad",
     "fedadam",
@@ -30,6 +33,8 @@ __all__ = [
     "fedcluster",
     "feddane",
     "feddist",
+    "feddrift",
+    "feddrift_eager",
     "feddws",
     "fedgroup",
     "fedprox",

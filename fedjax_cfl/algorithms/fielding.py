@@ -19,6 +19,7 @@ import optax
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import MetricFn
 from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette, cluster_means
@@ -32,7 +33,6 @@ from fedjax_cfl.clustering.recluster import (
     rowwise,
 )
 from fedjax_cfl.clustering.represent import MakeRepresentation, Representation, label_shares
-from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import (
@@ -101,13 +101,16 @@ class DriftMemory(struct.PyTreeNode):
     reclusterings: jax.Array  # [] int32, so far
 
 
+FIELDING = DriftRule()  # as published
+
+
 def fielding(
     task: Task,
     local: Local,
     select: Selection,
     *,
     m: PositiveInt = 10,
-    rule: DriftRule = DriftRule(),
+    rule: DriftRule = FIELDING,
     mu: NonNegativeFloat | jax.Array = 0.0,
     aggregate: AggregateFn = uniform_mean,
     server: optax.GradientTransformation | None = None,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import fedopt, temperature
+from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
 from fedjax_cfl.algorithms.fesem import (
     e_step_of_all,
     e_step_of_cohort,
@@ -135,6 +136,12 @@ FIELDING = {
 }
 # by method and parameter, the functions that can be named
 CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
+    algorithms.auxo: {
+        "split": {
+            "fixed": Maker(split_at, ("split_rounds",)),
+            "adaptive": Maker(split_adaptively, ("participants", "least")),
+        },
+    },
     algorithms.cfl: {"aggregate": MEANS},
     algorithms.fesem: {
         "form": {"prox": pull_plainly, "eq8": pull_by_size},

@@ -207,7 +207,6 @@ def by_silhouette(
         one = jnp.zeros(len(points), jnp.int32)
         if m < 2:
             return Clusters(one, jnp.arange(m) < 1)
-        points = jnp.where(valid[:, None], points, 0.0)
 
         def attempt(count: jax.Array) -> jax.Array:
             keys = jax.random.split(jax.random.fold_in(key, count), restarts)
@@ -235,15 +234,12 @@ def by_silhouette(
     return cluster
 
 
-def k_center(
-    key: Key, points: jax.Array, valid: jax.Array, m: int, metric: MetricFn
-) -> Clusters:
+def k_center(key: Key, points: jax.Array, valid: jax.Array, m: int, metric: MetricFn) -> Clusters:
     """Clusters into exactly m by the greedy choice of the farthest point, a 2-approximation
     of the smallest radius (Gonzalez 1985; Fielding, Algorithm 4; a `ClusterFn`).
 
     The first center is the first valid point. Fewer distinct points give fewer clusters.
     """
-    points = jnp.where(valid[:, None], points, 0.0)
 
     def add(i, carry):
         labels, nearest = carry

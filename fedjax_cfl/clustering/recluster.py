@@ -166,9 +166,7 @@ def never() -> Trigger:
     return _constant(False)
 
 
-def mixing_weights(
-    old: jax.Array, new: jax.Array, valid: jax.Array, m: int
-) -> jax.Array:
+def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> jax.Array:
     """Returns W [m, m], whose row k has the share of each old cluster among the members of
     the new cluster k; a cluster without members keeps its own.
     """
@@ -193,8 +191,6 @@ def mix_former_models(weights: jax.Array, tree: Params) -> Any:
     """
 
     def mix(leaf: jax.Array) -> jax.Array:
-        return (
-            group_sum(weights.T, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        )
+        return group_sum(weights.T, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(mix, tree)

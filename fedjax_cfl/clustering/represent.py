@@ -186,12 +186,15 @@ def of_clients(
     data: FederatedData,
     who: jax.Array,
 ) -> jax.Array:
-    """Returns what `client_fn` gives for each client [K, p]; 0 for those not in `who` [K]."""
+    """Returns what `client_fn` gives for each client [K, p]; 0 for those not in `who` [K], and
+    in the place of a number that is not finite.
+    """
     clients = data.num_clients
     ids = jnp.where(who, jnp.arange(clients, dtype=jnp.int32), clients)
     cohort = make_cohort(ids, data, local)
     work = full_work(jnp.zeros_like(cohort.ids))
     points = over_clients(client_fn, local)(cohort, data, shared, work)
+    points = jnp.where(jnp.isfinite(points), points, 0.0)
     return jnp.zeros((clients, points.shape[1])).at[cohort.ids].set(points, mode="drop")
 
 

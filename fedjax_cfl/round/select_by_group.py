@@ -90,9 +90,7 @@ def by_group(
             rank(key, state, data), own, candidates, state.active.size, clients_per_round
         )
 
-    return Selection(
-        lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory
-    )
+    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
 
 
 def nearest_to_center(
