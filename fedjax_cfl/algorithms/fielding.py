@@ -200,7 +200,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
             trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers),
             reclusterings=memory.reclusterings + fired,
         )
-        sent = add_traffic(representation.report(drifted, points.shape[1]))
+        sent = representation.report(drifted, points.shape[1])
         migrated = jnp.sum(drifted & (moves.labels != old))
         return state.replace(memory=memory), make_report(sent, migrated)
 
@@ -224,10 +224,11 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         changed = state.memory.pending | data.shifted
         asked = changed & state.memory.heard & (data.train.size > 0)
         state = state.replace(memory=state.memory.replace(pending=changed & ~asked))
+        nothing = representation.report(jnp.zeros_like(asked), state.memory.centers.shape[1])
         return lax.cond(
             jnp.any(asked),
             lambda state: event(key, state, data, asked),
-            lambda state: (state, make_report()),
+            lambda state: (state, make_report(nothing)),
             state,
         )
 
