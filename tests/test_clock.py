@@ -167,8 +167,8 @@ def test_selection_and_clock_from_the_command_line(selection, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     line = (
         f"run_dir=run rounds=2 eval_every=2 algorithm=fielding selection={selection} algorithm.m=2"
-        " drift=swap_part clock=fedscale clock.overcommit=1.3 local.epochs=1 algorithm.cluster=k_center"
-        " offline=true"
+        " drift=swap_part clock=fedscale clock.overcommit=1.3 local.epochs=1"
+        " algorithm.cluster=k_center offline=true"
     )
     assert call(monkeypatch, line, devices=1) == 0
     (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -170,7 +170,9 @@ def last_tenth(delta: Params) -> jax.Array:
     return jnp.concatenate(taken[::-1], axis=1)
 
 
-def name_sides(key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: jax.Array):
+def name_sides(
+    key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
+) -> jax.Array:
     """Returns the side [S] int32 of each client, -1 where none is named.
 
     At the first time in a group, 2-means of the unit vectors [S, p] names them. Later a
@@ -196,7 +198,9 @@ def name_sides(key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: j
     return jnp.where(fit.member, jnp.where(first, fresh, later), -1).astype(jnp.int32)
 
 
-def score_group(key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array):
+def score_group(
+    key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns (side [S, 2], score [S]) of the clients of one group after a round, given the
     signatures [S, p] of their updates.
     """

@@ -10,6 +10,8 @@ Differs from the paper: the losses that candidates send, and the models that tho
 are not selected, are not in the ledger.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,7 @@ from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Task,
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
-def batch_loss(task: Task, batch: int):
+def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
     """Returns a function of one client: the mean loss [m] of each model over one random
     mini-batch, drawn with replacement; its `shared` is (key, models).
     """

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, _divide, _dot
 from fedjax_cfl.types import Key
 
-ROW_BLOCK = 128  # rows of a distance matrix in memory at a time
+BLOCK = 256  # rows and columns of a distance matrix in memory at a time
 
 
 class Clusters(NamedTuple):
@@ -127,9 +128,24 @@ def metric_kmeans(
 
 def distance_sums(points: jax.Array, member: jax.Array, metric: MetricFn) -> jax.Array:
     """Returns [K, g]: the sum of each point's distances from the points that `member` [K, g]
-    counts. A few rows of the distance matrix are in memory at a time.
+    counts.
+
+    Blocks of the distance matrix are made one after another, each for both of its sides.
     """
-    return _by_rows(lambda distance, row: _dot(distance, member), points, metric)
+    count, size = len(points), min(BLOCK, len(points))
+    blocks = -(-count // size)
+    padding = (0, blocks * size - count), (0, 0)
+    points = jnp.pad(points, padding).reshape(blocks, size, -1)
+    weights = jnp.pad(member, padding).reshape(blocks, size, -1)
+
+    def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        i, j = pair
+        distance = metric(points[i], points[j])
+        total = total.at[i].add(_dot(distance, weights[j]))
+        return total.at[j].add(jnp.where(i < j, _dot(distance.T, weights[i]), 0.0)), None
+
+    total = lax.scan(add, jnp.zeros_like(weights), np.triu_indices(blocks))[0]
+    return total.reshape(blocks * size, -1)[:count]
 
 
 def largest_distance(
@@ -137,20 +153,13 @@ def largest_distance(
 ) -> jax.Array:
     """Returns the largest distance [] of two valid points with the same label."""
 
-    def largest(distance, row):
+    def largest(row: jax.Array) -> jax.Array:
         same = (labels[row][:, None] == labels) & valid[row][:, None] & valid
-        return jnp.max(jnp.where(same, distance, 0), axis=1)
+        return jnp.max(jnp.where(same, metric(points[row], points), 0))
 
-    return jnp.max(_by_rows(largest, points, metric))
-
-
-def _by_rows(reduce, points: jax.Array, metric: MetricFn) -> jax.Array:
-    """Returns reduce(distances [b, K] of some rows, their numbers [b]) of all rows [K, ...]."""
-    count, size = len(points), min(ROW_BLOCK, len(points))
+    count, size = len(points), min(BLOCK, len(points))
     rows = jnp.arange(-(-count // size) * size).reshape(-1, size)
-    rows = jnp.minimum(rows, count - 1)
-    blocks = lax.map(lambda row: reduce(metric(points[row], points), row), rows)
-    return blocks.reshape(-1, *blocks.shape[2:])[:count]
+    return jnp.max(lax.map(largest, jnp.minimum(rows, count - 1)))
 
 
 def silhouettes(
@@ -219,7 +228,8 @@ def by_silhouette(
                 metric=metric,
                 iterations=iterations,
             )
-            labels, cost = jax.vmap(run)(keys)
+            # one after another: a run ends as soon as its own labels stay
+            labels, cost = lax.map(run, keys)
             return labels[jnp.argmin(cost)]
 
         counts = jnp.arange(2, m + 1)

@@ -16,6 +16,7 @@ from fedjax_cfl.data.federated import gather, label_counts
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.sgd import gradient_step
 from fedjax_cfl.round.traffic import make_traffic
@@ -79,30 +80,10 @@ def embedding(
     A report is `units` words.
     """
 
-    def hidden(shared: Any, x: jax.Array) -> jax.Array:
-        flat = as_float(x).reshape(len(x), -1)
-        return jax.nn.relu(flat @ shared["hidden"] + shared["hidden_bias"])
-
     def init(key: Key, data: FederatedData) -> Any:
-        rows, weight = draw_per_class(key, data, images_per_class)
-        x, y = gather(data, rows)
-        size = int(np.prod(x.shape[1:]))
-        begin = {
-            "hidden": jax.random.normal(key, (size, units)) * np.sqrt(2 / size),
-            "hidden_bias": jnp.zeros(units),
-            "out": jnp.zeros((units, data.num_classes)),
-            "out_bias": jnp.zeros(data.num_classes),
-        }
-
-        def loss(params):
-            logits = hidden(params, x) @ params["out"] + params["out_bias"]
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=1)[:, 0]
-            return -jnp.sum(weight * chosen) / jnp.maximum(weight.sum(), 1)
-
-        def step(_, params):
-            return jax.tree.map(lambda p, g: p - lr * g, params, jax.grad(loss)(params))
-
-        return lax.fori_loop(0, epochs, step, begin)
+        return train_network(
+            key, data, units, draw_per_class(key, data, images_per_class), epochs, lr
+        )
 
     def make(task: Task, local: Local) -> Representation:
         local = local.resolve()
@@ -114,7 +95,7 @@ def embedding(
                 place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
                 x, _ = gather(data, data.train.order[start + jnp.minimum(place, count - 1)])
                 return total + jnp.sum(
-                    jnp.where((place < count)[:, None], hidden(shared, x), 0.0), axis=0
+                    jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0), axis=0
                 )
 
             blocks = -(-count // SAMPLE_BLOCK)
@@ -129,6 +110,43 @@ def embedding(
         )
 
     return make
+
+
+def hidden_layer(network: Any, x: jax.Array) -> jax.Array:
+    """Returns the activations [B, units] of a small network on samples [B, ...]."""
+    flat = as_float(x).reshape(len(x), -1)
+    return jax.nn.relu(flat @ network["hidden"] + network["hidden_bias"])
+
+
+def train_network(
+    key: Key,
+    data: FederatedData,
+    units: int,
+    drawn: tuple[jax.Array, jax.Array],
+    epochs: int,
+    lr: float,
+) -> Any:
+    """Returns a network of one hidden layer after `epochs` gradient steps on the samples
+    `drawn`: (rows [n], weight [n]).
+    """
+    rows, weight = drawn
+    x, y = gather(data, rows)
+    size = int(np.prod(x.shape[1:]))
+    initial = {
+        "hidden": jax.random.normal(key, (size, units)) * np.sqrt(2 / size),
+        "hidden_bias": jnp.zeros(units),
+        "out": jnp.zeros((units, data.num_classes)),
+        "out_bias": jnp.zeros(data.num_classes),
+    }
+
+    def loss(network: Any) -> jax.Array:
+        each = cross_entropy(hidden_layer(network, x) @ network["out"] + network["out_bias"], y)
+        return jnp.sum(weight * each) / jnp.maximum(weight.sum(), 1)
+
+    def step(_: Any, network: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - lr * g, network, jax.grad(loss)(network))
+
+    return lax.fori_loop(0, epochs, step, initial)
 
 
 def gradient(length: PositiveInt = 256) -> MakeRepresentation:

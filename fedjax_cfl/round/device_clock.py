@@ -8,6 +8,7 @@ steps of 20 samples, and 116.7 s for ResNet-18 down and up.
 """
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.clock import Clock, device_profiles
+from fedjax_cfl.round.select_by_group import OnlineFn
 from fedjax_cfl.types import State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
 
@@ -125,7 +127,9 @@ def fedscale_clock(
     )
 
 
-def report_seconds(bytes_per_second: np.ndarray, server_seconds: float):
+def report_seconds(
+    bytes_per_second: np.ndarray, server_seconds: float
+) -> Callable[[jax.Array], jax.Array]:
     """Returns a function (bytes [K]) -> [] seconds that a drift event adds to its round: the
     slowest report, and `server_seconds` if anybody reports.
     """
@@ -138,7 +142,7 @@ def report_seconds(bytes_per_second: np.ndarray, server_seconds: float):
     return seconds
 
 
-def online_by_intervals(intervals: np.ndarray, period: float):
+def online_by_intervals(intervals: np.ndarray, period: float) -> OnlineFn:
     """Returns (state) -> [K] bool, who is online now, for `select_by_group.by_group`.
 
     `intervals` [K, A, 2] are seconds (from, to), repeated every `period` seconds. Raises
