@@ -3,15 +3,18 @@ Algorithm per method.
 """
 
 from fedjax_cfl.algorithms.alone import nonfed
+from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
+from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
 from fedjax_cfl.algorithms.fesem_ma import fesem_ma
+from fedjax_cfl.algorithms.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.founding import ColdStart
@@ -21,6 +24,7 @@ from fedjax_cfl.algorithms.tkm import tkm
 
 __all__ = [
     "ColdStart",
+    "auxo",
     "cfl",
     "fedadagrad",
     "fedadam",
@@ -29,6 +33,8 @@ __all__ = [
     "fedcluster",
     "feddane",
     "feddist",
+    "feddrift",
+    "feddrift_eager",
     "feddws",
     "fedgroup",
     "fedprox",
@@ -36,6 +42,7 @@ __all__ = [
     "fedyogi",
     "fesem",
     "fesem_ma",
+    "fielding",
     "fl_hc",
     "flexcfl",
     "ifca",

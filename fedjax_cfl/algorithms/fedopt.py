@@ -121,9 +121,11 @@ def fedyogi(
 ) -> Algorithm:
     """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2)."""
     check_arguments(fedyogi, locals(), "algorithm")
-    return with_server(
-        task,
-        local,
-        select,
-        adaptive(lambda v, g2: v - (1 - b2) * g2 * jnp.sign(v - g2), server_lr, b1, tau),
-    )
+    return with_server(task, local, select, yogi(server_lr, b1, b2, tau))
+
+
+def yogi(
+    server_lr: float | jax.Array = 0.1, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3
+) -> optax.GradientTransformation:
+    """FedYogi's server optimizer, for any method."""
+    return adaptive(lambda v, g2: v - (1 - b2) * g2 * jnp.sign(v - g2), server_lr, b1, tau)

@@ -16,6 +16,7 @@ from fedjax_cfl.clustering.assign import ChooseFn, nearest_direction, random_gro
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
+from fedjax_cfl.clustering.recluster import former_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
@@ -266,7 +267,7 @@ def recluster_at(
             nearest_direction(pretrain), local, keys[3], refounded, data, met & (founded < 0)
         )
         new = membership_weights(met.astype(jnp.float32), assignment, m)
-        means = mean_former_models(old.T @ new, state.groups)
+        means = group_sum(former_shares(old.T @ new), state.groups)
         drawn_count = jnp.sum(met[drawn])
         # down: the initial model to founders, then m directions to everybody met
         sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)
@@ -282,14 +283,3 @@ def recluster_at(
         return state, add_reports(moves, founded)
 
     return migrate
-
-
-def mean_former_models(joined: jax.Array, groups: Params) -> Params:
-    """Returns the new models [m, ...] of groups: the mean of their clients' former models.
-
-    `joined` [m, m] counts the clients from an old group (row) in a new one (column). An
-    empty group keeps its model.
-    """
-    size = joined.sum(0)
-    weights = jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(len(joined)))
-    return group_sum(weights, groups)

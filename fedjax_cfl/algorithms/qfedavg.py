@@ -11,7 +11,7 @@ from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated, no_clients
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
@@ -22,6 +22,19 @@ def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat 
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
     check_arguments(qfedavg, locals(), "algorithm")
     local = local.resolve()
+    hooks = Hooks(
+        sgd(task, local),
+        prepare=weigh_by_loss(task, local),
+        aggregate=q_fair(q, local),
+        start_clients=no_clients,
+    )
+    return federated(task, local, select, hooks)
+
+
+def weigh_by_loss(task: Task, local: Local) -> PrepareFn:
+    """Gives each client its training loss of the model that it received, which `q_fair`
+    weighs it by.
+    """
     loss = over_clients(training_loss(task, with_l2=True), local)
 
     def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
@@ -29,10 +42,4 @@ def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat 
         own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
         return work._replace(client_extra=own)
 
-    hooks = Hooks(
-        sgd(task, local),
-        prepare=prepare,
-        aggregate=q_fair(q, local),
-        start_clients=no_clients,
-    )
-    return federated(task, local, select, hooks)
+    return prepare

@@ -18,7 +18,7 @@ from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_sizes
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.rules import PACKAGE
+from fedjax_cfl.cli.rules import PACKAGE, resolve_target
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
@@ -113,13 +113,19 @@ def build_algorithm(
     draw = node.pop("select")
     # a table of all rounds; not in the settings, so that a run can be asked for more of them
     sizes = {"num_clients": data.num_clients, "rounds": config["rounds"]}
-    select = instantiate_target("algorithm.select", draw, **(sizes if "_partial_" in draw else {}))
+    given = sizes if "_partial_" in draw else {}
+    function = resolve_target(str(draw.get("_target_")))
+    if function and {"task", "local"} <= set(inspect.signature(function).parameters):
+        given = {"task": task, "local": local}  # it tries models on clients' data
+    select = instantiate_target("algorithm.select", draw, **given)
     return instantiate_target("algorithm", node, task, local, select, **own)
 
 
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> cfl.Local:
     """Returns how clients train."""
     local = config["local"]
+    sizes = data.num_clients, local["batch_size"], config["clients_per_round"]
+    clock = instantiate_target("clock", config["clock"], *sizes) if config["clock"] else None
     return cfl.Local(
         local["lr"],
         local["epochs"],
@@ -133,6 +139,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         steps=local["steps"],
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
+        clock=clock,
         keep_received=config["test_on"] == "received",
     )
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms import temperature
+from fedjax_cfl.algorithms import fedopt, temperature
+from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
 from fedjax_cfl.algorithms.fesem import (
     e_step_of_all,
     e_step_of_cohort,
@@ -26,6 +27,7 @@ from fedjax_cfl.algorithms.fesem_ma import (
     weigh_plainly,
 )
 from fedjax_cfl.algorithms.fesem_start import cluster_local_models, random_models
+from fedjax_cfl.algorithms.fielding import hear_all, hear_cohort
 from fedjax_cfl.algorithms.founding import (
     cluster_by_edc,
     cluster_by_madc,
@@ -42,7 +44,7 @@ from fedjax_cfl.algorithms.ifca import (
     reject_unbalanced,
     spread_models,
 )
-from fedjax_cfl.clustering import distances, shift_detection
+from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.errors import require
 from fedjax_cfl.round import aggregate, sgd
@@ -103,8 +105,43 @@ FLEXCFL = {
         "dissimilarity": temperature.dissimilarity,
     },
 }
+FIELDING = {
+    "represent": {
+        "labels": represent.label_shares,
+        "embedding": Maker(represent.embedding, ("units", "images_per_class", "epochs", "lr")),
+        "gradient": Maker(represent.gradient, ("length",)),
+    },
+    "metric": {
+        "l1": distances.l1,
+        "jensen_shannon": distances.jensen_shannon,
+        "squared_euclidean": distances.squared_euclidean,
+    },
+    "cluster": {
+        "silhouette": Maker(
+            metric_kmeans.by_silhouette, ("restarts", "iterations", "participants")
+        ),
+        "k_center": metric_kmeans.k_center,
+    },
+    "trigger": {
+        "center_shift": Maker(recluster.center_shift, ("tau",)),
+        "since_clustering": Maker(recluster.center_shift_since_clustering, ("tau",)),
+        "pairwise": Maker(recluster.pairwise, ("delta",)),
+        "pairwise_as_printed": Maker(recluster.pairwise_as_printed, ("delta",)),
+        "always": Maker(recluster.always, ()),
+        "never": Maker(recluster.never, ()),
+    },
+    "hear": {"all": hear_all, "cohort": hear_cohort, "nobody": None},
+    "aggregate": MEANS,
+    "server": {"none": None, "yogi": Maker(fedopt.yogi, ("server_lr", "b1", "b2"))},
+}
 # by method and parameter, the functions that can be named
 CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
+    algorithms.auxo: {
+        "split": {
+            "fixed": Maker(split_at, ("split_rounds",)),
+            "adaptive": Maker(split_adaptively, ("participants", "least")),
+        },
+    },
     algorithms.cfl: {"aggregate": MEANS},
     algorithms.fesem: {
         "form": {"prox": pull_plainly, "eq8": pull_by_size},
@@ -126,6 +163,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "mean_over": {"stored": mean_over_stored, "cohort": mean_over_cohort},
         "head": {"classes": weigh_classes, "plain": weigh_plainly},
     },
+    algorithms.fielding: FIELDING,
     algorithms.fl_hc: {
         "metric": {
             "L1": distances.manhattan,

@@ -1,6 +1,10 @@
-"""Inner products and distances of updates, leaf by leaf: no flat copy is made."""
+"""Inner products and distances of updates, leaf by leaf: no flat copy is made; and
+distances of points, as client representations are.
+"""
 
 import functools
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +80,58 @@ def manhattan(delta: Params) -> jax.Array:
 def cosine_distance(delta: Params) -> jax.Array:
     """Returns 1 - cos [S, S], from 0 to 2, of the updates `delta` [S, ...]."""
     return 1 - cosine(delta, delta)
+
+
+class MetricFn(Protocol):
+    """Returns the distances [A, B] of the points `a` [A, p] from the points `b` [B, p]."""
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array: ...
+
+
+def _sum_gaps(
+    gap: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array, b: jax.Array
+) -> jax.Array:
+    """Returns sum_c gap(a_c, b_c) [A, B] over the coordinates c.
+
+    One coordinate after another: no array [A, B, p] is made, and the inner loop runs over
+    points. Nothing cancels: equal points are exactly 0 apart.
+    """
+
+    def add(total: jax.Array, columns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        left, right = columns
+        return total + gap(left[:, None], right), None
+
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    zeros = jnp.zeros((len(a), len(b)))
+    return jax.lax.scan(add, zeros, (a.T, b.T), unroll=min(8, a.shape[1]))[0]
+
+
+def l1(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns sum_c |a_c - b_c|, from 0 to 2 between distributions (a `MetricFn`)."""
+    return _sum_gaps(lambda p, q: jnp.abs(p - q), a, b)
+
+
+def squared_euclidean(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns sum_c (a_c - b_c)^2 (a `MetricFn`)."""
+    return _sum_gaps(lambda p, q: jnp.square(p - q), a, b)
+
+
+def jensen_shannon(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the Jensen-Shannon distances, the square root of the divergence in nats, of
+    distributions; from 0 to sqrt(log 2) (a `MetricFn`).
+    """
+    return jnp.sqrt(_sum_gaps(_divergence, a, b))
+
+
+def _divergence(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns (p log(p / m) + q log(q / m)) / 2 with m = (p + q) / 2, and 0 log 0 = 0.
+
+    With u = (p - q) / (p + q) it is m ((1 + u) log(1 + u) + (1 - u) log(1 - u)) / 2; for
+    small u the logarithms would cancel, and a power series takes their place.
+    """
+    u = _divide(jnp.abs(p - q), p + q)
+    square = jnp.square(u)
+    series = square * (1 + square * (1 / 6 + square * (1 / 15 + square * (1 / 28 + square / 45))))
+    rest = jnp.where(u < 1, 1 - u, 1.0)  # 0 log 0 = 0
+    exact = (1 + u) * jnp.log1p(u) + jnp.where(u < 1, rest * jnp.log(rest), 0.0)
+    return (p + q) / 4 * jnp.where(u < 0.25, series, exact)

@@ -1,5 +1,6 @@
 """Simulated time: how long each client of a cohort takes, and when a round ends."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
@@ -24,6 +25,9 @@ class Clock(NamedTuple):
     seconds: ClockFn
     # the answers that end a round; later ones have weight 0 (over-commitment); None: all
     wait_for: int | None = None
+    # (bytes [K] that each client sent or received before the round's selection) -> [] seconds
+    # that they add to the round; None: none
+    event_seconds: Callable[[jax.Array], jax.Array] | None = None
 
 
 def device_profiles(

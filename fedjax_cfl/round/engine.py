@@ -125,6 +125,7 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         cohort = draw_cohort(parts, keys, state, data)
         work, assignment = plan_work(parts, keys, state, data, cohort)
         upload, answers = train_cohort(parts, key, keys, state, data, cohort, work, assignment)
+        answers = add_event_time(parts, state, migration, answers)
         sent = state.groups
         state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
@@ -256,7 +257,7 @@ def train_cohort(
     report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
     if local.clock is None:
         return upload, Answers(report, None, jnp.zeros(()), jnp.zeros((), jnp.int32))
-    model_bytes = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
+    model_bytes = model_bytes_of(state)
     slot_bytes = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(
         assignment.traffic, model_bytes
     )
@@ -264,6 +265,24 @@ def train_cohort(
     duration, late = clock.end_round(seconds, answered, local.clock.wait_for)
     upload = faults.drop_updates(late, upload)
     return upload, Answers(report, seconds, duration, jnp.sum(late).astype(jnp.int32))
+
+
+def add_event_time(parts: Parts, state: State, migration: Report, answers: Answers) -> Answers:
+    """Adds the time of what clients reported before the round, where the clock has any and
+    the traffic of `migration` is known for each client.
+    """
+    clock, sent = parts.local.clock, migration.traffic
+    if clock is None or clock.event_seconds is None:
+        return answers
+    client_bytes = traffic.slot_bytes(sent, model_bytes_of(state))
+    if client_bytes.ndim == 0:
+        return answers
+    return answers._replace(duration=answers.duration + clock.event_seconds(client_bytes))
+
+
+def model_bytes_of(state: State) -> int:
+    """Returns the bytes of one model."""
+    return sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
 
 
 def regroup(

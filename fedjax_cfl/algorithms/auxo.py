@@ -1,0 +1,314 @@
+"""Liu, Lai, Zhu, Fu, Gupta, Chowdhury, "Auxo: Efficient Federated Learning via Scalable
+Client Clustering", SoCC 2023, https://arxiv.org/abs/2210.16656.
+
+Groups grow by cuts in two. Only the clients of a round are looked at: each keeps a score
+for every group, and for both sides of the next cut, and joins the group of its best score.
+
+Differs from the paper, and follows its released code as far as it is described in words:
+the signature of an update is its last tenth in full precision, and a client counts as
+having trained in a group whenever it has taken part there.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.clustering.distances import _dot
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    Selection,
+    State,
+    Task,
+    Upload,
+)
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
+
+LEAST_CLIENTS = 5  # of a group in a round: with fewer, nobody is scored
+REWARD = 5.0
+
+
+class Scores(struct.PyTreeNode):
+    """What is known of the clients, for each group."""
+
+    group: jax.Array  # [K, m] float32, how well the client fits the group
+    side: jax.Array  # [K, m, 2] float32, how well it fits each side of the next cut
+    count: jax.Array  # [K, m] float32, rounds in the group, 0 after a cut for the other side
+    cut_seen: jax.Array  # [m] bool, sides have been named since the last cut
+    rounds: jax.Array  # [m] int32, of the group and of those it was cut from
+    joining: jax.Array  # [K] bool, clients that choose their group before the next round
+
+
+class Fit(NamedTuple):
+    """What the clients of one group did in a round, all [S]."""
+
+    member: jax.Array  # bool
+    known: jax.Array  # bool, have trained here before and belong here
+    side: jax.Array  # [S, 2], sides so far
+    score: jax.Array
+
+
+# (memory, sizes [m], active [m]) -> [m] bool, the groups to cut
+SplitFn = Callable[[Scores, jax.Array, jax.Array], jax.Array]
+
+
+def split_at(split_rounds: Sequence[int] = (50, 100)) -> SplitFn:
+    """Cuts every group after these rounds, as the released configuration does."""
+    if not all(type(each) is int and each > 0 for each in split_rounds):
+        raise InputError(
+            f"algorithm.split_rounds={list(split_rounds)}: must be a list of whole numbers >= 1"
+        )
+
+    def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
+        return active & jnp.any(memory.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)
+
+    return due
+
+
+def split_adaptively(participants: PositiveInt = 100, least: NonNegativeFloat = 100.0) -> SplitFn:
+    """Cuts a group of at least `least` * K / `participants` clients whose sides are both
+    held by more than K / 20 * 0.9^(groups - 1) clients, in a ratio between 1/2 and 2.
+
+    The ratio of the first cut does not matter.
+    """
+
+    def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
+        clients, groups = memory.group.shape[0], active.sum()
+        zero, one = jnp.sum(prefers(memory, 0), axis=0), jnp.sum(prefers(memory, 1), axis=0)
+        fewest, most = jnp.minimum(zero, one), jnp.maximum(zero, one)
+        enough = fewest > clients / 20 * 0.9 ** (groups - 1.0)
+        even = (most < 2 * fewest) | (groups == 1)
+        return active & (sizes >= least * clients / participants) & enough & even
+
+    return due
+
+
+def prefers(memory: Scores, side: int) -> jax.Array:
+    """Returns which clients [K, m] bool prefer a side of each group."""
+    return memory.side[:, :, side] > memory.side[:, :, 1 - side]
+
+
+PUBLISHED_SPLITS = split_at()
+
+
+def auxo(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: PositiveInt = 4,
+    split: SplitFn = PUBLISHED_SPLITS,
+    explore: Fraction = 0.01,
+    mu: NonNegativeFloat | jax.Array = 0.0,
+) -> Algorithm:
+    """Auxo with at most m groups.
+
+    Args: `split` says which groups are cut: split_at(rounds) | split_adaptively(...); a
+    client joins a random group with chance `explore`, times 0.99 every round; `mu` is the
+    weight of FedProx's pull.
+    """
+    check_arguments(auxo, locals(), "algorithm")
+    local = local.resolve()
+    hooks = Hooks(
+        sgd(task, local, proximal(mu, erm(task))),
+        start=one_group(task, m),
+        migrate=split_and_join(split, explore),
+        assign=keep_groups,
+        regroup=score_cohort,
+        aggregate=uniform_mean,
+    )
+    return federated(task, local, select, hooks)
+
+
+def one_group(task: Task, m: int) -> StartFn:
+    """Starts with all clients in group 0, where they have score 1."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        clients, initial = data.num_clients, task.init(key)
+        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        first = jnp.arange(m) == 0
+        memory = Scores(
+            group=jnp.broadcast_to(first.astype(jnp.float32), (clients, m)),
+            side=jnp.full((clients, m, 2), 0.5, jnp.float32),
+            count=jnp.zeros((clients, m)),
+            cut_seen=jnp.zeros(m, bool),
+            rounds=jnp.zeros(m, jnp.int32),
+            joining=jnp.zeros(clients, bool),
+        )
+        return Start(groups, jnp.zeros(clients, jnp.int32), memory, active=first)
+
+    return start
+
+
+def last_tenth(delta: Params) -> jax.Array:
+    """Returns the last tenth [S, p] of the parameters of the updates `delta` [S, ...]."""
+    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(delta)]
+    wanted = max(sum(row.shape[1] for row in rows) // 10, 1)
+    taken, left = [], wanted
+    for row in reversed(rows):
+        taken.append(row[:, max(row.shape[1] - left, 0) :])
+        left -= taken[-1].shape[1]
+        if left <= 0:
+            break
+    return jnp.concatenate(taken[::-1], axis=1)
+
+
+def name_sides(
+    key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
+) -> jax.Array:
+    """Returns the side [S] int32 of each client, -1 where none is named.
+
+    At the first time in a group, 2-means of the unit vectors [S, p] names them. Later a
+    client has the side it prefers. The others take that of the nearest client that has
+    one; where all have the same, only the nearest quarter to the first of them.
+    """
+    rows = jnp.where(several, fit.member & fit.known, fit.member)
+    labels = kmeans(key, unit, 2, restarts=4, weight=rows.astype(jnp.float32)).labels
+    fresh = jnp.where(rows & (rows.sum() >= 2), labels, -1)
+
+    prefer = jnp.where(fit.side[:, 1] > fit.side[:, 0], 1, 0)
+    undecided = (fit.side[:, 0] == fit.side[:, 1]) | (fit.score < 0)
+    named = fit.member & ~undecided
+    both = jnp.any(named & (prefer == 0)) & jnp.any(named & (prefer == 1))
+    apart = 2 - 2 * _dot(unit, unit.T)  # squared distances of unit vectors
+    nearest = jnp.argmin(jnp.where(named, apart, jnp.inf), axis=1)
+    of_neighbour = jnp.where(named, prefer, prefer[nearest])
+    leader = jnp.argmax(named)
+    far = jnp.where(fit.member & ~named, apart[leader], jnp.inf)
+    close = jnp.argsort(jnp.argsort(far)) < fit.member.sum() // 4
+    of_leader = jnp.where(named | (close & jnp.isfinite(far)), prefer[leader], -1)
+    later = jnp.where(both, of_neighbour, jnp.where(jnp.any(named), of_leader, -1))
+    return jnp.where(fit.member, jnp.where(first, fresh, later), -1).astype(jnp.int32)
+
+
+def score_group(
+    key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (side [S, 2], score [S]) of the clients of one group after a round, given the
+    signatures [S, p] of their updates.
+    """
+    size = fit.member.sum()
+    present = fit.member.astype(jnp.float32)
+    centered = signature - present @ signature / jnp.maximum(size, 1)
+    norm = jnp.sqrt(jnp.sum(jnp.square(centered), axis=1, keepdims=True))
+    unit = jnp.where(norm > 0, centered / jnp.where(norm > 0, norm, 1), 0)
+    named = name_sides(key, unit, fit, first, several)
+    sign = jnp.where(named[:, None] == jnp.arange(2), 1.0, -1.0)
+    side = fit.side + jnp.where((named >= 0)[:, None], sign, 0.0)
+
+    known = fit.member & fit.known
+    center = known @ centered / jnp.maximum(known.sum(), 1)
+    distance = jnp.sqrt(jnp.sum(jnp.square(centered - center), axis=1))
+    mean = jnp.sum(present * distance) / jnp.maximum(size, 1)
+    spread = jnp.sqrt(jnp.sum(present * jnp.square(distance - mean)) / jnp.maximum(size, 1))
+    scale = jnp.maximum(mean + spread, 1e-12)
+    reward = REWARD * (1 - distance / scale) * known.sum() / jnp.maximum(size, 1)
+    reward = jnp.where(fit.member & several & (known.sum() >= 2), reward, 0.0)
+    score = fit.score + reward
+    side = jnp.where((reward < 0)[:, None], score[:, None] / 2, side)
+    enough = size >= LEAST_CLIENTS
+    return jnp.where(enough, side, fit.side), jnp.where(enough, score, fit.score)
+
+
+def score_cohort(
+    key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
+) -> tuple[State, jax.Array]:
+    """Scores the clients of a round by their updates (a `RegroupFn`). They train on in their
+    group, and may join another before the next round.
+    """
+    memory, m, several = state.memory, state.active.size, state.active.sum() > 1
+    clients = jnp.minimum(cohort.ids, data.num_clients - 1)
+    sent, signature = upload.weight > 0, last_tenth(upload.delta)
+
+    def of_group(k):
+        count, score = memory.count[clients, k], memory.group[clients, k]
+        fit = Fit(sent & (gid == k), (count > 0) & (score > 1), memory.side[clients, k], score)
+        first = ~memory.cut_seen[k]
+        side, score = score_group(jax.random.fold_in(key, k), signature, fit, first, several)
+        named = first & jnp.any(fit.member[:, None] & (side != fit.side))
+        return side, score, named, fit.member
+
+    sides, scores, named, members = lax.map(of_group, jnp.arange(m))  # [m, S, ...]
+    rows = jnp.where(sent, cohort.ids, data.num_clients)
+    own = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
+    memory = memory.replace(
+        side=memory.side.at[rows].set(own, mode="drop"),
+        group=memory.group.at[rows].set(
+            jnp.where(members.T, scores.T, memory.group[clients]), mode="drop"
+        ),
+        count=memory.count.at[rows].add(members.T.astype(jnp.float32), mode="drop"),
+        cut_seen=memory.cut_seen | named,
+        rounds=memory.rounds + state.active,
+        joining=jnp.zeros_like(memory.joining).at[rows].set(True, mode="drop"),
+    )
+    return state.replace(memory=memory), gid
+
+
+def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
+    """Cuts the groups that are due while there are free ones, and lets clients join the
+    group of their best score: all of them after a cut, else those of the last round.
+    """
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        lots, choice = jax.random.split(key)
+        memory, m, clients = state.memory, state.active.size, data.num_clients
+        sizes = jnp.zeros(m, jnp.int32).at[state.assignment].add(1)
+        chosen = split(memory, sizes, state.active) & state.active & (state.round > 0)
+        state = cut_groups(state, chosen)
+        memory, active = state.memory, state.active
+        everybody = jnp.any(chosen) & (active.sum() > sizes.astype(bool).sum())
+        joining = memory.joining | everybody
+        best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
+        random = jax.random.randint(choice, (clients,), 0, active.sum())
+        chance = explore * 0.99 ** state.round.astype(jnp.float32)
+        free = (jax.random.uniform(lots, (clients,)) < chance) | (memory.count.sum(1) == 0)
+        now = jnp.where(joining, jnp.where(free, random, best), state.assignment).astype(jnp.int32)
+        moved = jnp.sum(now != state.assignment)
+        return state.replace(assignment=now), make_report(migrated=moved)
+
+    return migrate
+
+
+def cut_groups(state: State, chosen: jax.Array) -> State:
+    """Cuts the groups `chosen` [m] bool in two. Side 1 becomes the lowest free group, with a
+    copy of the model; where none is free, nothing is cut.
+    """
+    memory, m = state.memory, state.active.size
+    target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1
+    target = jnp.where(chosen & (target < m), target, m)
+    number = jnp.arange(m)
+    source = number.at[target].set(number, mode="drop")
+    child, parent = source != number, target < m
+    sides = [prefers(memory, side).astype(jnp.float32) for side in (0, 1)]
+    score = jnp.where(parent, memory.group + sides[0], memory.group)
+    score = jnp.where(child, (memory.group + sides[1])[:, source], score)
+    count = jnp.where(parent, memory.count * sides[0], memory.count)
+    count = jnp.where(child, (memory.count * sides[1])[:, source], count)
+    reset = child | parent
+    side = jnp.where(reset[None, :, None], score[:, :, None] / 2, memory.side)
+    groups, server = jax.tree.map(lambda leaf: leaf[source], (state.groups, state.server))
+    memory = memory.replace(
+        group=score,
+        side=side,
+        count=count,
+        cut_seen=memory.cut_seen & ~reset,
+        rounds=memory.rounds[source],
+    )
+    return state.replace(groups=groups, server=server, active=state.active | child, memory=memory)

@@ -1,0 +1,310 @@
+"""Jothimurugesan, Hsieh, Wang, Joshi, Gibbons, "Federated Learning under Distributed Concept
+Drift", AISTATS 2023, https://arxiv.org/abs/2206.00799 (FedDrift and FedDrift-Eager).
+
+When data change, every client tries all models on its new data. One whose best loss has
+grown by more than delta opens a new model; models that do equally well on each other's
+data are merged.
+
+Differs from the paper: a client's present data belong to one model, the one it joined
+last, and it trains that one alone; the paper keeps past steps apart and trains all models
+of a client. Thresholds are of losses, as in the text; the released code compares
+accuracies. A pool of models that is full gives up the model without clients that was used
+least recently; where there is none, the client stays with its best model.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.clustering.assign import keep_groups, training_loss
+from fedjax_cfl.clustering.recluster import mix_former_models
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    Selection,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not been heard of
+
+LossesFn = Callable[[FederatedData, Params], jax.Array]  # (data, groups [m, ...]) -> [K, m]
+
+
+class DriftLosses(struct.PyTreeNode):
+    """What is remembered from one change of data to the next."""
+
+    # [K] float32, each client's loss of its model when it last tried or trained it; NEVER
+    # before
+    best: jax.Array
+    isolated: jax.Array  # [K] bool, opened a model at the last change and only trains that
+    used: jax.Array  # [m] int32, the last change at which a model had clients
+    changes: jax.Array  # [] int32, so far
+
+
+class Openings(NamedTuple):
+    """New models: clients [K] int32 -> group, and source [m] int32, the group whose model a
+    group now has (itself where nothing was opened).
+    """
+
+    group: jax.Array
+    source: jax.Array
+
+
+# (drifting [K] bool, best group [K], free groups [m] bool, when they were used [m]) -> Openings
+OpenFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Openings]
+
+
+def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> Openings:
+    """Opens a model for every drifting client, a copy of its best one, as long as there are
+    free groups; lower ids first (FedDrift; an `OpenFn`).
+    """
+    m, clients = free.size, drifting.size
+    queue = jnp.lexsort((jnp.arange(m), used, ~free))  # free groups, longest unused first
+    place = jnp.cumsum(drifting) - 1
+    opens = drifting & (place < free.sum())
+    group = jnp.where(opens, queue[jnp.minimum(place, m - 1)], best).astype(jnp.int32)
+    target = jnp.where(opens, group, m)
+    source = jnp.arange(m, dtype=jnp.int32).at[target].set(best.astype(jnp.int32), mode="drop")
+    assert group.shape == (clients,)
+    return Openings(group, source)
+
+
+def open_one(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> Openings:
+    """Opens one model for all drifting clients together, a copy of the best model of the
+    first of them (FedDrift-Eager; an `OpenFn`).
+    """
+    first = drifting & (jnp.cumsum(drifting) == 1)
+    group, source = open_each(first, best, free, used)
+    shared = jnp.max(jnp.where(first, group, -1))
+    opened = jnp.any(free)
+    return Openings(jnp.where(drifting & opened, shared, best).astype(jnp.int32), source)
+
+
+def feddrift(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: PositiveInt = 10,
+    delta: NonNegativeFloat = 0.1,
+    delta_merge: NonNegativeFloat | None = None,
+    open_models: OpenFn = open_each,
+) -> Algorithm:
+    """FedDrift with at most m models.
+
+    Args: a client drifts when its best loss has grown by more than `delta`; models are
+    merged whose losses on each other's clients grow by at most `delta_merge` (None: delta).
+    """
+    check_arguments(feddrift, locals(), "algorithm")
+    merge = merge_models(delta if delta_merge is None else delta_merge)
+    return _feddrift(task, local, select, m, delta, open_models, merge)
+
+
+def feddrift_eager(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: PositiveInt = 10,
+    delta: NonNegativeFloat = 0.1,
+) -> Algorithm:
+    """FedDrift-Eager: all clients that drift at once share one new model; none are merged."""
+    check_arguments(feddrift_eager, locals(), "algorithm")
+    return _feddrift(task, local, select, m, delta, open_one, None)
+
+
+def _feddrift(
+    task: Task,
+    local: Local,
+    select: Selection,
+    m: int,
+    delta: float,
+    open_models: OpenFn,
+    merge: "MergeFn | None",
+) -> Algorithm:
+    local = local.resolve()
+    hooks = Hooks(
+        sgd(task, local),
+        start=one_model(task, m),
+        migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
+        assign=keep_groups,
+        aggregate=weighted_mean,
+        finish=remember_losses,
+    )
+    return federated(task, local, select, hooks)
+
+
+def one_model(task: Task, m: int) -> StartFn:
+    """Starts with all clients on one random model."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        clients, initial = data.num_clients, task.init(key)
+        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        memory = DriftLosses(
+            jnp.full(clients, NEVER, jnp.float32),
+            jnp.zeros(clients, bool),
+            jnp.zeros(m, jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
+        everyone = jnp.zeros(clients, jnp.int32)
+        return Start(groups, everyone, memory, active=jnp.arange(m) == 0)
+
+    return start
+
+
+def remember_losses(
+    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+) -> tuple[State, Traffic]:
+    """Stores the losses of the models that clients of the cohort received: what later losses
+    are compared with (a `FinishFn`).
+    """
+    best = state.memory.best
+    answered = jnp.where(upload.weight > 0, cohort.ids, best.size)
+    best = best.at[answered].set(upload.loss, mode="drop")
+    return state.replace(memory=state.memory.replace(best=best)), make_traffic()
+
+
+def losses_of_all(task: Task, local: Local) -> LossesFn:
+    """Returns a function that gives every client's mean training loss [K, m] of every model;
+    infinite for a client without samples.
+    """
+    losses = over_clients(training_loss(task), local)
+
+    def of_all(data: FederatedData, groups: Params) -> jax.Array:
+        clients = data.num_clients
+        cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
+        each = losses(cohort, data, groups)
+        table = jnp.zeros((clients, each.shape[1])).at[cohort.ids].set(each, mode="drop")
+        usable = (data.train.size > 0)[:, None] & jnp.isfinite(table)
+        return jnp.where(usable, table, jnp.inf)
+
+    return of_all
+
+
+# (loss [K, m], group [K], weight [K], settled [m] bool) -> (into [m], the group that each one
+# is merged into; weights [m, m] of the old models in the new ones)
+MergeFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def merge_models(limit: float) -> MergeFn:
+    """Merges models by complete linkage while the smallest distance is at most `limit`.
+
+    The distance of models i and j is max(L(i, j) - L(i, i), L(j, i) - L(j, j), 0), where
+    L(i, j) is the loss of model i on the samples of j's clients. A merged model is the mean
+    weighted by samples, and takes the lower number.
+    """
+
+    def merge(
+        loss: jax.Array, group: jax.Array, weight: jax.Array, settled: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        m = settled.size
+        member = jnp.where(group[:, None] == jnp.arange(m), weight[:, None], 0.0)
+        mass = member.sum(0)
+        kept = jnp.where(jnp.isfinite(loss), loss, 0.0)
+        cross = (kept.T @ member) / jnp.maximum(mass, 1.0)  # [model i, clients of j]
+        worse = cross - jnp.diag(cross)[:, None]  # L(i, j) - L(i, i)
+        apart = jnp.maximum(jnp.maximum(worse, worse.T), 0.0)
+        live = settled & (mass > 0)
+        pairs = live[:, None] & live & ~jnp.eye(m, dtype=bool)
+
+        def near(carry):
+            apart, _ = carry
+            return jnp.min(apart) <= limit
+
+        def join(carry):
+            apart, into = carry
+            i, j = jnp.divmod(jnp.argmin(apart), m)
+            i, j = jnp.minimum(i, j), jnp.maximum(i, j)
+            farther = jnp.maximum(apart[i], apart[j]).at[i].set(jnp.inf)
+            apart = apart.at[i].set(farther).at[:, i].set(farther)
+            apart = apart.at[j].set(jnp.inf).at[:, j].set(jnp.inf)
+            return apart, jnp.where(into == j, i, into).astype(jnp.int32)
+
+        begin = jnp.where(pairs, apart, jnp.inf), jnp.arange(m, dtype=jnp.int32)
+        into = lax.while_loop(near, join, begin)[1]
+        joined = jnp.where(into[None, :] == jnp.arange(m)[:, None], mass, 0.0)  # [new, old]
+        total = joined.sum(1, keepdims=True)
+        weights = jnp.where(total > 0, joined / jnp.maximum(total, 1.0), jnp.eye(m))
+        return into, weights
+
+    return merge
+
+
+def detect_drift(
+    losses: LossesFn, delta: float, open_models: OpenFn, merge: MergeFn | None
+) -> MigrateFn:
+    """Handles a change of data: clients choose, open and merge models before the round.
+
+    Every client downloads all models in use and sends one loss of each.
+    """
+
+    def change(state: State, data: FederatedData) -> tuple[State, Report]:
+        memory, old, m = state.memory, state.assignment, state.active.size
+        tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)
+        known = jnp.any(jnp.isfinite(tried), axis=1)
+        free_to_choose = known & ~memory.isolated
+        best = jnp.where(free_to_choose, jnp.argmin(tried, axis=1), old).astype(jnp.int32)
+        loss = jnp.take_along_axis(tried, best[:, None], axis=1)[:, 0]
+        drifting = free_to_choose & (loss > memory.best + delta)
+        changes = memory.changes + 1
+        # the best models of drifting clients stay, as they are copied
+        in_use = jnp.any(best[:, None] == jnp.arange(m), axis=0)
+        group, source = open_models(drifting, best, ~in_use, memory.used)
+        group = jnp.where(drifting, group, best)
+        groups, server = jax.tree.map(lambda leaf: leaf[source], (state.groups, state.server))
+        opened = source != jnp.arange(m)
+        active, isolated = state.active | opened, drifting & opened[group]
+        table = jnp.take_along_axis(tried, jnp.broadcast_to(source, tried.shape), axis=1)
+        if merge is not None:
+            # a model that has just been opened is a copy still, equal to its source
+            into, weights = merge(
+                table, group, data.train.size.astype(jnp.float32), active & ~opened
+            )
+            group, active = into[group], active & (into == jnp.arange(m))
+            groups, server = (mix_former_models(weights, tree) for tree in (groups, server))
+        own = jnp.take_along_axis(table, group[:, None], axis=1)[:, 0]
+        used = jnp.any(group[:, None] == jnp.arange(m), axis=0)
+        memory = DriftLosses(
+            best=jnp.where(jnp.isfinite(own), own, memory.best),
+            isolated=isolated,
+            used=jnp.where(used, changes, memory.used),
+            changes=changes,
+        )
+        asked = known.astype(jnp.int32)
+        tries = asked * state.active.sum()
+        sent = add_traffic(make_traffic(units_down=tries, words_up=tries))
+        after = state.replace(
+            groups=groups, server=server, active=active, assignment=group, memory=memory
+        )
+        return after, make_report(sent, jnp.sum(group != old))
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        if not data.has_drift:
+            return state, make_report()
+        return lax.cond(
+            jnp.any(data.shifted),
+            lambda state: change(state, data),
+            lambda state: (state, make_report()),
+            state,
+        )
+
+    return migrate

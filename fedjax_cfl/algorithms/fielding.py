@@ -1,0 +1,247 @@
+"""Li, Avdiukhin, Shahout, Ivkin, Braverman, Yu, "Fielding: Clustered Federated Learning
+with Data Drift", https://arxiv.org/abs/2411.01580.
+
+Clients are clustered by what they tell about their data. When data drift, each drifted
+client first moves to the nearest center by itself; only when a center has moved far are
+all clients clustered again, and each new model is the mean of its clients' old ones.
+
+Differs from the paper: clients without data are in no mean, and keep the report they last
+gave; with means of clients nobody says which optimizer state a new model has, so that
+moments are mixed as models are.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.clustering.distances import MetricFn
+from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette, cluster_means
+from fedjax_cfl.clustering.recluster import (
+    Moves,
+    Trigger,
+    apply_moves,
+    center_shift,
+    mix_former_models,
+    mixing_weights,
+    rowwise,
+)
+from fedjax_cfl.clustering.represent import MakeRepresentation, Representation, label_shares
+from fedjax_cfl.round.aggregate import q_fair, uniform_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    FinishFn,
+    Hooks,
+    MigrateFn,
+    Start,
+    StartFn,
+    make_report,
+)
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.objective import erm, proximal
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Report,
+    Selection,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+
+class Heard(NamedTuple):
+    """Whose drift the server hears of: `start` [] before round 0, then `update`."""
+
+    start: bool
+    update: Callable[[jax.Array, Cohort], jax.Array]  # (heard [K], cohort) -> heard [K] bool
+
+
+# all drifted clients report at once: the point of the method
+hear_all = Heard(True, lambda heard, cohort: heard)
+# only the clients of the last cohort report (ablation of appendix B)
+hear_cohort = Heard(
+    False, lambda heard, cohort: jnp.zeros_like(heard).at[cohort.ids].set(True, mode="drop")
+)
+
+
+class DriftRule(NamedTuple):
+    """How clients are represented, and what happens when they drift."""
+
+    represent: MakeRepresentation = label_shares  # label_shares | embedding() | gradient()
+    metric: MetricFn | None = None  # None: that of the representation
+    cluster: ClusterFn = by_silhouette()  # by_silhouette(...) | k_center
+    trigger: Trigger = center_shift()  # of a new clustering of all clients
+    report_above: NonNegativeFloat = 0.0  # a client reports when it has moved further than this
+    hear: Heard | None = hear_all  # hear_all | hear_cohort | None: groups are static
+
+
+class DriftMemory(struct.PyTreeNode):
+    """What the server knows of the clients."""
+
+    shared: Any  # the frozen network of the representation, () if none
+    reported: jax.Array  # [K, p], what each client last reported
+    centers: jax.Array  # [m, p]
+    trigger: Any  # what the trigger remembers
+    pending: jax.Array  # [K] bool, data have changed and nobody has heard of it yet
+    heard: jax.Array  # [K] bool, clients that may report now
+    reclusterings: jax.Array  # [] int32, so far
+
+
+FIELDING = DriftRule()  # as published
+
+
+def fielding(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    m: PositiveInt = 10,
+    rule: DriftRule = FIELDING,
+    mu: NonNegativeFloat | jax.Array = 0.0,
+    aggregate: AggregateFn = uniform_mean,
+    server: optax.GradientTransformation | None = None,
+    q: NonNegativeFloat = 0.0,
+) -> Algorithm:
+    """Fielding with at most m groups.
+
+    Args: `rule` see `DriftRule`; `mu` is the weight of FedProx's pull to the received model;
+    `aggregate` is uniform_mean | weighted_mean; `server` an optimizer of each group, such
+    as FedYogi's; `q` > 0 weighs clients by their loss as q-FedAvg does, in place of
+    `aggregate`.
+    """
+    check_arguments(fielding, locals(), "algorithm")
+    local = local.resolve()
+    representation = rule.represent(task, local)
+    if rule.metric is not None:
+        representation = representation._replace(metric=rule.metric)
+    hooks = Hooks(
+        sgd(task, local, proximal(mu, erm(task))),
+        start=cluster_at_start(task, representation, rule, m),
+        migrate=follow_drift(representation, rule) if rule.hear else None,
+        assign=keep_groups,
+        aggregate=aggregate,
+        server=server,
+        finish=hear_from(rule.hear) if rule.hear else None,
+    )
+    if not (isinstance(q, int | float) and q == 0):
+        hooks = hooks._replace(prepare=weigh_by_loss(task, local), aggregate=q_fair(q, local))
+    return federated(task, local, select, hooks)
+
+
+def cluster_at_start(
+    task: Task, representation: Representation, rule: DriftRule, m: int
+) -> StartFn:
+    """Clusters all clients; every group starts from the same random model (Algorithm 1)."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        keys = jax.random.split(key, 3)
+        alive = data.train.size > 0
+        shared = representation.init(keys[1], data)
+        points = representation.compute(shared, data, alive)
+        labels, active = rule.cluster(keys[2], points, alive, m, representation.metric)
+        centers, _ = cluster_means(points, labels, alive, m)
+        sent = add_traffic(
+            representation.setup(shared, data.num_clients),
+            representation.report(alive, points.shape[1]),
+        )
+        nobody = jnp.zeros(data.num_clients, bool)
+        memory = DriftMemory(
+            shared=shared,
+            reported=points,
+            centers=centers,
+            trigger=rule.trigger.init(centers),
+            pending=nobody,
+            heard=nobody | (rule.hear is not None and rule.hear.start),
+            reclusterings=jnp.zeros((), jnp.int32),
+        )
+        initial = task.init(keys[0])
+        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        return Start(groups, labels, memory, make_report(sent), active)
+
+    return start
+
+
+def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
+    """Handles the drift of the clients that the server hears of (Algorithm 2), in rounds in
+    which there are any.
+    """
+
+    def event(
+        key: Key, state: State, data: FederatedData, asked: jax.Array
+    ) -> tuple[State, Report]:
+        memory, metric = state.memory, representation.metric
+        points = representation.compute(memory.shared, data, asked)
+        drifted = asked & (rowwise(metric, points, memory.reported) > rule.report_above)
+        reported = jnp.where(drifted[:, None], points, memory.reported)
+        alive, old = data.train.size > 0, state.assignment
+        moves = apply_moves(reported, alive, drifted, old, memory.centers, state.active, metric)
+        fired = rule.trigger.fires(memory.trigger, moves) & jnp.any(drifted)
+        moved = state.replace(
+            assignment=moves.labels, memory=memory.replace(reported=reported, centers=moves.after)
+        )
+        state = lax.cond(
+            fired, lambda state: recluster_all(key, state, moves), lambda state: state, moved
+        )
+        memory = state.memory.replace(
+            trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers),
+            reclusterings=memory.reclusterings + fired,
+        )
+        sent = representation.report(drifted, points.shape[1])
+        migrated = jnp.sum(drifted & (moves.labels != old))
+        return state.replace(memory=memory), make_report(sent, migrated)
+
+    def recluster_all(key: Key, state: State, moves: Moves) -> State:
+        m = state.active.size
+        labels, active = rule.cluster(key, moves.points, moves.valid, m, moves.metric)
+        weights = mixing_weights(moves.labels, labels, moves.valid, m)
+        centers, size = cluster_means(moves.points, labels, moves.valid, m)
+        centers = jnp.where(size[:, None] > 0, centers, moves.after)
+        return state.replace(
+            groups=mix_former_models(weights, state.groups),
+            server=mix_former_models(weights, state.server),
+            active=active,
+            assignment=labels,
+            memory=state.memory.replace(centers=centers),
+        )
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        if not data.has_drift:
+            return state, make_report()
+        changed = state.memory.pending | data.shifted
+        asked = changed & state.memory.heard & (data.train.size > 0)
+        state = state.replace(memory=state.memory.replace(pending=changed & ~asked))
+        nothing = representation.report(jnp.zeros_like(asked), state.memory.centers.shape[1])
+        return lax.cond(
+            jnp.any(asked),
+            lambda state: event(key, state, data, asked),
+            lambda state: (state, make_report(nothing)),
+            state,
+        )
+
+    return migrate
+
+
+def hear_from(hear: Heard) -> FinishFn:
+    """Remembers whose reports the server hears before the next round."""
+
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        memory = state.memory.replace(heard=hear.update(state.memory.heard, cohort))
+        return state.replace(memory=memory), make_traffic()
+
+    return finish

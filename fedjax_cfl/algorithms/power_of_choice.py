@@ -1,0 +1,125 @@
+"""Cho, Wang, Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
+AISTATS 2022, https://arxiv.org/abs/2010.01243, within the quotas of groups.
+
+Candidates are drawn with chances proportional to their samples; those of highest loss are
+selected. pow-d asks for the loss of the whole training set, cpow-d for that of one
+mini-batch, rpow-d takes the last one known (see `round.select.power_of_choice`, where
+candidates are uniform and there are no groups).
+
+Differs from the paper: the losses that candidates send, and the models that those get who
+are not selected, are not in the ledger.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.data.federated import gather
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.runs_as_one import CohortFn
+from fedjax_cfl.round.select_by_group import groups_of, take_quotas
+from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Task, Upload
+from fedjax_cfl.validation import PositiveInt, check_arguments
+
+
+def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
+    """Returns a function of one client: the mean loss [m] of each model over one random
+    mini-batch, drawn with replacement; its `shared` is (key, models).
+    """
+
+    def client_loss(client, bucket, data: FederatedData, shared, client_inputs):
+        key, models = shared
+        count, start = client_range(client, data)
+        lots = jax.random.randint(
+            jax.random.fold_in(key, client), (batch,), 0, jnp.maximum(count, 1)
+        )
+        x, y = gather(data, data.train.order[start + lots])
+        owner = jnp.full(batch, client)
+        return jax.vmap(lambda model: cross_entropy(task.predict(model, x, owner), y).mean())(
+            models
+        )
+
+    return client_loss
+
+
+def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int) -> jax.Array:
+    """Draws the candidates' ids, K in places that stay empty: `candidates` in all, shared
+    among groups, with chances proportional to their training samples.
+    """
+    size = data.train.size
+    lots = jnp.log(jnp.maximum(size, 1)) + jax.random.gumbel(key, size.shape)
+    return take_quotas(lots, groups_of(state), size > 0, state.active.size, candidates)
+
+
+def select_highest(
+    losses: CohortFn, local: Local, clients_per_round: int, candidates: int, keyed: bool
+) -> Selection:
+    """Selects the candidates whose group's model has the highest loss on their data."""
+    if candidates < clients_per_round:
+        raise InputError(
+            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
+        )
+
+    def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
+        drawing, trying = jax.random.split(key)
+        ids = draw_candidates(drawing, state, data, candidates)
+        cohort = make_cohort(ids, data, local)
+        each = losses(cohort, data, (trying, state.groups) if keyed else state.groups)
+        own = groups_of(state)
+        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
+        mine = jnp.take_along_axis(each, own[clients][:, None], axis=1)[:, 0]
+        score = jnp.full(data.num_clients, -jnp.inf)
+        score = score.at[cohort.ids].set(mine, mode="drop")
+        drawn = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(True, mode="drop")
+        return take_quotas(score, own, drawn, state.active.size, clients_per_round)
+
+    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+
+
+def pow_d(
+    task: Task, local: Local, clients_per_round: PositiveInt, candidates: PositiveInt
+) -> Selection:
+    """Selects by the loss of each candidate's whole training set (pow-d)."""
+    check_arguments(pow_d, locals())
+    local = local.resolve()
+    losses = over_clients(training_loss(task), local)
+    return select_highest(losses, local, clients_per_round, candidates, keyed=False)
+
+
+def cpow_d(
+    task: Task, local: Local, clients_per_round: PositiveInt, candidates: PositiveInt
+) -> Selection:
+    """Selects by the loss of one mini-batch of each candidate (cpow-d)."""
+    check_arguments(cpow_d, locals())
+    local = local.resolve()
+    losses = over_clients(batch_loss(task, local.batch_size), local)
+    return select_highest(losses, local, clients_per_round, candidates, keyed=True)
+
+
+def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:
+    """Selects by the last loss known of each candidate; those never selected come first
+    (rpow-d). It sends nothing more.
+    """
+    check_arguments(rpow_d, locals())
+    if candidates < clients_per_round:
+        raise InputError(
+            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
+        )
+
+    def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:
+        ids = draw_candidates(key, state, data, candidates)
+        drawn = jnp.zeros(data.num_clients, bool).at[ids].set(True, mode="drop")
+        return take_quotas(loss, groups_of(state), drawn, state.active.size, clients_per_round)
+
+    def update(
+        loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
+    ) -> jax.Array:
+        answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
+        return loss.at[answered].set(upload.loss, mode="drop")
+
+    return Selection(lambda data: jnp.full(data.num_clients, jnp.inf, jnp.float32), select, update)

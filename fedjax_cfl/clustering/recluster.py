@@ -1,0 +1,196 @@
+"""What the server does about drift: individual moves with frozen centers, triggers of a new
+clustering, and the mixing of old models that follows one (Fielding,
+https://arxiv.org/abs/2411.01580, Algorithm 2 and appendix F.2).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.clustering.distances import MetricFn, _dot
+from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
+from fedjax_cfl.round.tree import group_sum
+from fedjax_cfl.types import Params
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
+
+
+class Moves(NamedTuple):
+    """What the individual moves of one drift event have done."""
+
+    points: jax.Array  # [K, p], reported representations
+    valid: jax.Array  # [K] bool, clients with data
+    labels: jax.Array  # [K] int32, groups after the moves
+    before: jax.Array  # [m, p], centers before the event
+    after: jax.Array  # [m, p], centers after the moves
+    occupied: jax.Array  # [m] bool, the group has a client with data
+    metric: MetricFn
+
+
+class Trigger(NamedTuple):
+    """Decides when all clients are clustered again, and remembers what it needs to."""
+
+    init: Callable[[jax.Array], Any]  # (centers [m, p]) -> memory
+    fires: Callable[[Any, Moves], jax.Array]  # -> [] bool
+    # (memory, fired [] bool, centers [m, p] after the event) -> memory
+    update: Callable[[Any, jax.Array, jax.Array], Any]
+
+
+def rowwise(metric: MetricFn, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the distance [A] of each row of `a` [A, p] from the same row of `b`."""
+    return jax.vmap(lambda x, y: metric(x[None], y[None])[0, 0])(a, b)
+
+
+def move_to_nearest(
+    points: jax.Array,
+    moving: jax.Array,
+    labels: jax.Array,
+    centers: jax.Array,
+    active: jax.Array,
+    metric: MetricFn,
+) -> jax.Array:
+    """Returns the labels [K] after every client `moving` [K] bool has joined the nearest
+    center in use. Centers are frozen, so that the order of the clients does not matter.
+    """
+    distance = jnp.where(active[:, None], metric(centers, points), jnp.inf)
+    return jnp.where(moving, jnp.argmin(distance, axis=0), labels).astype(jnp.int32)
+
+
+def apply_moves(
+    points: jax.Array,
+    valid: jax.Array,
+    moving: jax.Array,
+    old: jax.Array,
+    centers: jax.Array,
+    active: jax.Array,
+    metric: MetricFn,
+) -> Moves:
+    """Moves the drifted clients `moving` [K] bool one by one to the nearest of the `centers`
+    [m, p], and recomputes the centers that lost, got or kept one (Algorithm 2, lines 1-3).
+
+    An empty group keeps its center and may be joined again.
+    """
+    m = active.size
+    labels = move_to_nearest(points, moving, old, centers, active, metric)
+    groups = jnp.arange(m)
+    affected = (old[:, None] == groups) | (labels[:, None] == groups)
+    touched = jnp.any(affected & moving[:, None], axis=0)
+    means, size = cluster_means(points, labels, valid, m)
+    after = jnp.where((touched & (size > 0))[:, None], means, centers)
+    return Moves(points, valid, labels, centers, after, size > 0, metric)
+
+
+def mean_center_distance(moves: Moves) -> jax.Array:
+    """Returns theta [], the mean distance of the centers of two occupied groups; NaN for
+    fewer than two.
+    """
+    apart = moves.metric(moves.after, moves.after)
+    pairs = jnp.triu(moves.occupied[:, None] & moves.occupied, 1)
+    return jnp.sum(jnp.where(pairs, apart, 0)) / jnp.sum(pairs)
+
+
+def center_shift(tau: NonNegativeFloat = 1 / 3) -> Trigger:
+    """Fires when a center has moved in this event by at least `tau` times theta, the mean
+    distance between centers (Algorithm 2, lines 4-5). It never fires with one group.
+    """
+
+    def fires(memory: Any, moves: Moves) -> jax.Array:
+        shift = jnp.max(rowwise(moves.metric, moves.before, moves.after))
+        return shift >= tau * mean_center_distance(moves)
+
+    return Trigger(lambda centers: (), fires, lambda memory, fired, centers: memory)
+
+
+def center_shift_since_clustering(tau: NonNegativeFloat = 1 / 3) -> Trigger:
+    """As `center_shift`, with centers compared to those of the last clustering of all
+    clients, so that slow drift adds up.
+    """
+
+    def fires(memory: jax.Array, moves: Moves) -> jax.Array:
+        return center_shift(tau).fires((), moves._replace(before=memory))
+
+    return Trigger(
+        lambda centers: centers,
+        fires,
+        lambda memory, fired, centers: jnp.where(fired, centers, memory),
+    )
+
+
+def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
+    """Fires when two clients of a group are more than Delta apart (appendix F.2). Delta is
+    `delta` at first, doubles when two events in a row fire, and otherwise becomes
+    max(delta, Delta - delta).
+
+    `printed` takes the minimum instead of the maximum, as the paper prints it: Delta is
+    then at most 0 after the first event, and every event fires.
+    """
+    limit = jnp.minimum if printed else jnp.maximum
+
+    def init(centers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.asarray(delta, jnp.float32), jnp.zeros((), bool)
+
+    def fires(memory: tuple[jax.Array, jax.Array], moves: Moves) -> jax.Array:
+        return largest_distance(moves.points, moves.labels, moves.valid, moves.metric) > memory[0]
+
+    def update(
+        memory: tuple[jax.Array, jax.Array], fired: jax.Array, centers: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        present, before = memory
+        lower = limit(jnp.float32(delta), present - delta)
+        return jnp.where(fired & before, 2 * present, lower), fired
+
+    return Trigger(init, fires, update)
+
+
+def pairwise_as_printed(delta: PositiveFloat = 0.1) -> Trigger:
+    """Fires as `pairwise`, with the rule for Delta as the paper prints it."""
+    return pairwise(delta, printed=True)
+
+
+def _constant(fired: bool) -> Trigger:
+    return Trigger(
+        lambda centers: (),
+        lambda memory, moves: jnp.array(fired),
+        lambda memory, fired, centers: memory,
+    )
+
+
+def always() -> Trigger:
+    """Clusters all clients again at every drift event."""
+    return _constant(True)
+
+
+def never() -> Trigger:
+    """Leaves it at individual moves."""
+    return _constant(False)
+
+
+def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> jax.Array:
+    """Returns W [m, m], whose row k has the share of each old cluster among the members of
+    the new cluster k; a cluster without members keeps its own.
+    """
+    before, after = (
+        ((labels[:, None] == jnp.arange(m)) & valid[:, None]).astype(jnp.float32)
+        for labels in (old, new)
+    )
+    return former_shares(_dot(before.T, after)).T
+
+
+def former_shares(joined: jax.Array) -> jax.Array:
+    """Returns the columns of `joined` [old, new], counts of clients, as shares; an empty
+    group is all its own.
+    """
+    size = joined.sum(0)
+    return jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(len(joined)))
+
+
+def mix_former_models(weights: jax.Array, tree: Params) -> Any:
+    """Returns sum_l weights[k, l] tree[l] of every float leaf [m, ...]; other leaves, such as
+    counters, stay (Fielding, Algorithm 2: a new model is the mean of its members' old ones).
+    """
+
+    def mix(leaf: jax.Array) -> jax.Array:
+        return group_sum(weights.T, leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(mix, tree)

@@ -1,0 +1,126 @@
+"""Selections with a quota for each group: floor(M / K) of M slots for each of K groups in
+use, and one more for the first M mod K of them (Fielding,
+https://arxiv.org/abs/2411.01580, Algorithm 1).
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.types import FederatedData, Key, Selection, State
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+
+class ScoreFn(Protocol):
+    """Scores all clients [K]; within a group those of highest score are selected."""
+
+    def __call__(self, key: Key, state: State, data: FederatedData) -> jax.Array: ...
+
+
+# (state) -> [K] bool, who can be selected now
+OnlineFn = Callable[[State], jax.Array]
+
+
+def groups_of(state: State) -> jax.Array:
+    """Returns the group [K] of each client; those never met count as of group 0."""
+    return jnp.maximum(state.assignment, 0)
+
+
+def share_quotas(slots: int, members: jax.Array) -> jax.Array:
+    """Returns the quotas [m] of groups with `members` [m] clients; none is larger than its
+    group, so that slots may stay empty.
+    """
+    used = members > 0
+    live = jnp.maximum(used.sum(), 1)
+    first = jnp.cumsum(used) <= slots % live
+    return jnp.where(used, jnp.minimum(slots // live + first, members), 0)
+
+
+def rank_in_groups(score: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns the rank [K] of each client by `score` [K] within its `group` [K], 0 for the
+    highest; lower ids come first among equals.
+    """
+    order = jnp.lexsort((-score, group))
+    ordered = group[order]
+    place = jnp.arange(len(group))
+    begin = jax.lax.cummax(
+        jnp.where(jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]), place, 0)
+    )
+    return jnp.zeros_like(place).at[order].set(place - begin)
+
+
+def take_quotas(
+    score: jax.Array, group: jax.Array, candidates: jax.Array, num_groups: int, slots: int
+) -> jax.Array:
+    """Returns the ids [slots] of the candidates [K] bool of highest score within their
+    group's quota, K in a slot that stays empty.
+    """
+    clients = group.size
+    own = jnp.where(candidates, group, num_groups)
+    members = jnp.zeros(num_groups, jnp.int32).at[own].add(1, mode="drop")
+    quota = share_quotas(slots, members)
+    taken = candidates & (rank_in_groups(score, own) < quota[jnp.minimum(own, num_groups - 1)])
+    order = jnp.lexsort((-score, ~taken))[:slots].astype(jnp.int32)
+    ids = jnp.where(taken[order], order, clients)
+    return jnp.pad(ids, (0, slots - ids.size), constant_values=clients)
+
+
+def by_group(
+    clients_per_round: PositiveInt,
+    score: ScoreFn | None = None,
+    online: OnlineFn | None = None,
+) -> Selection:
+    """Selects the clients of highest `score` within each group's quota, uniformly random
+    ones if None.
+
+    Clients without training samples are never selected, nor those that are not `online`.
+    """
+    check_arguments(by_group, locals())
+    rank = score or (lambda key, state, data: jax.random.uniform(key, (data.num_clients,)))
+
+    def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
+        candidates = data.train.size > 0
+        if online is not None:
+            candidates &= online(state)
+        own = groups_of(state)
+        return take_quotas(
+            rank(key, state, data), own, candidates, state.active.size, clients_per_round
+        )
+
+    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+
+
+def nearest_to_center(
+    clients_per_round: PositiveInt, temperature: NonNegativeFloat = 0.0
+) -> Selection:
+    """Selects, within each group's quota, the clients whose label shares have the smallest
+    L1 distance from their group's mean shares.
+
+    A `temperature` > 0 draws with chances proportional to exp(-distance / temperature)
+    instead, so that far clients are not starved.
+    """
+    check_arguments(nearest_to_center, locals())
+
+    def score(key: Key, state: State, data: FederatedData) -> jax.Array:
+        counts = label_counts(data.train, data.owner, data.y, data.num_classes)
+        size = counts.sum(axis=1)
+        shares = counts / jnp.maximum(size, 1)[:, None]
+        own = groups_of(state)
+        member = ((own[:, None] == jnp.arange(state.active.size)) & (size > 0)[:, None]).astype(
+            jnp.float32
+        )
+        centers = member.T @ shares / jnp.maximum(member.sum(0), 1)[:, None]
+        distance = jnp.sum(jnp.abs(shares - centers[own]), axis=1)
+        if temperature == 0:
+            return -distance
+        return jax.random.gumbel(key, distance.shape) - distance / temperature
+
+    return by_group(clients_per_round, score)
+
+
+def random_by_group(clients_per_round: PositiveInt) -> Selection:
+    """Selects uniformly at random within each group's quota."""
+    return by_group(clients_per_round)

@@ -1,0 +1,170 @@
+"""Auxo against a loop twin on random updates, and on the toy."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build
+
+from fedjax_cfl import algorithms
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import select, select_by_group
+from fedjax_cfl.round.aggregate import uniform_mean
+
+auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the function, too
+
+
+def twin_score(signature, fit, labels, first, several):
+    """Scores the clients of a group one by one; `labels` are those of 2-means."""
+    member, known, side, score = (np.asarray(each) for each in fit)
+    side, score, rows = side.copy(), score.copy(), np.flatnonzero(member)
+    if len(rows) < 5:
+        return side, score
+    centered = signature - signature[rows].mean(0)
+    unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
+    named = {}
+    if first:
+        mine = [i for i in rows if known[i]] if several else rows
+        named = {i: labels[i] for i in mine} if len(mine) > 1 else {}
+    else:
+        clear = [i for i in rows if side[i, 0] != side[i, 1] and score[i] >= 0]
+        named = {i: int(side[i, 1] > side[i, 0]) for i in clear}
+        rest = [i for i in rows if i not in named]
+        if len(set(named.values())) == 2:
+            for i in rest:
+                named[i] = named[min(clear, key=lambda j: np.sum((unit[i] - unit[j]) ** 2))]
+        elif clear:
+            rest.sort(key=lambda i: np.sum((unit[i] - unit[clear[0]]) ** 2))
+            named |= {i: named[clear[0]] for i in rest[: len(rows) // 4]}
+    for i, label in named.items():
+        side[i, label] += 1
+        side[i, 1 - label] -= 1
+    friends = [i for i in rows if known[i]]
+    if several and len(friends) >= 2:
+        apart = np.linalg.norm(centered - centered[friends].mean(0), axis=1)
+        limit = apart[rows].mean() + apart[rows].std()
+        for i in rows:
+            reward = (5 - 5 * apart[i] / limit) * len(friends) / len(rows)
+            score[i] += reward
+            if reward < 0:
+                side[i] = score[i] / 2
+    return side, score
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("case", ["first", "both", "one", "none", "few"])
+def test_scores_equal_their_twin(case, several):
+    rng = np.random.default_rng(len(case))
+    signature = rng.normal(size=(16, 12)).astype("f4")
+    member = np.arange(16) < (4 if case == "few" else 13)
+    known, score = rng.random(16) < 0.6, rng.normal(2, 2, size=16).astype("f4")
+    side = np.full((16, 2), 0.5, "f4")
+    clear = rng.random(16) < (0.4 if case in ("both", "one", "few") else 0)
+    clear[:2] |= case in ("both", "one")
+    side[clear, rng.integers(2, size=clear.sum()) if case == "both" else 1] += 1
+    score[:2] = 3
+    fit = auxo.Fit(*map(jnp.asarray, (member, known, side, score)))
+    key, first = jax.random.key(0), case == "first"
+    rows = member & known if several else member
+    centered = signature - signature[member].mean(0)
+    unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
+    labels = auxo.kmeans(
+        key, jnp.asarray(unit), 2, restarts=4, weight=jnp.asarray(rows, jnp.float32)
+    ).labels
+    found = auxo.score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
+    wanted = twin_score(signature, fit, np.asarray(labels), first, several)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_last_tenth():
+    tree = {"a": np.arange(24).reshape(2, 3, 4), "b": np.arange(100, 118).reshape(2, 9)}
+    np.testing.assert_array_equal(auxo.last_tenth(tree), [[107, 108], [116, 117]])
+    wide = {"a": np.zeros((1, 40)), "b": np.ones((1, 3))}
+    np.testing.assert_array_equal(auxo.last_tenth(wide), [[0, 1, 1, 1]])
+
+
+def begin(toy, linear, local):
+    algorithm = algorithms.auxo(linear, local, select.full_participation(), m=3)
+    return jax.jit(algorithm.init)(jax.random.key(0), toy)
+
+
+def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
+    state = begin(toy, linear, local)
+    prefer = np.arange(14) % 3  # 0, 1, or neither
+    side = np.full((14, 3, 2), 0.5, "f4")
+    side[prefer == 0, 0, 0] += 1
+    side[prefer == 1, 0, 1] += 1
+    memory = state.memory.replace(side=jnp.asarray(side), count=state.memory.count.at[:, 0].set(4))
+    after = auxo.cut_groups(state.replace(memory=memory), jnp.arange(3) == 0)
+    assert after.active.tolist() == [True, True, False]
+    for leaf in jax.tree.leaves(after.groups):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+    np.testing.assert_array_equal(after.memory.group[:, 0], 1 + (prefer == 0))
+    np.testing.assert_array_equal(after.memory.group[:, 1], 1 + (prefer == 1))
+    np.testing.assert_array_equal(after.memory.count[:, 0], 4 * (prefer == 0))
+    np.testing.assert_array_equal(after.memory.count[:, 1], 4 * (prefer == 1))
+    np.testing.assert_array_equal(after.memory.side[:, 1, 0], (1 + (prefer == 1)) / 2)
+    full = auxo.cut_groups(after.replace(active=jnp.ones(3, bool)), jnp.arange(3) == 0)
+    np.testing.assert_array_equal(full.memory.group, after.memory.group)
+
+
+def test_when_groups_are_cut(toy, linear, local):
+    state = begin(toy, linear, local)
+    active, sizes = state.active, jnp.array([14, 0, 0])
+    for rounds, due in ((0, False), (5, True), (6, False), (9, True)):
+        memory = state.memory.replace(rounds=jnp.full(3, rounds))
+        assert auxo.split_at([5, 9])(memory, sizes, active).tolist() == [due, False, False]
+    for ones, zeros, groups, due in ((5, 4, 1, True), (9, 1, 1, True), (9, 0, 1, False),
+                                     (9, 2, 2, False), (5, 4, 2, True)):  # fmt: skip
+        side = np.full((14, 3, 2), 0.5, "f4")
+        side[:ones, 0, 1] += 1
+        side[ones : ones + zeros, 0, 0] += 1
+        memory = state.memory.replace(side=jnp.asarray(side))
+        rule = auxo.split_adaptively(participants=14, least=14)
+        assert rule(memory, sizes, jnp.arange(3) < groups)[0] == due
+        assert not auxo.split_adaptively(participants=14, least=15)(memory, sizes, active).any()
+
+
+def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, local):
+    algorithm = build(
+        algorithms.auxo,
+        linear,
+        local,
+        select_by_group.random_by_group(14),
+        m=2,
+        split="fixed",
+        split_rounds=[6],
+        explore=0.0,
+    )
+    key, step = jax.random.key(1), jax.jit(algorithm.round)
+    state, sizes = jax.jit(algorithm.init)(key, toy), []
+    for _ in range(12):
+        state, _ = step(key, state, toy)
+        sizes.append(int(state.active.sum()))
+    assert sizes == [1] * 6 + [2] * 6
+    assert step._cache_size() == 1
+    assert set(np.asarray(state.assignment)) == {0, 1}
+    assert (state.memory.count[:, 1] > 0).any()
+
+
+def test_without_a_cut_auxo_is_fedavg(toy, linear, local):
+    key, everyone = jax.random.key(0), select.full_participation()
+    one = algorithms.auxo(linear, local, everyone, m=1, explore=0.0)
+    plain = algorithms.fedavg(linear, local, everyone, aggregate=uniform_mean)
+    state, other = (jax.jit(each.init)(key, toy) for each in (one, plain))
+    other = other.replace(groups=state.groups)
+    state, other = (
+        jax.jit(each.round)(key, begun, toy)[0] for each, begun in ((one, state), (plain, other))
+    )
+    for a, b in zip(jax.tree.leaves(state.groups), jax.tree.leaves(other.groups), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_settings_are_refused(linear, local):
+    with pytest.raises(InputError, match=r"algorithm.split_rounds=\[0\]"):
+        auxo.split_at([0])
+    with pytest.raises(InputError, match=r"algorithm\.explore=2"):
+        algorithms.auxo(linear, local, select.uniform(3), explore=2)

@@ -1,0 +1,449 @@
+"""Fielding against loop twins, SciPy and scikit-learn, and its ablations against each other."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import build, ledger, spent
+from scipy.spatial.distance import cdist
+from sklearn.metrics import silhouette_score
+
+from fedjax_cfl import algorithms
+from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round import select_by_group
+
+METRICS = {
+    "cityblock": distances.l1,
+    "sqeuclidean": distances.squared_euclidean,
+    "jensenshannon": distances.jensen_shannon,
+}
+
+
+def shares(rng, count, classes, concentration=0.3):
+    return rng.dirichlet(np.full(classes, concentration), count).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """Label shares of 60 clients around 4 centers, and the center of each."""
+    rng = np.random.default_rng(1)
+    centers, group = 0.7 * np.eye(10)[:4] + 0.03, np.arange(60) % 4
+    return np.stack([rng.dirichlet(80 * centers[g] + 1e-3) for g in group]).astype("f4"), group
+
+
+@pytest.fixture(scope="module")
+def drifting(toy):
+    """Returns f(clients): the toy, but these have shifted and hold label 3 alone."""
+
+    def change(clients):
+        mine = np.isin(np.asarray(toy.owner), clients)
+        y = np.where(mine, 3, np.asarray(toy.y))
+        shifted = np.isin(np.arange(toy.num_clients), clients)
+        return toy.replace(y=jnp.asarray(y, jnp.int32), shifted=jnp.asarray(shifted))
+
+    return change
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_equal_scipy(name):
+    rng = np.random.default_rng(0)
+    a, b = shares(rng, 13, 7), shares(rng, 9, 7)
+    a[0], a[1, :3], b[1, 3:] = b[0], 0, 0
+    a, b = a / a.sum(1, keepdims=True), b / b.sum(1, keepdims=True)
+    b[2] = a[2] + np.float32(1e-6) * (np.arange(7) - 3)
+    np.testing.assert_allclose(METRICS[name](a, b), cdist(a, b, name), rtol=2e-4, atol=1e-6)
+    assert not METRICS[name](a, a).diagonal().any()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_silhouettes_equal_scikit_learn(name):
+    rng = np.random.default_rng(2)
+    x, labels = shares(rng, 150, 6), np.stack([rng.integers(k, size=150) for k in (2, 3, 5)])
+    labels[2, :145] = np.minimum(labels[2, :145], 3)
+    labels[2, 145:] = [4, 0, 1, 2, 3]  # one point alone
+    valid = np.arange(150) % 7 > 0
+    found = metric_kmeans.silhouettes(
+        jnp.asarray(x), jnp.asarray(labels), 6, jnp.asarray(valid), METRICS[name]
+    )
+    apart = cdist(x, x, name)[valid][:, valid]
+    np.fill_diagonal(apart, 0)
+    wanted = [silhouette_score(apart, each[valid], metric="precomputed") for each in labels]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    one = metric_kmeans.silhouettes(
+        jnp.asarray(x), jnp.zeros((1, 150), jnp.int32), 6, jnp.asarray(valid), METRICS[name]
+    )
+    assert one[0] == 0
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_silhouette_finds_the_planted_number_of_clusters(name, planted):
+    points, group = planted
+    valid = jnp.arange(60) < 55
+    cluster = metric_kmeans.by_silhouette()
+    labels, active = cluster(jax.random.key(0), jnp.asarray(points), valid, 7, METRICS[name])
+    assert active.sum() == 4 and active[:4].all()
+    pairs = {(g, int(label)) for g, label in zip(group[:55], labels[:55], strict=True)}
+    assert len(pairs) == 4 == len({label for _, label in pairs})
+
+
+def test_number_of_clusters_is_bounded_by_participants_and_clients(planted):
+    points, key = jnp.asarray(planted[0]), jax.random.key(0)
+    for participants, alive, most in ((6, 60, 3), (40, 4, 3), (3, 60, 1), (40, 2, 1), (40, 0, 1)):
+        cluster = metric_kmeans.by_silhouette(participants=participants)
+        labels, active = cluster(key, points, jnp.arange(60) < alive, 7, distances.l1)
+        assert active.sum() <= most and labels.max() < most
+    labels, active = metric_kmeans.by_silhouette()(key, points, jnp.ones(60, bool), 1, distances.l1)
+    assert active.tolist() == [True] and not labels.any()
+
+
+def test_kmeans_cost_is_that_of_its_labels_and_no_worse_than_one_cluster(planted):
+    points, valid = jnp.asarray(planted[0]), jnp.arange(60) % 5 > 0
+    costs = []
+    for count in range(1, 8):
+        labels, cost = metric_kmeans.metric_kmeans(
+            jax.random.key(3), points, valid, count, 7, distances.squared_euclidean, 50
+        )
+        assert set(np.unique(labels)) == set(range(count))
+        costs.append(float(cost))
+    assert costs[0] == pytest.approx(
+        float(((points - points[valid].mean(0)) ** 2)[valid].sum()), rel=1e-4
+    )
+    assert costs[3] < 0.5 * costs[0]
+
+
+def test_kmeans_of_fewer_distinct_points_than_clusters():
+    points = jnp.asarray([[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 4)
+    labels, cost = metric_kmeans.metric_kmeans(
+        jax.random.key(0), points, jnp.ones(8, bool), 5, 5, distances.l1, 20
+    )
+    assert cost == 0 and len(set(labels[:4].tolist())) == 1 and labels[0] != labels[7]
+
+
+def test_k_center_is_greedy_farthest_first(planted):
+    points, valid = planted[0], np.arange(60) >= 3
+    labels, active = metric_kmeans.k_center(
+        jax.random.key(0), jnp.asarray(points), jnp.asarray(valid), 5, distances.l1
+    )
+    apart, chosen = cdist(points, points, "cityblock"), [3]
+    while len(chosen) < 5:
+        chosen.append(int(np.argmax(np.where(valid, apart[:, chosen].min(1), -1))))
+    np.testing.assert_array_equal(labels, apart[:, chosen].argmin(1))
+    assert active.all()
+
+
+def twin_moves(points, valid, drifted, labels, centers, active):
+    """Algorithm 2, lines 1 to 5, client by client."""
+    new, after = labels.copy(), centers.copy()
+    for i in np.flatnonzero(drifted):
+        apart = [
+            np.abs(points[i] - c).sum() if a else np.inf
+            for c, a in zip(centers, active, strict=True)
+        ]
+        new[i] = int(np.argmin(apart))
+    for k in range(len(centers)):
+        if any(drifted & ((labels == k) | (new == k))) and any(valid & (new == k)):
+            after[k] = points[valid & (new == k)].mean(0)
+    used = [k for k in range(len(centers)) if any(valid & (new == k))]
+    pairs = [np.abs(after[k] - after[j]).sum() for k in used for j in used if k < j]
+    return new, after, np.abs(after - centers).sum(1).max(), np.mean(pairs)
+
+
+def example(seed=0, clients=30, m=5):
+    rng = np.random.default_rng(seed)
+    points, labels = shares(rng, clients, 6), rng.integers(m - 1, size=clients)
+    centers = np.stack([points[labels == k].mean(0) if k < m - 1 else points[0] for k in range(m)])
+    drifted = rng.random(clients) < 0.4
+    points[drifted] = shares(rng, drifted.sum(), 6)
+    valid = rng.random(clients) < 0.9
+    return points, valid, drifted & valid, labels, centers.astype("f4"), np.arange(m) < m - 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_equal_their_twin_whatever_the_order_of_clients(seed):
+    points, valid, drifted, labels, centers, active = example(seed)
+    new, after, shift, theta = twin_moves(points, valid, drifted, labels, centers, active)
+    order = np.random.default_rng(9).permutation(30)
+    for rows in (np.arange(30), order):
+        moves = recluster.apply_moves(
+            *(jnp.asarray(each[rows]) for each in (points, valid, drifted, labels)),
+            jnp.asarray(centers),
+            jnp.asarray(active),
+            distances.l1,
+        )
+        np.testing.assert_array_equal(moves.labels, new[rows])
+        np.testing.assert_allclose(moves.after, after, atol=1e-6)
+    assert (new != labels).any()
+    ratio = shift / theta
+    for tau, fires in ((0, True), (0.99 * ratio, True), (1.01 * ratio, False), (np.inf, False)):
+        assert recluster.center_shift(tau).fires((), moves) == fires
+
+
+def test_no_drift_no_change_and_an_emptied_group_keeps_its_center():
+    points, valid, _, labels, centers, active = example()
+    nobody = np.zeros(30, bool)
+    moves = recluster.apply_moves(
+        points, valid, nobody, labels, jnp.asarray(centers), active, distances.l1
+    )
+    np.testing.assert_array_equal(moves.labels, labels)
+    np.testing.assert_array_equal(moves.after, centers)
+    leaving = labels == 2
+    points[leaving] = centers[0]
+    moves = recluster.apply_moves(
+        points, valid, leaving, labels, jnp.asarray(centers), active, distances.l1
+    )
+    assert not moves.occupied[2] and (moves.labels[leaving] == 0).all()
+    np.testing.assert_array_equal(moves.after[2], centers[2])
+
+
+def test_one_group_never_fires_and_slow_drift_adds_up_only_since_the_last_clustering():
+    points = jnp.asarray(shares(np.random.default_rng(0), 4, 3))
+    ones, zeros = jnp.ones(4, bool), jnp.zeros(4, jnp.int32)
+    moves = recluster.apply_moves(
+        points, ones, ones, zeros, jnp.zeros((2, 3)), jnp.array([True, False]), distances.l1
+    )
+    assert not recluster.center_shift(0.0).fires((), moves)
+    step, since = recluster.center_shift(0.3), recluster.center_shift_since_clustering(0.3)
+    base = jnp.asarray([[0.0, 1.0], [1.0, 0.0]])
+    memory, fired = since.init(base), []
+    for n in range(1, 6):
+        shifted = [base + n * jnp.asarray([[0.061, -0.061], [0.061, -0.061]]) for n in (n - 1, n)]
+        moves = recluster.Moves(base, ones[:2], zeros[:2], *shifted, ones[:2], distances.l1)
+        fired.append((bool(step.fires((), moves)), bool(since.fires(memory, moves))))
+        memory = since.update(memory, jnp.array(fired[-1][1]), shifted[1])
+    assert fired == [(False, n == 5) for n in range(1, 6)]
+    np.testing.assert_array_equal(memory, shifted[1])
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_pairwise_trigger(printed):
+    trigger = recluster.pairwise(0.1, printed)
+    memory, deltas = trigger.init(jnp.zeros((2, 2))), []
+    for fired in (True, True, True, False, False, True):
+        deltas.append(float(memory[0]))
+        memory = trigger.update(memory, jnp.array(fired), jnp.zeros((2, 2)))
+    wanted = [0.1, 0.0, 0.0, 0.0, -0.1, -0.2] if printed else [0.1, 0.1, 0.2, 0.4, 0.3, 0.2]
+    np.testing.assert_allclose(deltas, wanted, atol=1e-6)
+    points, valid, drifted, labels, centers, active = map(jnp.asarray, example())
+    moves = recluster.apply_moves(points, valid, drifted, labels, centers, active, distances.l1)
+    apart = cdist(points, points, "cityblock")
+    inside = (np.asarray(moves.labels)[:, None] == moves.labels) & valid[:, None] & valid
+    widest = (apart * inside).max()
+    for delta, fires in ((0.999 * widest, True), (1.001 * widest, False)):
+        assert trigger.fires((jnp.float32(delta), jnp.array(False)), moves) == fires
+
+
+def test_new_models_are_means_of_their_clients_old_ones():
+    rng = np.random.default_rng(0)
+    old, new, valid = rng.integers(4, size=20), rng.integers(3, size=20), rng.random(20) < 0.8
+    weights = recluster.mixing_weights(old, new, valid, 4)
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+    tree = {"w": rng.normal(size=(4, 3)).astype("f4"), "count": np.arange(4)}
+    mixed = recluster.mix_former_models(weights, tree)
+    for k in range(3):
+        wanted = tree["w"][old[valid & (new == k)]].mean(0)
+        np.testing.assert_allclose(mixed["w"][k], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(mixed["w"][3], tree["w"][3])
+    np.testing.assert_array_equal(mixed["count"], tree["count"])
+    same = recluster.mixing_weights(old, old, np.ones(20, bool), 4)
+    np.testing.assert_allclose(same, np.eye(4), atol=1e-6)
+    equal = recluster.mix_former_models(weights, jnp.ones((4, 2)))
+    np.testing.assert_allclose(equal, 1, rtol=1e-6)
+
+
+def test_mean_client_distance_equals_its_loop(planted):
+    points, labels = planted[0], np.random.default_rng(0).integers(3, size=60)
+    labels[7] = 3  # alone
+    valid = np.arange(60) % 4 > 0
+    apart, each = cdist(points, points, "cityblock"), []
+    for i in np.flatnonzero(valid):
+        others = [j for j in np.flatnonzero(valid) if j != i and labels[j] == labels[i]]
+        each.append(apart[i, others].mean() if others else 0.0)
+    found = metric_kmeans.mean_client_distance(
+        jnp.asarray(points), jnp.asarray(labels), 4, jnp.asarray(valid), distances.l1
+    )
+    assert found == pytest.approx(np.mean(each), rel=1e-5)
+
+
+def test_label_shares(toy):
+    found = represent.shares_of(toy)
+    owner, y = np.asarray(toy.owner)[toy.train.order], np.asarray(toy.y)[toy.train.order]
+    for k in range(14):
+        held = np.bincount(y[owner == k], minlength=4)
+        np.testing.assert_allclose(found[k], held / max(held.sum(), 1), rtol=1e-6)
+
+
+def test_embedding_is_the_mean_of_a_trained_hidden_layer(toy, linear, local):
+    representation = represent.embedding(units=8, epochs=30, lr=0.5)(linear, local)
+    shared = representation.init(jax.random.key(0), toy)
+    who = np.arange(14) % 3 > 0
+    points = jax.jit(representation.compute)(shared, toy, who)
+    owner, rows = np.asarray(toy.owner)[toy.train.order], np.asarray(toy.train.order)
+    hidden = np.maximum(np.asarray(toy.x) @ shared["hidden"] + shared["hidden_bias"], 0)
+    for k in range(14):
+        mine = hidden[rows[owner == k]]
+        wanted = mine.mean(0) if len(mine) and who[k] else np.zeros(8)
+        np.testing.assert_allclose(points[k], wanted, rtol=1e-4, atol=1e-5)
+    logits = hidden[rows] @ shared["out"] + shared["out_bias"]
+    assert (logits.argmax(1) == np.asarray(toy.y)[rows]).mean() > 0.5
+
+
+def test_gradients_see_what_label_shares_cannot(toy, linear, local):
+    """The concepts of the toy name two classes the other way round: labels alone do not tell."""
+    representation = represent.gradient(length=64)(linear, local)
+    shared = representation.init(jax.random.key(0), toy)
+    large = np.asarray(toy.train.size) > 10
+    points = np.asarray(jax.jit(representation.compute)(shared, toy, jnp.asarray(large)))
+    assert not points[~large].any()
+    concept = np.asarray(toy.concept)[large]
+
+    def score(x, metric):
+        return silhouette_score(x, concept, metric=metric)
+
+    labels = np.asarray(represent.shares_of(toy))[large]
+    assert score(points[large], "sqeuclidean") > score(labels, "cityblock") + 0.1
+
+
+def test_projection_keeps_inner_products():
+    x = np.random.default_rng(0).normal(size=(2, 20_000)).astype("f4")
+    x[1] = 0.5 * x[0] + x[1]
+    low = np.stack([represent.project(jnp.asarray(row), 4096) for row in x])
+    np.testing.assert_allclose(low @ low.T, x @ x.T, rtol=0.1)
+
+
+def run(algorithm, steps, rounds=None, start=None):
+    """Returns the states of rounds on the data of `steps`, with one compilation."""
+    key, round_fn = jax.random.key(0), jax.jit(algorithm.round)
+    states = [start or jax.jit(algorithm.init)(key, steps[0])]
+    for data in steps[:rounds]:
+        states.append(round_fn(key, states[-1], data)[0])
+    assert round_fn._cache_size() <= 1
+    return states
+
+
+SETTINGS = {"m": 3, "cluster": "k_center", "trigger": "center_shift"}
+
+
+def method(linear, local, quota=6, **settings):
+    select = select_by_group.random_by_group(quota)
+    return build(algorithms.fielding, linear, local, select, **(SETTINGS | settings))
+
+
+def test_a_drift_event_by_hand(toy, drifting, linear, local):
+    """The state after a drift event equals the parts applied one after another."""
+    still, moved = drifting([]), drifting([1, 3, 7])
+    for tau in (1e-6, 1e6):
+        before, after = run(method(linear, local, tau=tau), [still, moved])[1:]
+        memory = before.memory
+        points = np.asarray(represent.shares_of(moved))
+        drifted = np.abs(points - memory.reported).sum(1) > 0
+        assert set(np.flatnonzero(drifted)) == {1, 3, 7}
+        new, centers, shift, theta = twin_moves(
+            points,
+            np.asarray(toy.train.size) > 0,
+            drifted,
+            np.asarray(before.assignment),
+            np.asarray(memory.centers),
+            np.asarray(before.active),
+        )
+        np.testing.assert_array_equal(after.memory.reported, points)
+        assert after.memory.reclusterings == (shift >= tau * theta)
+        if tau > 1:
+            np.testing.assert_array_equal(after.assignment, new)
+            np.testing.assert_allclose(after.memory.centers, centers, atol=1e-6)
+        assert spent(before, after).words_up == 4 * 3  # C words of each drifted client
+
+
+def test_ablations(drifting, linear, local):
+    steps = [
+        drifting([]),
+        drifting([1, 3, 7, 9]),
+        drifting([1, 3, 7, 9]).replace(shifted=jnp.zeros(14, bool)),
+    ]
+    states = {
+        name: run(method(linear, local, **settings), steps)
+        for name, settings in {
+            "always": {"trigger": "always"},
+            "tau0": {"tau": 0.0},
+            "never": {"trigger": "never"},
+            "static": {"hear": "nobody"},
+            "cohort": {"hear": "cohort"},
+        }.items()
+    }
+    assert [int(s.memory.reclusterings) for s in states["always"]] == [0, 0, 1, 1]
+    assert states["tau0"][-1].memory.reclusterings == 1
+    assert states["never"][-1].memory.reclusterings == 0
+    moved = np.flatnonzero(states["never"][1].assignment != states["never"][2].assignment)
+    assert 0 < len(moved) and set(moved) <= {1, 3, 7, 9}
+    np.testing.assert_array_equal(states["static"][0].assignment, states["static"][-1].assignment)
+    # those heard of are the clients of the cohort before; the others wait
+    before, after = states["cohort"][1:3]
+    shifted = np.isin(np.arange(14), [1, 3, 7, 9])
+    told = np.any(np.asarray(before.memory.reported != after.memory.reported), axis=1)
+    np.testing.assert_array_equal(told, shifted & np.asarray(before.memory.heard))
+    np.testing.assert_array_equal(after.memory.pending, shifted & ~told)
+
+
+def test_moments_of_the_server_follow_their_models(drifting, linear, local):
+    algorithm = method(linear, local, trigger="always", server="yogi", server_lr=0.01)
+    before, after = run(algorithm, [drifting([]), drifting([1, 3, 7, 9])])[1:]
+    assert after.memory.reclusterings == 1
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+    chex.assert_tree_all_finite(after.server)
+
+
+def test_bytes_of_the_start_and_of_events(toy, drifting, linear, local):
+    alive = int((np.asarray(toy.train.size) > 0).sum())
+    sent = ledger(run(method(linear, local), [toy], rounds=0)[0].traffic)
+    assert (sent.words_up, sent.words_down, sent.units_up, sent.units_down) == (4 * alive, 0, 0, 0)
+    shared = 5 * 8 + 8 + 8 * 4 + 4
+    settings = {"represent": "embedding", "units": 8, "epochs": 2}
+    sent = ledger(run(method(linear, local, **settings), [toy], rounds=0)[0].traffic)
+    assert (sent.words_up, sent.words_down) == (8 * alive, 14 * shared)
+    steps = [drifting([]), drifting([1, 7])]
+    *_, before, after = states = run(method(linear, local, represent="gradient"), steps)
+    start, event = ledger(states[0].traffic), spent(before, after)
+    assert (start.units_up, start.units_down, start.words_up) == (alive, 14, 0)
+    assert event.units_up - event.units_down == 2
+
+
+def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
+    steps = [drifting([]), drifting([1, 3])]
+    loud, quiet = (
+        run(method(linear, local, report_above=above, trigger="always"), steps)
+        for above in (0.0, 2.5)
+    )
+    assert loud[-1].memory.reclusterings == 1 and quiet[-1].memory.reclusterings == 0
+    np.testing.assert_array_equal(quiet[-1].memory.reported, quiet[0].memory.reported)
+
+
+def test_one_group_is_fedavg(toy, linear, local):
+    states = run(method(linear, local, m=1, aggregate="samples"), [toy] * 3)
+    plain = algorithms.fedavg(linear, local, select_by_group.random_by_group(6))
+    start = jax.jit(plain.init)(jax.random.key(0), toy).replace(groups=states[0].groups)
+    last = run(plain, [toy] * 3, start=start)[-1]
+    chex.assert_trees_all_close(states[-1].groups, last.groups, rtol=1e-5, atol=1e-6)
+
+
+def test_q_zero_and_tiny_q_agree(toy, linear, local):
+    plain, fair = (run(method(linear, local, q=q), [toy])[-1] for q in (0.0, 1e-6))
+    chex.assert_trees_all_close(plain.groups, fair.groups, rtol=1e-3, atol=1e-4)
+
+
+def test_a_large_pull_keeps_clients_near(toy, linear, local):
+    def step(mu):
+        before, after = run(method(linear, local, mu=mu), [toy])
+        return optax.tree.norm(jax.tree.map(jnp.subtract, after.groups, before.groups))
+
+    assert step(0.0) > step(4.0) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"m": 0}, "algorithm.m=0"), ({"q": -1.0}, "algorithm.q=-1"), ({"mu": -0.1}, "algorithm.mu")],
+)
+def test_bad_settings_are_refused(linear, local, settings, text):
+    with pytest.raises(InputError, match=text):
+        method(linear, local, **settings)
