@@ -16,6 +16,7 @@ from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
+from fedjax_cfl.algorithms.md_icfl import md_icfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
 
@@ -41,6 +42,7 @@ __all__ = [
     "ifca",
     "ifca_mig",
     "ifca_restarts",
+    "md_icfl",
     "nonfed",
     "qfedavg",
     "tkm",

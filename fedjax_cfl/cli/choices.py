@@ -42,8 +42,10 @@ from fedjax_cfl.algorithms.ifca import (
     reject_unbalanced,
     spread_models,
 )
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK
 from fedjax_cfl.clustering import distances, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
+from fedjax_cfl.clustering.synthesis import back_search, generator
 from fedjax_cfl.errors import require
 from fedjax_cfl.round import aggregate, sgd
 from fedjax_cfl.validation import Rule, one_of, parameter_rules
@@ -139,6 +141,32 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.ifca: IFCA,
     algorithms.ifca_mig: IFCA,
     algorithms.ifca_restarts: IFCA,
+    algorithms.md_icfl: {
+        "sampling": {
+            "back_search": Maker(
+                back_search,
+                ("samples", "prior_weight", "prior_mean", "squared", "search_lr", "search_steps"),
+            ),
+            "generator": Maker(
+                generator,
+                (
+                    "samples",
+                    "prior_weight",
+                    "prior_mean",
+                    "squared",
+                    "noise",
+                    "hidden",
+                    "generator_lr",
+                    "generator_steps",
+                    "generator_batch",
+                    "bounded",
+                    "warm_start",
+                ),
+            ),
+        },
+        "privacy": {"weak": WEAK, "strong": STRONG},
+        "aggregate": MEANS,
+    },
 }
 
 
