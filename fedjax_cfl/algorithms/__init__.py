@@ -8,6 +8,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
+from fedjax_cfl.algorithms.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
@@ -31,6 +32,7 @@ __all__ = [
     "feddane",
     "feddist",
     "feddws",
+    "fedfomo",
     "fedgroup",
     "fedprox",
     "fedsgd",

@@ -8,7 +8,9 @@ what the client's model and the group models answer. A client receives one model
 where IFCA sends all of them.
 
 Differs from the paper: distances are averages over the pseudo-samples and not sums; the
-prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1].
+prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1]. The paper does not say
+whether the first group models differ; here they are equal, and the random groups of the
+clients make them differ.
 """
 
 from collections.abc import Callable
@@ -22,9 +24,8 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import MakeSampler, Sampler
 from fedjax_cfl.data.federated import label_counts
-from fedjax_cfl.round import engine
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import federated, random_groups
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
@@ -104,6 +105,16 @@ WEAK = Privacy(init_label_shares, send_label_shares)
 STRONG = Privacy(lambda data: (), send_distances)
 
 
+def common_model(task: Task, m: int) -> StartFn:
+    """Starts all m groups from one random model."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        initial = random_groups(task, 1)(key, data).groups
+        return Start(jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial))
+
+    return start
+
+
 def md_icfl(
     task: Task,
     local: Local,
@@ -112,11 +123,14 @@ def md_icfl(
     m: PositiveInt,
     sampling: MakeSampler,
     privacy: Privacy = WEAK,
+    start: Callable[[Task, int], StartFn] = common_model,
     aggregate: AggregateFn = uniform_mean,
 ) -> Algorithm:
     """MD-ICFL with m groups; clients start in random ones.
 
-    Args: `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
+    Args: `start` common_model | random_groups, the first models (m different random models
+    answer each other's pseudo-samples at random, and clients stay where they were put);
+    `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
     groups are the same where no data change; `aggregate` uniform_mean | weighted_mean.
     """
     check_arguments(md_icfl, locals(), "algorithm")
@@ -124,7 +138,7 @@ def md_icfl(
     sampler = sampling(task, local)
     hooks = Hooks(
         sgd(task, local),
-        start=random_assignment(task, m, sampler, privacy),
+        start=random_assignment(start(task, m), m, sampler, privacy),
         assign=keep_groups,
         regroup=join_nearest_model(task, local, sampler, privacy),
         aggregate=aggregate,
@@ -132,11 +146,11 @@ def md_icfl(
     return federated(task, local, select, hooks)
 
 
-def random_assignment(task: Task, m: int, sampler: Sampler, privacy: Privacy) -> StartFn:
-    """Starts from m random models; every client is in a random group."""
+def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privacy) -> StartFn:
+    """Starts from the `models` of another start; every client is in a random group."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        groups = engine.random_groups(task, m)(key, data).groups
+        groups = models(key, data).groups
         keys = jax.random.split(jax.random.fold_in(key, m))
         assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)
         memory = GroupSearch(privacy.init(data), sampler.init(keys[1], groups, data))
