@@ -217,19 +217,23 @@ def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     assert square < weak and plain < weak
 
 
-def test_a_warm_generator_goes_on_from_the_last(reader, rotated, trained, local):
-    def sampler(steps, warm_start):
-        make = generator(samples=3, hidden=32, generator_steps=steps, warm_start=warm_start)
-        return make(reader, local.resolve())
-
-    warm, cold = sampler(30, True), sampler(30, False)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda warm: back_search(samples=3, search_steps=3, warm_start=warm),
+        lambda warm: generator(samples=3, hidden=32, generator_steps=30, warm_start=warm),
+    ],
+    ids=["back_search", "generator"],
+)
+def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, trained, local):
+    warm, cold = (make(each)(reader, local.resolve()) for each in (True, False))
     memory = warm.init(KEY, trained, rotated)
     step = jax.jit(lambda memory: warm.sample(KEY, memory, trained, rotated))
     first, memory = step(memory)
     for _ in range(5):
         last, memory = step(memory)
     again, kept = jax.jit(lambda: cold.sample(KEY, (), trained, rotated))()
-    assert kept == ()
+    assert kept == () and cold.init(KEY, trained, rotated) == ()
     before, after = (confidence(reader, trained, samples).mean() for samples in (first, last))
     assert after < before and after < confidence(reader, trained, again).mean()
 

@@ -150,7 +150,15 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "sampling": {
             "back_search": Maker(
                 back_search,
-                ("samples", "prior_weight", "prior_mean", "squared", "search_lr", "search_steps"),
+                (
+                    "samples",
+                    "prior_weight",
+                    "prior_mean",
+                    "squared",
+                    "search_lr",
+                    "search_steps",
+                    "warm_start",
+                ),
             ),
             "generator": Maker(
                 generator,

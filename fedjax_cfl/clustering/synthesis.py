@@ -59,6 +59,11 @@ def class_labels(num_classes: int, samples: int) -> jax.Array:
     return jnp.repeat(jnp.arange(num_classes, dtype=jnp.int32), samples)
 
 
+def no_memory(key: Key, models: Params, data: FederatedData) -> tuple:
+    """Returns what a sampler keeps that starts anew in every round."""
+    return ()
+
+
 def map_models(function: Callable[..., Any], local: Local, inputs: Any) -> Any:
     """Applies a function of one model to `inputs` [m, ...]: one model after another on a CPU
     core, side by side on an accelerator.
@@ -75,12 +80,14 @@ def back_search(
     prior_weight: NonNegativeFloat = 0.1,
     prior_mean: FiniteFloat = 0.0,
     squared: bool = False,
+    warm_start: bool = False,
 ) -> MakeSampler:
     """Searches by Adam, from Gaussian noise, for inputs x that minimise cross-entropy(x, k)
     + lambda / 2 ||x - mean|| for each class k (eq. 6).
 
     Each sample has a gradient and an Adam state of its own. All searches run at once, and
-    devices split the samples. Raises InputError for a setting that is not allowed.
+    devices split the samples. `warm_start` goes on from the samples of the round before, so
+    that fewer steps do. Raises InputError for a setting that is not allowed.
     """
     check_arguments(back_search, locals(), "algorithm")
     prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(search_lr)
@@ -104,19 +111,24 @@ def back_search(
             found = map_models(search, local, (models, noise.swapaxes(0, 1), label.T))
             return found.swapaxes(0, 1)
 
+        def draw_noise(key: Key, models: Params, data: FederatedData):
+            count = len(jax.tree.leaves(models)[0])
+            return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
+
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
             count, shape = len(jax.tree.leaves(models)[0]), data.x.shape[1:]
             label = class_labels(data.num_classes, samples)
-            noise = jax.random.normal(key, (label.size, count, *shape))
+            noise = memory if warm_start else draw_noise(key, models, data)
             spare = -label.size % _mesh(local).size
             padded, labels = (
                 jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
                 for array in (noise, jnp.broadcast_to(label[:, None], (label.size, count)))
             )
             found = over_devices(block, _mesh(local))(models, (padded, labels))[: label.size]
-            return found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape), memory
+            drawn = found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape)
+            return drawn, found if warm_start else memory
 
-        return Sampler(lambda key, models, data: (), sample)
+        return Sampler(draw_noise if warm_start else no_memory, sample)
 
     return make
 
@@ -247,7 +259,7 @@ def generator(
             drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])
             return drawn, variables if warm_start else memory
 
-        return Sampler(init if warm_start else lambda key, models, data: (), sample)
+        return Sampler(init if warm_start else no_memory, sample)
 
     return make
 
