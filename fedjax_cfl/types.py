@@ -157,6 +157,7 @@ class Upload(struct.PyTreeNode):
     # [S] int32, the group whose model was trained from, 0 where nothing was
     start_group: jax.Array
     squared_norm: Any = None  # [S] float32, ||delta||^2, set by `faults.guard_nonfinite`
+    extra: Any = ()  # [S, ...], what the method's clients send besides
 
 
 class FaultCounts(struct.PyTreeNode):

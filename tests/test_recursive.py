@@ -121,6 +121,26 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     ).all()
 
 
+def test_automatic_thresholds_follow_the_longest_mean_update(concepts, linear, local):
+    """eps1 is a tenth of the longest so far: the first cut is where a step is that short."""
+    limits = {"warm_up": 2, "eps1": None, "eps2": 0.0}
+    algorithm = build(cfl, linear, local, select.full_participation(), m=4, **limits)
+    states = [algorithm.init(KEY, concepts)]
+    one_round = jax.jit(algorithm.round)
+    while states[-1].active.sum() == 1 and len(states) < 60:
+        states.append(one_round(KEY, states[-1], concepts)[0])
+    steps = [np.linalg.norm(matrix(b.groups)[0] - matrix(a.groups)[0]) for a, b in pairwise(states)]
+    longest = np.maximum.accumulate(steps[:-1])
+    np.testing.assert_allclose([s.memory.longest_mean for s in states[1:-1]], longest, rtol=1e-4)
+    assert states[-1].active.sum() == 2 and all(steps[2:-1] >= longest[2:] / 10)
+    limits = {"warm_up": 2, "eps1": 1e9, "eps2": None}  # 6 eps1: no update is longer
+    algorithm = build(cfl, linear, local, select.full_participation(), m=4, **limits)
+    state, one_round = algorithm.init(KEY, concepts), jax.jit(algorithm.round)
+    for _ in range(4):
+        state, _ = one_round(KEY, state, concepts)
+    assert state.active.sum() == 1
+
+
 def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
     states, infos = cutting(concepts, 12)
     cut, after = next((a, b) for a, b in pairwise(states) if b.active.sum() > a.active.sum())
@@ -262,7 +282,7 @@ def test_a_cut_is_the_best_of_all(seed):
     cohort = Cohort(jnp.asarray(slots, jnp.int32), jnp.arange(10, dtype=jnp.int32))
     data = type("Data", (), {"num_clients": 10})
 
-    def only_group_1(round, active, mean, longest, size):
+    def only_group_1(round, active, mean, longest, size, longest_mean):
         return (size == 7) & (longest < 99) & (mean > 0)
 
     def cut(gamma_max):

@@ -10,6 +10,7 @@ from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
+from fedjax_cfl.algorithms.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import fesem
@@ -19,6 +20,7 @@ from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
+from fedjax_cfl.algorithms.md_icfl import md_icfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
 
@@ -36,6 +38,7 @@ __all__ = [
     "feddrift",
     "feddrift_eager",
     "feddws",
+    "fedfomo",
     "fedgroup",
     "fedprox",
     "fedsgd",
@@ -48,6 +51,7 @@ __all__ = [
     "ifca",
     "ifca_mig",
     "ifca_restarts",
+    "md_icfl",
     "nonfed",
     "qfedavg",
     "tkm",

@@ -62,8 +62,8 @@ from fedjax_cfl.validation import (
 )
 
 LINKAGES = ("single", "complete", "average")
-# (round, active [m], norm of the mean update [m], longest norm [m], clients [m]) -> [m] bool, the
-# groups to cut
+# (round, active [m], norm of the mean update [m], longest norm [m], clients [m], the longest mean
+# update so far []) -> [m] bool, the groups to cut
 DueFn = Callable[..., jax.Array]
 
 
@@ -79,15 +79,16 @@ class SplitTree(struct.PyTreeNode):
     last_split: jax.Array  # [K] int32, the last cut at which the client has taken a side
     last_update: Any = ()  # [K, ...], every client's last update; only with stale updates
     known: Any = ()  # [K] bool, the client has sent one; only with stale updates
+    longest_mean: ArrayLike = 0.0  # [] float32, norm of any group's longest mean update so far
 
 
 class SplitRule(NamedTuple):
     """When a group is cut in two, and where."""
 
-    eps1: NonNegativeFloat | jax.Array = 0.4  # the mean update is shorter: the group is stationary
-    eps2: NonNegativeFloat | jax.Array = (
-        1.6  # the longest update is longer: some clients are not stationary
-    )
+    # the mean update is shorter: the group is stationary; None: a tenth of the longest so far
+    eps1: NonNegativeFloat | jax.Array | None = 0.4
+    # the longest update is longer: some clients are not stationary; None: six times eps1
+    eps2: NonNegativeFloat | jax.Array | None = 1.6
     # sqrt((1 - alpha) / 2) is larger; alpha is the largest cosine between the halves
     gamma_max: Fraction | jax.Array = 0.0
     min_size: PositiveInt = 2  # only larger groups are cut
@@ -109,7 +110,8 @@ def cfl(
 ) -> Algorithm:
     """CFL with at most m groups.
 
-    Args: `rule` says when a group is cut; `aggregate` is uniform_mean | weighted_mean;
+    Args: `rule` says when a group is cut (thresholds of None follow the updates, as in the
+    FedDrift code); `aggregate` is uniform_mean | weighted_mean;
     `stale_updates` counts clients outside the cohort by their last update when a group is
     tested and cut; otherwise only the clients of the cohort count.
     Raises InputError for an unknown linkage.
@@ -119,8 +121,10 @@ def cfl(
     local = local.resolve()
     solve = sgd(task, local)
 
-    def due(round, active, mean_norm, max_norm, size):
-        stationary = (mean_norm < rule.eps1) & (max_norm > rule.eps2)
+    def due(round, active, mean_norm, max_norm, size, longest_mean):
+        eps1 = longest_mean / 10 if rule.eps1 is None else rule.eps1
+        eps2 = 6 * eps1 if rule.eps2 is None else rule.eps2
+        stationary = (mean_norm < eps1) & (max_norm > eps2)
         return active & stationary & (size > rule.min_size) & (round >= rule.warm_up)
 
     hooks = Hooks(
@@ -142,7 +146,7 @@ def single_active_group(task: Task, m: int, stale_updates: bool) -> StartFn:
         clients = data.num_clients
         tree = SplitTree(
             jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
-        )
+        ).replace(longest_mean=jnp.zeros(()))
         if stale_updates:
             latest = jax.tree.map(
                 lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
@@ -232,10 +236,13 @@ def bipartition(
             sent, delta = tree.known, latest
         square = squared_norms(delta).sum(0)
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
-        mean_square = squared_norms(mean).sum(0)
+        mean_norm = jnp.sqrt(squared_norms(mean).sum(0))
+        longest_mean = jnp.maximum(tree.longest_mean, jnp.max(mean_norm))
         longest = jnp.max(membership_weights(jnp.where(sent, square, 0.0), group, m), axis=0)
-        ready = due(state.round, state.active, jnp.sqrt(mean_square), jnp.sqrt(longest), size)
-        state = state.replace(memory=tree.replace(last_split=passed))
+        longest = jnp.sqrt(longest)
+        ready = due(state.round, state.active, mean_norm, longest, size, longest_mean)
+        memory = tree.replace(last_split=passed, longest_mean=longest_mean)
+        state = state.replace(memory=memory)
 
         def cut():
             half, gamma = bisect_updates(

@@ -54,7 +54,7 @@ def fedcluster(
     local = local.resolve()
     solve = sgd(task, local)
 
-    def due(round, active, mean_norm, max_norm, size):
+    def due(round, active, mean_norm, max_norm, size, longest_mean):
         return active & (size > min_size) & (round % (rounds + 1) == rounds)
 
     hooks = Hooks(

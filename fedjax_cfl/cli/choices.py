@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import fedopt, temperature
 from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
+from fedjax_cfl.algorithms.fedfomo import l1_norm, l2_norm, serve_mixed, serve_trained
 from fedjax_cfl.algorithms.fesem import (
     e_step_of_all,
     e_step_of_cohort,
@@ -44,10 +45,12 @@ from fedjax_cfl.algorithms.ifca import (
     reject_unbalanced,
     spread_models,
 )
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
+from fedjax_cfl.clustering.synthesis import back_search, generator
 from fedjax_cfl.errors import require
-from fedjax_cfl.round import aggregate, sgd
+from fedjax_cfl.round import aggregate, engine, sgd
 from fedjax_cfl.validation import Rule, one_of, parameter_rules
 
 # tuples that no setting of a method fills: how clients train, who is selected, what is returned
@@ -143,6 +146,10 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         },
     },
     algorithms.cfl: {"aggregate": MEANS},
+    algorithms.fedfomo: {
+        "norm": {"L1": l1_norm, "L2": l2_norm},
+        "test": {"mixed": serve_mixed, "trained": serve_trained},
+    },
     algorithms.fesem: {
         "form": {"prox": pull_plainly, "eq8": pull_by_size},
         "start": {
@@ -177,6 +184,41 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.ifca: IFCA,
     algorithms.ifca_mig: IFCA,
     algorithms.ifca_restarts: IFCA,
+    algorithms.md_icfl: {
+        "sampling": {
+            "back_search": Maker(
+                back_search,
+                (
+                    "samples",
+                    "prior_weight",
+                    "prior_mean",
+                    "squared",
+                    "search_lr",
+                    "search_steps",
+                    "warm_start",
+                ),
+            ),
+            "generator": Maker(
+                generator,
+                (
+                    "samples",
+                    "prior_weight",
+                    "prior_mean",
+                    "squared",
+                    "noise",
+                    "hidden",
+                    "generator_lr",
+                    "generator_steps",
+                    "generator_batch",
+                    "bounded",
+                    "warm_start",
+                ),
+            ),
+        },
+        "start": {"common": common_model, "random": engine.random_groups},
+        "privacy": {"weak": WEAK, "strong": STRONG},
+        "aggregate": MEANS,
+    },
 }
 
 

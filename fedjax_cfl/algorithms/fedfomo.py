@@ -1,0 +1,305 @@
+"""Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order
+Model Optimization", ICLR 2021, https://arxiv.org/abs/2012.08565.
+
+Every client has a model of its own. It receives the models of a few others, weighs each by
+how much it lowers the loss on held-out samples of its own per unit of distance, mixes
+them, and trains on. An affinity says which others it is sent next time.
+
+Each client is a group, as in `alone`: group k is client k's model as it was trained last.
+K clients, F other models sent to a client. Differs from the paper: every fifth of a
+client's samples is held out, in their order, instead of a random fifth; a client that has
+none held out goes on from its own model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.tree_util import Partial
+
+from fedjax_cfl.algorithms.alone import assign_client_id, client_delta, shared_model
+from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.round.cohort import client_range, over_clients
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import ClientFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.local import Local, Work
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.types import (
+    Algorithm,
+    ClientIndex,
+    Cohort,
+    FederatedData,
+    Info,
+    Key,
+    Params,
+    Selection,
+    ServedModels,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import (
+    BelowOne,
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    check_arguments,
+)
+
+
+class PersonalModels(struct.PyTreeNode):
+    """The memory of FedFomo."""
+
+    mixed: Params  # [K, ...], each client's model before its last local training
+    affinity: jax.Array  # [K, K] float32, how useful j's model has been to i
+    uploaded: jax.Array  # [K] bool, clients that answered in the round before
+
+
+class Mixture(struct.PyTreeNode):
+    """What a client trains from, and what it tells the server of the others."""
+
+    model: Params  # [S, ...]
+    peers: jax.Array  # [S, F] int32, the others whose models it was sent, K for none
+    gain: jax.Array  # [S, 1 + F] float32, first of its own model
+
+
+def l1_norm(tree: Params) -> jax.Array:
+    """Returns the sums [n] of the absolute values of `tree` [n, ...]."""
+    return sum(
+        (jnp.sum(jnp.abs(leaf).reshape(len(leaf), -1), axis=1) for leaf in jax.tree.leaves(tree)),
+        jnp.zeros(()),
+    )
+
+
+def l2_norm(tree: Params) -> jax.Array:
+    """Returns the Euclidean norms [n] of `tree` [n, ...]."""
+    return jnp.sqrt(l1_norm(jax.tree.map(jnp.square, tree)))
+
+
+def serve_mixed(state: State) -> ServedModels:
+    """Serves each client its model from before its last local training."""
+    return ServedModels(state.memory.mixed, jnp.arange(state.assignment.size, dtype=jnp.int32))
+
+
+def serve_trained(state: State) -> ServedModels:
+    """Serves each client its model after its last local training."""
+    return ServedModels(state.groups, jnp.arange(state.assignment.size, dtype=jnp.int32))
+
+
+def fedfomo(
+    task: Task,
+    local: Local,
+    select: Selection,
+    *,
+    models: PositiveInt = 4,
+    validation: BelowOne = 0.2,
+    explore: Fraction = 0.3,
+    explore_decay: NonNegativeFloat = 0.05,
+    norm: Callable[[Params], jax.Array] = l1_norm,
+    test: Callable[[State], ServedModels] = serve_mixed,
+) -> Algorithm:
+    """FedFomo.
+
+    Args: `models` F sent to a client in a round, besides its own; `validation` the share
+    of a client's samples that is held out; a model is sent by chance with probability
+    `explore` - `explore_decay` * round, otherwise by affinity; `norm` l1_norm | l2_norm of
+    the distance between models; `test` serve_mixed | serve_trained, what clients are
+    tested on.
+    """
+    check_arguments(fedfomo, locals(), "algorithm")
+    local = local.resolve()
+    hooks = Hooks(
+        train_from_mixture(sgd(task, local)),
+        start=personal_start(task),
+        assign=assign_client_id,
+        prepare=mix_models(task, local, models, (explore, explore_decay), norm),
+        aggregate=client_delta,
+        finish=remember_mixture,
+    )
+    algorithm = federated(task, local, select, hooks)
+
+    def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
+        return algorithm.round(key, state, hold_out(data, validation))
+
+    # not clustered: every client has a model from the start
+    return algorithm._replace(round=round, serve=test, clustered=False)
+
+
+def personal_start(task: Task) -> StartFn:
+    """Starts every client from the same random model."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        initial, clients = shared_model(task, False)(key, data), data.num_clients
+        nobody = jnp.zeros(clients, bool)
+        return initial._replace(
+            memory=PersonalModels(initial.groups, 0.1 * jnp.eye(clients), nobody)
+        )
+
+    return start
+
+
+def hold_out(data: FederatedData, share: float) -> FederatedData:
+    """Returns the data without a `share` of every client's training samples, evenly spread
+    over them; they stay in `train.order`, behind the client's others.
+    """
+    train, clients = data.train, data.num_clients
+    client = owners(data)
+    place = jnp.arange(client.size) - train.start[jnp.minimum(client, clients - 1)]
+    # 1e-3: shares are rounded
+    before, after = (jnp.floor(number * share + 1e-3) for number in (place, place + 1))
+    held = (after > before).astype(jnp.int32)
+    _, _, order = lax.sort((client, held, train.order), num_keys=2, is_stable=True)
+    size = jnp.zeros_like(train.size).at[client].add(1 - held, mode="drop")
+    return data.replace(train=ClientIndex(order, train.start, size))
+
+
+def held_out(data: FederatedData) -> FederatedData:
+    """Returns the data of `hold_out` with the samples held out for training samples."""
+    train = data.train
+    whole = jnp.zeros_like(train.size).at[owners(data)].add(1, mode="drop")
+    return data.replace(
+        train=train.replace(start=train.start + train.size, size=whole - train.size)
+    )
+
+
+def owners(data: FederatedData) -> jax.Array:
+    """Returns whose each sample of `train.order` is [n] int32, K for a hidden one."""
+    owner = data.owner[data.train.order]
+    return jnp.where(owner < 0, data.num_clients, owner)
+
+
+def pick_peers(
+    key: Key, affinity: jax.Array, eligible: jax.Array, explore: jax.Array, count: int
+) -> jax.Array:
+    """Returns `count` different clients [count] int32 of the `eligible` [K] bool, K where
+    there are no more.
+
+    Each is drawn at random with probability `explore` []; otherwise it is that of the
+    highest `affinity` [K], a random one of several.
+    """
+
+    def next_peer(left, key):
+        keys = jax.random.split(key)
+        lot = jax.random.uniform(keys[0], left.shape)
+        best = left & (affinity == jnp.max(jnp.where(left, affinity, -jnp.inf)))
+        allowed = jnp.where(jax.random.uniform(keys[1]) < explore, left, best)
+        peer = jnp.argmax(jnp.where(allowed, lot, -1.0))
+        found = jnp.where(left.any(), peer, left.size).astype(jnp.int32)
+        return left.at[found].set(False, mode="drop"), found
+
+    return lax.scan(next_peer, eligible, jax.random.split(key, count))[1]
+
+
+def mix_models(
+    task: Task,
+    local: Local,
+    count: int,
+    exploration: tuple[float, float],
+    norm: Callable[[Params], jax.Array],
+) -> PrepareFn:
+    """Sends each client `count` models of the round before, and lets it mix them (a
+    `Mixture`, the client's extra).
+    """
+    mix = over_clients(first_order_mixture(task, norm), local)
+
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+        memory, clients = state.memory, data.num_clients
+        client = jnp.minimum(cohort.ids, clients - 1)
+        explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
+
+        def pick(client):
+            eligible = memory.uploaded & (jnp.arange(clients) != client)
+            own_key = jax.random.fold_in(key, client)
+            return pick_peers(own_key, memory.affinity[client], eligible, explore, count)
+
+        peers = jax.vmap(pick)(client)
+        mixed = jax.tree.map(lambda leaf: leaf[client], memory.mixed)
+        model, gain = mix(cohort, held_out(data), state.groups, (mixed, peers))
+        return work._replace(client_extra=Mixture(model, peers, gain))
+
+    return prepare
+
+
+def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Callable[..., Any]:
+    """Returns a function of one client: its new model, and the gain [1 + F] of each model
+    that it can choose from (eqs. 4 to 6 of the paper).
+
+    The gain is the fall of the loss on the samples of `data`, from the client's model before
+    its last training, per unit of distance from that.
+    """
+    losses = training_loss(task)
+
+    def mix(client, bucket, data: FederatedData, models: Params, own):
+        mixed, peers = own
+        rows = jnp.concatenate([jnp.minimum(client, data.num_clients - 1)[None], peers])
+        choices = jax.tree.map(lambda leaf: leaf[jnp.minimum(rows, len(leaf) - 1)], models)
+        tried = jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]), mixed, choices)
+        loss = losses(client, bucket, data, tried, ())
+        change = jax.tree.map(jnp.subtract, choices, mixed)
+        distance = norm(change)
+        gain = (loss[0] - loss[1:]) / jnp.where(distance > 0, distance, 1.0)
+        usable = (rows < data.num_clients) & (distance > 0) & jnp.isfinite(gain)
+        gain = jnp.where(usable, gain, 0.0)
+        weight = jnp.maximum(gain, 0.0)
+        weight = weight / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
+        count, _ = client_range(client, data)
+        weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
+        step = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1), change)
+        return jax.tree.map(jnp.add, mixed, step), gain
+
+    return mix
+
+
+def train_from_mixture(train: ClientFn) -> ClientFn:
+    """Trains one client from its `Mixture` instead of its group's model, and uploads the
+    mixture as well. The delta is relative to the group's model.
+    """
+
+    def solve(train, client, bucket, data, shared, work: Work) -> Upload:
+        (key, models), mixture = shared, work.client_extra
+        start = jax.tree.map(lambda leaf: leaf[None], mixture.model)
+        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
+        upload = train(client, bucket, data, (key, start), alone)
+        delta = jax.tree.map(
+            lambda change, mixed, groups: mixed + change - groups[work.group],
+            upload.delta,
+            mixture.model,
+            models,
+        )
+        group = jnp.where(upload.weight > 0, work.group, 0)
+        return upload.replace(delta=delta, start_group=group, extra=mixture)
+
+    return Partial(solve, train)
+
+
+def remember_mixture(
+    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+) -> tuple[State, Traffic]:
+    """Remembers what the clients that answered have mixed (a `FinishFn`).
+
+    A client receives F models, the first of which the round counts already, and sends F
+    words; in its first round it receives the common start.
+    """
+    memory, mixture, clients = state.memory, upload.extra, state.assignment.size
+    answered, real = upload.weight > 0, cohort.ids < clients
+    rows = jnp.where(answered, cohort.ids, clients)
+    total = jnp.abs(mixture.gain.sum(1, keepdims=True))
+    share = mixture.gain / jnp.where(total > 0, total, 1.0)
+    judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
+    memory = PersonalModels(
+        mixed=jax.tree.map(
+            lambda old, new: old.at[rows].set(new, mode="drop"), memory.mixed, mixture.model
+        ),
+        affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
+        uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
+    )
+    sent = jnp.sum(mixture.peers < clients, axis=1)
+    return state.replace(memory=memory), make_traffic(
+        units_down=jnp.sum(jnp.where(real, jnp.maximum(sent - 1, 0), 0)),
+        words_up=jnp.sum(jnp.where(answered, sent, 0)),
+    )

@@ -1,0 +1,269 @@
+"""Pseudo-samples of every group and class, made on the server from the group models alone
+(MD-ICFL, sections 3.3 and 4; see `algorithms/md_icfl`).
+
+A `Sampler` looks for inputs that a model is sure to belong to a class, and that lie near
+the mean of all inputs: by changing them directly (`back_search`), or through a generator
+(`generator`, after Zhu et al. 2021, https://arxiv.org/abs/2105.10056). m models, C
+classes, M samples of a class. Samples are in the units that a model reads: pixels as they
+are stored if these are float32, else from 0 to 1.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.sharding import over_devices
+from fedjax_cfl.types import FederatedData, Key, Params, Task
+from fedjax_cfl.validation import (
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_arguments,
+)
+
+
+class Sampler(NamedTuple):
+    """How the server makes pseudo-samples, and what it keeps of them from round to round."""
+
+    init: Callable[..., Any]  # (key, models [m, ...], data) -> memory
+    # (key, memory, models [m, ...], data) -> (samples [m, C, M, ...], memory)
+    sample: Callable[..., tuple[jax.Array, Any]]
+
+
+MakeSampler = Callable[[Task, Local], Sampler]
+
+
+class Prior(NamedTuple):
+    """Where samples are likely to lie."""
+
+    mean: float  # of every input value
+    weight: float  # lambda of eqs. 6 and 7
+    squared: bool  # False: the norm as it is printed
+
+    def penalty(self, x: jax.Array) -> jax.Array:
+        """Returns lambda / 2 ||x - mean|| [B] of samples [B, ...]."""
+        square = jnp.sum(jnp.square(x - self.mean).reshape(len(x), -1), axis=1)
+        return self.weight / 2 * (square if self.squared else jnp.sqrt(square + 1e-12))
+
+
+def class_labels(num_classes: int, samples: int) -> jax.Array:
+    """Returns the labels [C * samples] int32 of pseudo-samples: 0, 0, ..., 1, 1, ..."""
+    return jnp.repeat(jnp.arange(num_classes, dtype=jnp.int32), samples)
+
+
+def no_memory(key: Key, models: Params, data: FederatedData) -> tuple:
+    """Returns what a sampler keeps that starts anew in every round."""
+    return ()
+
+
+def map_models(function: Callable[..., Any], local: Local, inputs: Any) -> Any:
+    """Applies a function of one model to `inputs` [m, ...]: one model after another on a CPU
+    core, side by side on an accelerator.
+    """
+    models = len(jax.tree.leaves(inputs)[0])
+    width = min(local.width or 1, models)
+    return lax.map(function, inputs, batch_size=width if width > 1 else None)
+
+
+def back_search(
+    samples: PositiveInt = 30,
+    search_lr: PositiveFloat = 0.1,
+    search_steps: PositiveInt = 100,
+    prior_weight: NonNegativeFloat = 0.1,
+    prior_mean: FiniteFloat = 0.0,
+    squared: bool = False,
+    warm_start: bool = False,
+) -> MakeSampler:
+    """Searches by Adam, from Gaussian noise, for inputs x that minimise cross-entropy(x, k)
+    + lambda / 2 ||x - mean|| for each class k (eq. 6).
+
+    Each sample has a gradient and an Adam state of its own. All searches run at once, and
+    devices split the samples. `warm_start` goes on from the samples of the round before, so
+    that fewer steps do. Raises InputError for a setting that is not allowed.
+    """
+    check_arguments(back_search, locals(), "algorithm")
+    prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(search_lr)
+
+    def make(task: Task, local: Local) -> Sampler:
+        def objective(x, model, label):
+            return jnp.sum(cross_entropy(task.predict(model, x), label) + prior.penalty(x))
+
+        def search(one):
+            model, x, label = one
+
+            def step(_, carry):
+                x, moments = carry
+                update, moments = adam.update(jax.grad(objective)(x, model, label), moments)
+                return optax.apply_updates(x, update), moments
+
+            return lax.fori_loop(0, search_steps, step, (x, adam.init(x)))[0]
+
+        def block(models, inputs):
+            noise, label = inputs  # [n, m, ...], [n, m]
+            found = map_models(search, local, (models, noise.swapaxes(0, 1), label.T))
+            return found.swapaxes(0, 1)
+
+        def draw_noise(key: Key, models: Params, data: FederatedData):
+            count = len(jax.tree.leaves(models)[0])
+            return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
+
+        def sample(key: Key, memory: Any, models: Params, data: FederatedData):
+            count, shape = len(jax.tree.leaves(models)[0]), data.x.shape[1:]
+            label = class_labels(data.num_classes, samples)
+            noise = memory if warm_start else draw_noise(key, models, data)
+            spare = -label.size % _mesh(local).size
+            padded, labels = (
+                jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
+                for array in (noise, jnp.broadcast_to(label[:, None], (label.size, count)))
+            )
+            found = over_devices(block, _mesh(local))(models, (padded, labels))[: label.size]
+            drawn = found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape)
+            return drawn, found if warm_start else memory
+
+        return Sampler(draw_noise if warm_start else no_memory, sample)
+
+    return make
+
+
+class Generator(nn.Module):
+    """A conditional generator: two dense layers, the first with batch normalisation and relu
+    (MD-ICFL, section 4).
+
+    `bounded` ends with tanh: inputs lie in [-1, 1].
+    """
+
+    hidden: int
+    shape: tuple[int, ...]  # of a sample
+    bounded: bool
+
+    @nn.compact
+    def __call__(self, noise: jax.Array, label: jax.Array, train: bool) -> jax.Array:
+        """Noise [B, noise] and one-hot labels [B, C] -> samples [B, ...]."""
+        x = nn.Dense(self.hidden)(jnp.concatenate([noise, label], axis=-1))
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        size = 1
+        for length in self.shape:
+            size *= length
+        x = nn.Dense(size)(x).reshape(-1, *self.shape)
+        return jnp.tanh(x) if self.bounded else x
+
+
+class GeneratorTraining(NamedTuple):
+    """How a generator is trained for one model, and used."""
+
+    task: Task
+    prior: Prior
+    adam: optax.GradientTransformation
+    noise: int  # length of the generator's noise
+    steps: int
+    batch: int  # random labels in one step
+
+    def start(self, module: Generator, key: Key, num_classes: int) -> Any:
+        """Returns new variables of the generator."""
+        return module.init(key, jnp.zeros((1, self.noise)), jnp.zeros((1, num_classes)), False)
+
+    def train(self, module: Generator, key: Key, variables: dict, model: Params, num_classes: int):
+        """Returns the variables after `steps` steps that minimise eq. 7."""
+
+        def objective(params, statistics, noise, label):
+            x, changed = module.apply(
+                {"params": params, "batch_stats": statistics},
+                noise,
+                jax.nn.one_hot(label, num_classes),
+                True,
+                mutable=["batch_stats"],
+            )
+            each = cross_entropy(self.task.predict(model, x), label) + self.prior.penalty(x)
+            return jnp.mean(each), changed["batch_stats"]
+
+        def step(number, carry):
+            params, statistics, moments = carry
+            keys = jax.random.split(jax.random.fold_in(key, number))
+            noise = jax.random.normal(keys[0], (self.batch, self.noise))
+            label = jax.random.randint(keys[1], (self.batch,), 0, num_classes)
+            gradient, statistics = jax.grad(objective, has_aux=True)(
+                params, statistics, noise, label
+            )
+            update, moments = self.adam.update(gradient, moments)
+            return optax.apply_updates(params, update), statistics, moments
+
+        params, statistics = variables["params"], variables["batch_stats"]
+        begun = params, statistics, self.adam.init(params)
+        params, statistics, _ = lax.fori_loop(0, self.steps, step, begun)
+        return {"params": params, "batch_stats": statistics}
+
+    def draw(self, module: Generator, key: Key, variables: dict, labels: jax.Array, classes: int):
+        """Returns one sample [n, ...] for each of the labels [n]."""
+        noise = jax.random.normal(key, (labels.size, self.noise))
+        return module.apply(variables, noise, jax.nn.one_hot(labels, classes), False)
+
+
+def generator(
+    samples: PositiveInt = 30,
+    noise: PositiveInt = 16,
+    hidden: PositiveInt = 256,
+    generator_lr: PositiveFloat = 0.01,
+    generator_steps: PositiveInt = 1000,
+    generator_batch: PositiveInt = 100,
+    prior_weight: NonNegativeFloat = 0.1,
+    prior_mean: FiniteFloat = 0.0,
+    squared: bool = False,
+    bounded: bool = True,
+    warm_start: bool = False,
+) -> MakeSampler:
+    """Trains a conditional generator for each model (eq. 7) and draws from it.
+
+    `warm_start` goes on from the generators of the round before; otherwise they are new in
+    every round. Devices split the models. Raises InputError for a setting that is not
+    allowed.
+    """
+    check_arguments(generator, locals(), "algorithm")
+    prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(generator_lr)
+
+    def make(task: Task, local: Local) -> Sampler:
+        training = GeneratorTraining(task, prior, adam, noise, generator_steps, generator_batch)
+
+        def init(key: Key, models: Params, data: FederatedData):
+            module = Generator(hidden, data.x.shape[1:], bounded)
+            keys = jax.random.split(key, len(jax.tree.leaves(models)[0]))
+            return jax.vmap(lambda key: training.start(module, key, data.num_classes))(keys)
+
+        def sample(key: Key, memory: Any, models: Params, data: FederatedData):
+            module, classes = Generator(hidden, data.x.shape[1:], bounded), data.num_classes
+            labels = class_labels(classes, samples)
+
+            def one(inputs):
+                keys, variables, model = inputs
+                variables = training.train(module, keys[0], variables, model, classes)
+                return training.draw(module, keys[1], variables, labels, classes), variables
+
+            count = len(jax.tree.leaves(models)[0])
+            keys = jax.random.split(key, (count, 3))
+            variables = (
+                memory
+                if warm_start
+                else jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
+            )
+            rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
+            inputs = jax.tree.map(lambda leaf: leaf[rows], (keys, variables, models))
+            run = over_devices(lambda _, own: map_models(one, local, own), _mesh(local))
+            drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
+            drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])
+            return drawn, variables if warm_start else memory
+
+        return Sampler(init if warm_start else no_memory, sample)
+
+    return make
+
+
+def _mesh(local: Local) -> jax.sharding.Mesh:
+    assert local.mesh is not None  # `Local.resolve` has settled it
+    return local.mesh

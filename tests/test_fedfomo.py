@@ -1,0 +1,223 @@
+"""FedFomo against plain NumPy loops."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import CLASSES, FEATURES, build, spent
+
+import fedjax_cfl as cfl
+from fedjax_cfl.algorithms.fedfomo import fedfomo, held_out, hold_out, pick_peers
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.select import from_table, full_participation
+
+KEY = jax.random.key(5)
+CLIENTS, LR, EPOCHS = 5, 0.5, 3
+SIZES = (20, 12, 4, 9, 31)  # the third has no sample held out
+
+
+@pytest.fixture(scope="module")
+def five():
+    """Five clients of two opposite concepts, whose labels are noisy."""
+    rng = np.random.default_rng(2)
+    owner = np.repeat(np.arange(CLIENTS), SIZES).astype(np.int32)
+    y = rng.integers(CLASSES, size=owner.size)
+    x = np.eye(CLASSES, FEATURES)[y] + 0.6 * rng.normal(size=(owner.size, FEATURES))
+    y = np.where(owner % 2 == 0, y, CLASSES - 1 - y).astype(np.int32)
+    x, y, owner, test = (
+        np.concatenate([a, b])
+        for a, b in (
+            (x.astype(np.float32), x[::7].astype(np.float32)),
+            (y, y[::7]),
+            (owner, owner[::7]),
+            (np.zeros(owner.size, bool), np.ones(owner[::7].size, bool)),
+        )
+    )
+    held = cfl.Partition(np.arange(owner.size), owner, test)
+    return cfl.federate(cfl.Pool(x, y, CLASSES), held)
+
+
+@pytest.fixture(scope="module")
+def whole_batches():
+    """Every step is one over all samples, so that their order says nothing."""
+    return cfl.Local(lr=LR, epochs=EPOCHS, batch_size=64, width=1, mesh=cfl.make_mesh(1))
+
+
+@pytest.fixture(scope="module")
+def softmax_task():
+    return cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES, l2=0.0)
+
+
+# a model is a matrix [FEATURES + 1, CLASSES], the bias last
+
+
+def to_matrix(models, client):
+    kernel, bias = models["head"]["kernel"][client], models["head"]["bias"][client]
+    return np.concatenate([kernel, bias[None]]).astype(np.float64)
+
+
+def probabilities(model, x):
+    z = np.concatenate([x, np.ones((len(x), 1))], axis=1) @ model
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def mean_loss(model, x, y):
+    return -np.mean(np.log(probabilities(model, x)[np.arange(len(y)), y])) if len(y) else 0.0
+
+
+def train(model, x, y):
+    full = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    for _ in range(EPOCHS):
+        model = model - LR * full.T @ (probabilities(model, x) - np.eye(CLASSES)[y]) / len(y)
+    return model
+
+
+class Twin(NamedTuple):
+    """What the loop remembers of every client."""
+
+    trained: list
+    mixed: list
+    affinity: np.ndarray
+    uploaded: set
+
+
+def twin_round(twin, cohort, samples, p):
+    """One round in which every client that answered in the last is sent to every other."""
+    trained, mixed, affinity = list(twin.trained), list(twin.mixed), twin.affinity.copy()
+    for i in cohort:
+        (fit_x, fit_y), (x, y) = samples[i]
+        before = twin.mixed[i]
+        gain = {}
+        for j in [i, *sorted(twin.uploaded - {i})]:
+            distance = np.sum(np.abs(twin.trained[j] - before) ** p) ** (1 / p)
+            fall = mean_loss(before, x, y) - mean_loss(twin.trained[j], x, y)
+            gain[j] = fall / distance if distance > 0 else 0.0
+        positive = sum(max(value, 0) for value in gain.values())
+        mixed[i] = before.copy()
+        for j, value in gain.items():
+            if positive:
+                mixed[i] += max(value, 0) / positive * (twin.trained[j] - before)
+            if sum(gain.values()):
+                affinity[i, j] += value / abs(sum(gain.values()))
+        if not len(y):
+            mixed[i] = twin.trained[i]
+        trained[i] = train(mixed[i], fit_x, fit_y)
+    return Twin(trained, mixed, affinity, set(cohort))
+
+
+def split(data):
+    """Returns ((x, y) to train on, (x, y) held out) of each client: every fifth is held out."""
+    x, y, order = (np.asarray(a) for a in (data.x, data.y, data.train.order))
+    found = []
+    for start, size in zip(np.asarray(data.train.start), np.asarray(data.train.size), strict=True):
+        own = order[start : start + size]
+        last = np.arange(size) % 5 == 4
+        found.append([(x[own[part]], y[own[part]]) for part in (~last, last)])
+    return found
+
+
+@pytest.mark.parametrize("norm,p", [("L1", 1), ("L2", 2)])
+def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
+    cohorts = [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [0, 1, 3, 4, 2], [3, 0, 2, 4, 1]]
+    select = from_table(np.array(cohorts))
+    algorithm = build(fedfomo, softmax_task, whole_batches, select, norm=norm, models=4)
+    state, step = algorithm.init(KEY, five), jax.jit(algorithm.round)
+    initial = to_matrix(state.groups, 0)
+    twin = Twin([initial] * CLIENTS, [initial] * CLIENTS, 0.1 * np.eye(CLIENTS), set())
+    samples = split(five)
+    assert [len(held[1]) for _, held in samples] == [size // 5 for size in SIZES]
+    for cohort in cohorts:
+        state, _ = step(KEY, state, five)
+        twin = twin_round(twin, cohort, samples, p)
+        for models, expected in (
+            (state.groups, twin.trained),
+            (state.memory.mixed, twin.mixed),
+            (algorithm.serve(state).models, twin.mixed),
+        ):
+            found = [to_matrix(models, client) for client in range(CLIENTS)]
+            np.testing.assert_allclose(found, expected, atol=2e-4)
+        np.testing.assert_allclose(state.memory.affinity, twin.affinity, atol=5e-3)
+    same = np.add.outer(np.arange(CLIENTS), np.arange(CLIENTS)) % 2 == 0
+    others = ~np.eye(CLIENTS, dtype=bool)
+    affinity = twin.affinity
+    assert affinity[same & others].mean() > affinity[~same].mean()  # it finds who is alike
+
+
+def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, whole_batches):
+    select = from_table(np.array([[0, 1], [2, 3], [0, 2]]))
+    algorithm = fedfomo(softmax_task, whole_batches, select, models=4)
+    state, step = algorithm.init(KEY, five), jax.jit(algorithm.round)
+    seen = []
+    for _ in range(3):
+        before = state
+        state, _ = step(KEY, state, five)
+        sent = spent(before, state)
+        seen.append((sent.units_down, sent.units_up, sent.words_down, sent.words_up))
+        changed = np.abs(state.memory.affinity - before.memory.affinity) > 0
+        uploaded = np.flatnonzero(before.memory.uploaded)
+        rows, columns = np.nonzero(changed)
+        assert all(
+            row == column or column in uploaded for row, column in zip(rows, columns, strict=True)
+        )
+    # nobody is sent in the first round, which ships the start; 0 and 1 to 2 and 3; 2 and 3 to 0,
+    # and 3 to 2
+    assert seen == [(2, 2, 0, 0), (4, 2, 0, 4), (3, 2, 0, 3)]
+
+
+def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
+    """M models down, one up and M words a participant, once everybody has answered."""
+    algorithm = fedfomo(softmax_task, whole_batches, full_participation(), models=3)
+    step = jax.jit(algorithm.round)
+    before, _ = step(KEY, algorithm.init(KEY, five), five)
+    after, _ = step(KEY, before, five)
+    sent = spent(before, after)
+    assert (sent.units_down, sent.units_up) == (3 * CLIENTS, CLIENTS)
+    assert (sent.words_down, sent.words_up) == (0, 3 * CLIENTS)
+
+
+def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
+    local = whole_batches._replace(faults=cfl.Faults(dropout=1.0))
+    algorithm = fedfomo(softmax_task, local, full_participation(), models=3)
+    state = algorithm.init(KEY, five)
+    after, _ = jax.jit(algorithm.round)(KEY, state, five)
+    for one, other in (
+        (state.groups, after.groups),
+        (state.memory.mixed, after.memory.mixed),
+        (state.memory.affinity, after.memory.affinity),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert not after.memory.uploaded.any()
+
+
+def test_peers_are_the_best_known_or_drawn():
+    affinity, eligible = jnp.array([0.5, 3.0, 1.0, 2.0, 9.0]), jnp.array([1, 1, 1, 1, 0]) > 0
+    draw = jax.jit(pick_peers, static_argnums=4)
+    assert draw(KEY, affinity, eligible, 0.0, 3).tolist() == [1, 3, 2]
+    assert draw(KEY, affinity, eligible, 0.0, 5).tolist() == [1, 3, 2, 0, 5]
+    found = {tuple(draw(jax.random.key(i), affinity, eligible, 1.0, 2).tolist()) for i in range(80)}
+    assert len(found) == 12 and all(a != b and 4 not in (a, b) for a, b in found)
+    tied = {int(draw(jax.random.key(i), 0 * affinity, eligible, 0.0, 1)[0]) for i in range(40)}
+    assert tied == {0, 1, 2, 3}
+
+
+def test_held_out_samples_are_a_fifth_and_the_others_are_trained_on(toy):
+    fit = hold_out(toy, 0.2)
+    held = held_out(fit)
+    sizes = np.asarray(toy.train.size)
+    assert held.train.size.tolist() == (sizes // 5).tolist()
+    for client in range(toy.num_clients):
+        parts = []
+        for view in (toy.train, fit.train, held.train):
+            start, size = int(view.start[client]), int(view.size[client])
+            parts.append(np.asarray(view.order)[start : start + size])
+        whole, ours, theirs = parts
+        assert sorted([*ours, *theirs]) == sorted(whole)
+        assert theirs.tolist() == whole[4::5].tolist()
+
+
+def test_settings_that_are_not_allowed(softmax_task, whole_batches):
+    with pytest.raises(InputError, match=r"algorithm\.models=0: must be"):
+        fedfomo(softmax_task, whole_batches, full_participation(), models=0)
