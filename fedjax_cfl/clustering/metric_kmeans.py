@@ -144,7 +144,7 @@ def distance_sums(points: jax.Array, member: jax.Array, metric: MetricFn) -> jax
         total = total.at[i].add(_dot(distance, weights[j]))
         return total.at[j].add(jnp.where(i < j, _dot(distance.T, weights[i]), 0.0)), None
 
-    total = lax.scan(add, jnp.zeros_like(weights), np.triu_indices(blocks))[0]
+    total = lax.scan(add, jnp.zeros_like(weights), jnp.triu_indices(blocks))[0]
     return total.reshape(blocks * size, -1)[:count]
 
 
