@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, _divide, _dot
