@@ -240,7 +240,7 @@ def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, train
 
 @pytest.mark.parametrize(
     "make,settings",
-    [(back_search, {"samples": 0}), (back_search, {"search_lr": -1.0}), (generator, {"noise": 0})],
+    [(back_search, {"samples": 0}), (back_search, {"search_lr": -1.0}), (generator, {"hidden": 0})],
 )
 def test_settings_that_are_not_allowed(make, settings):
     name = next(iter(settings))

@@ -223,9 +223,8 @@ def bipartition(
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, data.num_clients)
-            latest = jax.tree.map(
-                lambda whole, part: whole.at[rows].set(part, mode="drop"), tree.last_update, delta
-            )
+            store = partial(jax.tree.map, lambda old, new: old.at[rows].set(new, mode="drop"))
+            latest = store(tree.last_update, delta)
             tree = tree.replace(
                 last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
             )
@@ -234,15 +233,13 @@ def bipartition(
                 state.assignment.at[ids].set(gid, mode="drop"),
             )
             sent, delta = tree.known, latest
-        square = squared_norms(delta).sum(0)
+        norm = jnp.sqrt(squared_norms(delta).sum(0))
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
         mean_norm = jnp.sqrt(squared_norms(mean).sum(0))
         longest_mean = jnp.maximum(tree.longest_mean, jnp.max(mean_norm))
-        longest = jnp.max(membership_weights(jnp.where(sent, square, 0.0), group, m), axis=0)
-        longest = jnp.sqrt(longest)
+        longest = jnp.max(membership_weights(jnp.where(sent, norm, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, mean_norm, longest, size, longest_mean)
-        memory = tree.replace(last_split=passed, longest_mean=longest_mean)
-        state = state.replace(memory=memory)
+        state = state.replace(memory=tree.replace(last_split=passed, longest_mean=longest_mean))
 
         def cut():
             half, gamma = bisect_updates(

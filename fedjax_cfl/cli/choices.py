@@ -205,7 +205,6 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
                     "prior_weight",
                     "prior_mean",
                     "squared",
-                    "noise",
                     "hidden",
                     "generator_lr",
                     "generator_steps",

@@ -29,6 +29,8 @@ from fedjax_cfl.validation import (
     check_arguments,
 )
 
+NOISE = 16  # length of a generator's noise (MD-ICFL, section 4)
+
 
 class Sampler(NamedTuple):
     """How the server makes pseudo-samples, and what it keeps of them from round to round."""
@@ -162,15 +164,16 @@ class GeneratorTraining(NamedTuple):
     task: Task
     prior: Prior
     adam: optax.GradientTransformation
-    noise: int  # length of the generator's noise
     steps: int
     batch: int  # random labels in one step
 
     def start(self, module: Generator, key: Key, num_classes: int) -> Any:
         """Returns new variables of the generator."""
-        return module.init(key, jnp.zeros((1, self.noise)), jnp.zeros((1, num_classes)), False)
+        return module.init(key, jnp.zeros((1, NOISE)), jnp.zeros((1, num_classes)), False)
 
-    def train(self, module: Generator, key: Key, variables: dict, model: Params, num_classes: int):
+    def train(
+        self, module: Generator, key: Key, variables: Any, model: Params, num_classes: int
+    ) -> Any:
         """Returns the variables after `steps` steps that minimise eq. 7."""
 
         def objective(params, statistics, noise, label):
@@ -187,7 +190,7 @@ class GeneratorTraining(NamedTuple):
         def step(number, carry):
             params, statistics, moments = carry
             keys = jax.random.split(jax.random.fold_in(key, number))
-            noise = jax.random.normal(keys[0], (self.batch, self.noise))
+            noise = jax.random.normal(keys[0], (self.batch, NOISE))
             label = jax.random.randint(keys[1], (self.batch,), 0, num_classes)
             gradient, statistics = jax.grad(objective, has_aux=True)(
                 params, statistics, noise, label
@@ -200,15 +203,16 @@ class GeneratorTraining(NamedTuple):
         params, statistics, _ = lax.fori_loop(0, self.steps, step, begun)
         return {"params": params, "batch_stats": statistics}
 
-    def draw(self, module: Generator, key: Key, variables: dict, labels: jax.Array, classes: int):
+    def draw(
+        self, module: Generator, key: Key, variables: Any, labels: jax.Array, classes: int
+    ) -> Any:
         """Returns one sample [n, ...] for each of the labels [n]."""
-        noise = jax.random.normal(key, (labels.size, self.noise))
+        noise = jax.random.normal(key, (labels.size, NOISE))
         return module.apply(variables, noise, jax.nn.one_hot(labels, classes), False)
 
 
 def generator(
     samples: PositiveInt = 30,
-    noise: PositiveInt = 16,
     hidden: PositiveInt = 256,
     generator_lr: PositiveFloat = 0.01,
     generator_steps: PositiveInt = 1000,
@@ -229,7 +233,7 @@ def generator(
     prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(generator_lr)
 
     def make(task: Task, local: Local) -> Sampler:
-        training = GeneratorTraining(task, prior, adam, noise, generator_steps, generator_batch)
+        training = GeneratorTraining(task, prior, adam, generator_steps, generator_batch)
 
         def init(key: Key, models: Params, data: FederatedData):
             module = Generator(hidden, data.x.shape[1:], bounded)
