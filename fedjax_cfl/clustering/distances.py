@@ -103,7 +103,7 @@ def _sum_gaps(
 
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     zeros = jnp.zeros((len(a), len(b)))
-    return jax.lax.scan(add, zeros, (a.T, b.T), unroll=min(8, a.shape[1]))[0]
+    return jax.lax.scan(add, zeros, (a.T, b.T), unroll=min(20, a.shape[1]))[0]
 
 
 def l1(a: jax.Array, b: jax.Array) -> jax.Array:
