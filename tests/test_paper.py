@@ -22,8 +22,8 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 from rich.console import Console
 
+import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import resolve_settings
-from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fedgroup_fig5, figures, processes, report, runner
@@ -383,7 +383,9 @@ def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path
         arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
         raise SystemExit(runner.main(arguments, None, None))
     """
-    path = os.pathsep.join([str(tmp_path), str(CONF.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(tmp_path), str(Path(cfl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     line, place = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": path}
     parent = subprocess.Popen(line, env=place | {"SLOW": "600"}, stdout=subprocess.DEVNULL)
     assert wait_until(lambda: len(verb.started()) == 2)

@@ -19,6 +19,8 @@ from fedjax_cfl.cli.build import use_run_devices
 from fedjax_cfl.data.datasets import images
 from fedjax_cfl.data.datasets.celeba import FOLDERS, IMAGES
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
+from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
+from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError
 
 
@@ -55,6 +57,8 @@ FILES: dict[str, tuple[Paths, ...]] = {
         for parts in (("train", "test"), ("all_data",))
         for photos in IMAGES
     ),
+    "elec2": ((ELEC2,),),
+    "speech_commands": ((SPEECH_COMMANDS,),),
 }
 READ = (".json", ".json.gz", ".jpg")  # what is read of a folder
 Row = tuple[str, str, str, str]  # what, found, state (ok, note or missing), remedy
