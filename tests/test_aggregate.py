@@ -148,5 +148,7 @@ def test_inter_group_by_a_loop(mix):
 def test_inter_group_of_strength_zero_and_of_zero_models(mix):
     old = [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
     for eta in (0.0, 2.0):
-        new, _ = mixed(mix(eta), groups_of(*old), [True, True])
+        new, sent = mixed(mix(eta), groups_of(*old), [True, True])
         np.testing.assert_allclose(new[0], old[0], **EXACT)
+        if mix is inter_group:
+            assert sent.units_down == (2 if eta else 0), "nothing is exchanged at strength zero"
