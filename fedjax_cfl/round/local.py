@@ -92,17 +92,17 @@ class StepPlan(NamedTuple):
     def locate_samples(
         self, step: jax.Array, count: jax.Array, stride: ArrayLike, local: Local
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns where the samples of a step [B] stand in a table of passes, `stride` apart,
-        and which of them are real [B].
+        """Returns where the samples of a step stand in a table of passes, `stride` apart, and
+        which of them are real [B]: the place [] of the first, the others follow it, or with
+        `local.fill_batches` all places [B].
 
-        With `local.fill_batches` the last batch of a pass over n samples goes on with the
-        first (B ceil(n / B) mod n) samples of the next pass, which then begins with them
-        again.
+        With filled batches the last one of a pass over n samples goes on with the first
+        (B ceil(n / B) mod n) samples of the next pass, which then begins with them again.
         """
         epoch, place = self.locate_batch(step, local.batch_size)
         inside = place + jnp.arange(local.batch_size)
         if not local.fill_batches:
-            return epoch * stride + inside, inside < count
+            return epoch * stride + place, inside < count
         beyond = inside - count
         more = lax.rem(self.per_epoch * local.batch_size, jnp.maximum(count, 1))
         where = jnp.where(beyond < 0, epoch * stride + inside, (epoch + 1) * stride + beyond)
@@ -131,10 +131,10 @@ def plan_steps(
 
 
 def take_rows(table: jax.Array, places: jax.Array, local: Local) -> jax.Array:
-    """Returns the entries of a table at `places` [B], which only filled batches scatter."""
+    """Returns the entries of a table [B] at the places that `locate_samples` found."""
     if local.fill_batches:
         return table[places]
-    return lax.dynamic_slice(table, (places[0],), (local.batch_size,))
+    return lax.dynamic_slice(table, (places,), (local.batch_size,))
 
 
 class Work(NamedTuple):
