@@ -99,6 +99,7 @@ def test_clients_without_samples():
         assert not detector(nothing, nothing, jnp.array([0]))
     for detector in (shift_detection.tv, shift_detection.label_w1):
         assert not detector(nothing, HALVES, SIZE) and detector(HALVES, nothing, SIZE)
+        assert detector(HALVES, nothing, SIZE, threshold=100.0), "first samples are always a shift"
     assert shift_detection.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
 
 

@@ -1,4 +1,6 @@
-"""Local work on filled batches: the stream of the FlexCFL code's pre-training."""
+"""Local work: steps of a share of it, and filled batches, the stream of the FlexCFL code's
+pre-training.
+"""
 
 import chex
 import jax
@@ -69,3 +71,11 @@ def test_same_models_however_they_are_trained(width, other):
     apart = jax.tree.map(lambda a, b: jnp.abs(a - b), filled.delta, short.delta)
     moved = [max(float(leaf[i].max()) for leaf in jax.tree.leaves(apart)) for i in range(6)]
     assert all(change > 1e-3 for change in moved[:3]) and moved[3] < 2e-6 and moved[5] == 0
+
+
+@pytest.mark.parametrize(("fraction", "steps"), [(1.0, 4), (0.75, 3), (0.3, 2), (0.01, 1)])
+def test_partial_work_is_rounded_up_to_whole_steps(fraction, steps):
+    plan = plan_steps(
+        Local(0.1, 1, BATCH), jnp.int32(40), jnp.float32(fraction), jnp.zeros(2, jnp.uint32)
+    )
+    assert int(plan.steps) == steps
