@@ -11,6 +11,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig
 from fedjax_cfl.round import counts, select, traffic
+from fedjax_cfl.round.hooks import add_reports, make_report
 from fedjax_cfl.types import Traffic
 
 KEY = jax.random.key(11)
@@ -130,3 +131,13 @@ def test_bytes_of_each_slot():
     assert traffic.slot_bytes(entry, 100).tolist() == [200, 308, 20]
     assert traffic.slot_bytes(traffic.make_traffic(), 100).tolist() == 0
     assert ledger(entry) == Traffic(4, 1, 0, 7)
+
+
+def test_reports_add_up():
+    total = add_reports(
+        make_report(traffic.make_traffic(units_down=1, units_up=2), migrated=2),
+        make_report(traffic.make_traffic(units_up=3), migrated=5),
+    )
+    assert int(total.migrated) == 7
+    sent = ledger(total.traffic)
+    assert (sent.units_down, sent.units_up) == (1, 5)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import Hooks, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.select import full_participation
@@ -76,9 +76,7 @@ def shared_model(task: Task, ship_start: bool) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         count = data.num_clients
-        models = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), task.init(key)
-        )
+        models = copy_model(task.init(key), count)
         return Start(
             models,
             jnp.arange(count, dtype=jnp.int32),

@@ -22,7 +22,7 @@ from fedjax_cfl.clustering.distances import _dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
@@ -142,7 +142,7 @@ def one_group(task: Task, m: int) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         clients, initial = data.num_clients, task.init(key)
-        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        groups = copy_model(initial, m)
         first = jnp.arange(m) == 0
         memory = Scores(
             group=jnp.broadcast_to(first.astype(jnp.float32), (clients, m)),

@@ -25,7 +25,7 @@ from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine, dissimilarity
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.hooks import (
     AggregateFn,
@@ -141,7 +141,7 @@ def single_active_group(task: Task, m: int, stale_updates: bool) -> StartFn:
     """Starts from one random model in group 0; the other groups are not active yet."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), task.init(key))
+        groups = copy_model(task.init(key), m)
         zeros = jax.tree.map(jnp.zeros_like, groups)
         clients = data.num_clients
         tree = SplitTree(

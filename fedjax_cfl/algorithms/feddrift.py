@@ -24,7 +24,7 @@ from fedjax_cfl.clustering.assign import keep_groups, training_loss
 from fedjax_cfl.clustering.recluster import mix_former_models
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
@@ -158,7 +158,7 @@ def one_model(task: Task, m: int) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         clients, initial = data.num_clients, task.init(key)
-        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        groups = copy_model(initial, m)
         memory = DriftLosses(
             jnp.full(clients, NEVER, jnp.float32),
             jnp.zeros(clients, bool),

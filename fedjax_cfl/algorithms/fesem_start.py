@@ -43,10 +43,7 @@ def random_models(task: Task, local: Local, m: int) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key)
-        common = task.init(keys[1])
-        models = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (data.num_clients, *leaf.shape)), common
-        )
+        models = engine.copy_model(task.init(keys[1]), data.num_clients)
         memory = ClientModels(models, jnp.ones(data.num_clients, bool))
         return engine.random_groups(task, m)(keys[0], data)._replace(memory=memory)
 

@@ -34,7 +34,7 @@ from fedjax_cfl.clustering.recluster import (
 )
 from fedjax_cfl.clustering.represent import MakeRepresentation, Representation, label_shares
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     FinishFn,
@@ -169,7 +169,7 @@ def cluster_at_start(
             reclusterings=jnp.zeros((), jnp.int32),
         )
         initial = task.init(keys[0])
-        groups = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (m, *leaf.shape)), initial)
+        groups = copy_model(initial, m)
         return Start(groups, labels, memory, make_report(sent), active)
 
     return start

@@ -72,6 +72,11 @@ def random_groups(task: Task, num_groups: int) -> StartFn:
     return start
 
 
+def copy_model(model: Params, count: int) -> Params:
+    """Returns `count` copies of one model, stacked [count, ...]."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), model)
+
+
 def no_clients(key: Key, num_clients: int) -> jax.Array:
     """Returns no ids: the start reads nobody's samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
