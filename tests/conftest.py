@@ -42,7 +42,7 @@ from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.traffic import add_traffic
-from fedjax_cfl.simulation.compilation import use_compile_cache
+from fedjax_cfl.simulation.compiler import use_compile_cache
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
 # what is imported stays: tracing makes so many objects that looking through all of them takes a

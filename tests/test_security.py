@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import fedjax_cfl
-from fedjax_cfl.simulation import compilation
-from fedjax_cfl.simulation.compilation import use_compile_cache
+from fedjax_cfl.simulation import compiler
+from fedjax_cfl.simulation.compiler import use_compile_cache
 
 HOME = Path(fedjax_cfl.__file__).parent
 SOURCES = {path.relative_to(HOME).as_posix(): path for path in sorted(HOME.rglob("*.py"))}
@@ -194,7 +194,7 @@ def told(monkeypatch):
 
 
 def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
     use_compile_cache()
     folder = Path(told["jax_compilation_cache_dir"])
     assert (
@@ -208,6 +208,6 @@ def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
 
 def test_without_a_home_there_is_no_cache(told, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(compilation, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
     use_compile_cache()
     assert told == {}

@@ -26,7 +26,7 @@ from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
 from fedjax_cfl.runs.session import Member, train_run
-from fedjax_cfl.simulation.compilation import use_compile_cache
+from fedjax_cfl.simulation.compiler import use_compile_cache
 
 
 def run_config(config: DictConfig) -> None:

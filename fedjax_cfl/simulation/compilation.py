@@ -2,14 +2,9 @@
 runs at once, in `vectorize` they are compiled.
 """
 
-import contextlib
 import functools
-import hashlib
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,12 +15,12 @@ from jax.sharding import Mesh
 
 from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
-from fedjax_cfl.data.datasets.download import cache_dir
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
+from fedjax_cfl.simulation.compiler import compiler_options, parallel_compiler
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -200,17 +195,6 @@ def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
     return begin
 
 
-@contextlib.contextmanager
-def parallel_compiler() -> Iterator[Callable[..., Future]]:
-    """Yields f(lowered) -> the future program: programs compile side by side and while
-    the next is traced, for XLA uses few cores on one.
-
-    Several hosts compile one after another, all in the same order.
-    """
-    with ThreadPoolExecutor(1 if jax.process_count() > 1 else None) as pool:
-        yield lambda lowered: pool.submit(lowered.compile)
-
-
 def compile_run(
     algorithm: Algorithm,
     task: Task,
@@ -248,7 +232,7 @@ def compile_run(
         return test_block(algorithm, task, mesh, plan, state, data, found, first)
 
     functions = make_init(algorithm, drift, feed.streamed), train, test
-    compiled = compile_functions(functions, (key,), feed, mesh, fresh)
+    compiled = compile_functions(functions, (key,), feed, mesh, task, fresh)
     return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
 
 
@@ -271,7 +255,7 @@ def test_block(
 
 
 def compile_functions(
-    functions: Any, given: tuple, feed: Any, mesh: Mesh, fresh: bool = True
+    functions: Any, given: tuple, feed: Any, mesh: Mesh, task: Task, fresh: bool = True
 ) -> Compiled:
     """Compiles (begin, train, test), functions of (*given, data), (*given, data,
     *carry, done, count) and (*given, data, *carry, found, first client).
@@ -284,15 +268,16 @@ def compile_functions(
     if feed.streamed:
         empty = evaluate.empty(feed.data.num_clients, feed.data.num_classes)
         nothing = sharding.replicate(empty, mesh)
+    quick, training = compiler_options(mesh), compiler_options(mesh, task)
     with parallel_compiler() as compiled:
         begin = jit(functions[0]).lower(*given, feed.shapes("train"))
         shapes = replicated_shapes(begin.out_info, mesh)
-        begin = compiled(begin) if fresh else None
+        begin = compiled(begin, quick) if fresh else None
         train = jit(functions[1], donate_argnums=(side, side + 1))
-        train = compiled(train.lower(*given, feed.shapes("train"), *shapes, 0, 1))
+        train = compiled(train.lower(*given, feed.shapes("train"), *shapes, 0, 1), training)
         first = 0 if feed.streamed else None
         score = jit(functions[2]).lower(*given, feed.shapes("test"), *shapes, nothing, first)
-        score = compiled(score).result()
+        score = compiled(score, quick).result()
         train, begin = train.result(), begin and begin.result()
 
     def start() -> Carry:
@@ -316,23 +301,3 @@ def compile_functions(
     )
     memory.check_memory(planned, mesh)
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began)
-
-
-def use_compile_cache() -> None:
-    """Keeps compiled programs in the user's cache, readable by nobody else; a folder
-    per kind of processor.
-    """
-    try:
-        flags = next(
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith(("flags", "Features"))
-        )
-    except (OSError, StopIteration):
-        flags = platform.processor()
-    kind = hashlib.sha256(flags.encode()).hexdigest()[:12]
-    folder = cache_dir() / "compiled" / f"{platform.machine()}-{kind}"
-    with contextlib.suppress(OSError):  # without a home, programs are compiled every time
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -121,7 +121,7 @@ def compile_members(
     functions = member_functions(build, task, plan, drift, mesh)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
-    compiled = compile_functions(lifted, (settings, keys), feed, mesh)
+    compiled = compile_functions(lifted, (settings, keys), feed, mesh, task)
     algorithm = build({name: each[0] for name, each in settings.items()})
     alone = [
         state_shapes(algorithm, drift, mesh, own[s % len(own)], key) for s, key in enumerate(keys)
