@@ -347,3 +347,19 @@ def test_permuting_the_rows_permutes_the_partition():
         order = np.random.default_rng(seed).permutation(60)
         for before, after in zip(partitions(rows), partitions(rows[order]), strict=True):
             assert adjusted_rand_score(np.asarray(before)[order], after) == 1
+
+
+@pytest.mark.parametrize("factor", [1e15, 1e18])
+def test_features_of_huge_finite_updates_are_finite(factor):
+    """Squared norms up to float32's largest pass the guard; nothing overflows after it."""
+    key = jax.random.key(0)
+    rows = jax.random.normal(key, (12, 50))
+    for huge in (rows * factor, rows.at[0].multiply(factor)):
+        product = gram({"w": huge})
+        for made in (
+            edc(product, 3),
+            edc_randomized(key, {"w": huge}, 3),
+            madc(product),
+            distances.euclidean({"w": huge}),
+        ):
+            assert jnp.isfinite(made).all()

@@ -1,0 +1,81 @@
+"""How long does a person wait before training begins, and what of it is compiling?
+
+Each command runs twice: with an empty cache of compiled programs (cold), and again
+(warm). Seconds: the command as a whole, and what its summary says it spent.
+
+    python benchmarks/cold_start.py
+    python benchmarks/cold_start.py --quick              digits only
+    python benchmarks/cold_start.py --before CHECKOUT    beside another checkout, alternating
+
+@TABLE@
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+CASES = {
+    "digits, FlexCFL": [],
+    "MNIST-MLP, FlexCFL, swap_all": [
+        "dataset=mnist", "model=mlp", "drift=swap_all", "drift.p=0.05", "rounds=20", "discard=none",
+    ],
+    "48 x 1,000 images, LeNet, FlexCFL": [
+        "dataset=rotated_mnist", "model=lenet", "rounds=2", "discard=none", "clients_per_round=8",
+    ],
+}  # fmt: skip
+
+
+def timed(checkout: Path, folder: Path, overrides: list[str], warm: bool) -> dict[str, float]:
+    """Runs a command of a checkout, with a cache of its own in `folder`; returns its seconds."""
+    run_dir = folder / ("warm" if warm else "cold")
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PYTHONPATH": str(checkout),
+    }
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "fedjax_cfl", "offline=true", f"run_dir={run_dir}", *overrides],
+        cwd=folder,  # not where the package lies
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    whole = time.perf_counter() - began
+    if done.returncode:
+        sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
+    spent = json.loads((run_dir / "summary.json").read_text())
+    return {"whole": whole} | {name: spent[name] for name in ("compile_s", "train_s", "eval_s")}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="digits only")
+    parser.add_argument("--before", type=Path, help="another checkout of the package")
+    arguments = parser.parse_args()
+    checkouts = {"before": arguments.before.resolve()} if arguments.before else {}
+    checkouts["now"] = HERE
+    print(f"{'':45s} {'cold':>7s} {'compiling':>10s} {'training':>9s} {'testing':>8s} {'warm':>7s}")
+    for name, overrides in list(CASES.items())[: 1 if arguments.quick else None]:
+        for label, checkout in checkouts.items():
+            with tempfile.TemporaryDirectory() as folder:
+                cold, warm = (
+                    timed(checkout, Path(folder), overrides, warm) for warm in (False, True)
+                )
+            print(
+                f"{name + ', ' + label:45s} {cold['whole']:7.1f} {cold['compile_s']:10.1f}"
+                f" {cold['train_s']:9.1f} {cold['eval_s']:8.1f} {warm['whole']:7.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
