@@ -10,12 +10,13 @@ from conftest import call
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import trackers
+from fedjax_cfl.runs.assignments import read_assignments
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.runs.trackers import TrackedRun, Tracker, open_trackers
 
 LINE = (
     "dataset.clients=8 clients_per_round=3 local.epochs=1 model=mclr algorithm=fedavg"
-    " checkpoint.every=1 run_dir=run"
+    " checkpoint.every=1 assignments=0 run_dir=run"
 )
 ROW = {"round": 3, "accuracy": 0.5, "ari": None, "group_sizes": [4, 5], "loss": float("nan")}
 NUMBERS = {"round": 3, "accuracy": 0.5, "group_sizes/0": 4, "group_sizes/1": 5}
@@ -81,6 +82,7 @@ def test_a_run_and_its_continuation_tell_a_tracker_of_ones_own(tmp_path, monkeyp
     begun = [["open", 0, "run", 2], ["log", 1], ["log", 2], ["close"]]
     assert lines == [*begun, ["open", 2, "run", 3], ["log", 3], ["close"]]
     assert len(read_metrics(tmp_path / "run")) == 3
+    assert read_assignments(tmp_path / "run") is None, "none were to be kept"
 
 
 def test_what_is_not_installed_is_said_before_training(fedjax_cfl, monkeypatch):

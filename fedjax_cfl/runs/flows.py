@@ -37,10 +37,10 @@ def has_groups(groups: np.ndarray) -> bool:
 def match_groups(groups: np.ndarray) -> np.ndarray:
     """Renumbers groups [E, S] so that a number means the same group throughout: each
     evaluation's groups take the numbers of the one before by largest overlap in clients;
-    the rest are new.
+    the rest are new, and keep the method's number if no group has had it.
     """
     followed = np.full_like(groups, -1)
-    used = 0
+    used: set[int] = set()
     for row, own in enumerate(groups):
         present = np.unique(own[own >= 0])
         before = np.unique(followed[row - 1][followed[row - 1] >= 0]) if row else present[:0]
@@ -52,7 +52,8 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
                     name[int(present[new])] = int(before[old])
         for group in name:
             if name[group] < 0:
-                name[group], used = used, used + 1
+                name[group] = group if group not in used else max(used) + 1
+            used.add(name[group])
         numbers = np.array([name[group] for group in present.tolist()], followed.dtype)
         place = np.searchsorted(present, own).clip(0, max(0, present.size - 1))
         if present.size:

@@ -1,5 +1,5 @@
 "use strict";
-// A table of clients: sorted by its headings, filtered by words and conditions, 25 rows at a time.
+// A table of clients: sorted by its headings, filtered by name and conditions, 25 rows at a time.
 const PAGE = 25;
 
 function condition(text, names) {
@@ -8,7 +8,7 @@ function condition(text, names) {
   const column = found ? names.indexOf(found[1].trim().toLowerCase()) : -1;
   if (column < 0) {
     const word = text.toLowerCase();
-    return (row) => row.some((value) => String(value ?? "").toLowerCase().includes(word));
+    return (row) => String(row[0] ?? "").toLowerCase().includes(word);
   }
   const operator = found[2], text_value = found[3].trim(), number = Number(text_value);
   return (row) => {
@@ -39,6 +39,11 @@ function element(name, parent, text) {
 function show(place) {
   const data = JSON.parse(document.getElementById(place.dataset.source).textContent);
   const names = data.names.map((name) => name.toLowerCase());
+  const fractions = names.map((_, column) => data.rows.some((row) => row[column] % 1));
+  const write = (value, column) => {
+    if (value === null) return "-";
+    return fractions[column] && typeof value === "number" ? value.toFixed(4) : value;
+  };
   const state = {column: -1, down: false, page: 0, rows: data.rows};
   const search = element("input", place);
   search.type = "search";
@@ -85,7 +90,7 @@ function show(place) {
     body.replaceChildren();
     for (const row of rows.slice(first, first + PAGE)) {
       const line = element("tr", body);
-      row.forEach((value) => element("td", line, value === null ? "-" : value));
+      row.forEach((value, column) => element("td", line, write(value, column)));
     }
     count.textContent = ` ${rows.length} of ${data.rows.length} clients`;
     back.disabled = state.page === 0;

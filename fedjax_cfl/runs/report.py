@@ -54,6 +54,8 @@ def report(
 
     Raises InputError for files that no run wrote, or a page that cannot be written.
     """
+    if not Path(out).absolute().parent.is_dir():
+        raise InputError(f"{out}: cannot be written, there is no such folder")
     runs = [load_costs(path) for path in find_runs(list(paths))]
     groups = [
         compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))
@@ -135,11 +137,12 @@ def list_clients(
     columns = {name: values for name, values in table.items() if values.ndim == 1}
     if "labels" in table:
         labels = table["labels"]
-        columns["main_label"] = np.where(labels.sum(1) > 0, labels.argmax(1), -1)
+        columns["most_frequent_label"] = np.where(labels.sum(1) > 0, labels.argmax(1), -1)
     if found is not None and found.clients.size == len(table["client"]):
         followed = flows.match_groups(found.groups)
         columns["moves"] = ((followed[1:] != followed[:-1]) & (followed[:-1] >= 0)).sum(0)
-    plain = {name.replace("_", " "): to_plain(values[chosen]) for name, values in columns.items()}
+    words = {name: name.replace("_", " ") for name in columns} | {"concept": "true group"}
+    plain = {words[name]: to_plain(values[chosen]) for name, values in columns.items()}
     plain["client"] = [escape_text(name) for name in plain["client"]]
     return {
         "names": list(plain),
@@ -158,11 +161,10 @@ def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     labels = None if table is None or found is None else table.get("labels")
     if found is not None and labels is not None:
         labels = labels[found.clients]
-    name = title(run)
     return {
-        "curves": draw_curves(run["rows"], name),
-        "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, name),
-        "groups": None if table is None else draw_final_groups(table, name),
+        "curves": draw_curves(run["rows"], ""),
+        "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
+        "groups": None if table is None else draw_final_groups(table, ""),
     }
 
 
@@ -170,7 +172,9 @@ def to_png(figure: Figure) -> bytes:
     """Returns a figure as a PNG of few colours, a third of the size."""
     held, small = io.BytesIO(), io.BytesIO()
     figure.savefig(held, dpi=DPI, format="png")
-    Image.open(held).convert("RGB").quantize(COLOURS).save(small, "PNG", optimize=True)
+    picture = Image.open(held).convert("RGB")
+    # also colours of few pixels, which a colour bar has
+    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
@@ -189,13 +193,16 @@ def render(
         (room / "report.html").read_text(encoding="utf-8")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    names = [name for name in SCORES if any(group[name][2] for group in groups)]
+    shown = compare.shown_measures(groups)
+    names = [name for name in SCORES if name in shown] + [
+        name for name in COSTS if any(run[name] for group in groups for run in group["members"])
+    ]
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
         allowed=f"sha256-{allowed}",
         level=f"{100 * LEVEL:.0f} %",
-        headings=[SCORES[name][0] for name in names] + [cost.heading for cost in COSTS.values()],
+        headings=[(SCORES | COST_WORDS)[name][0] for name in names],
         groups=[_line(group, names) for group in groups],
         paired=[SCORES[name][0] for name in PAIRED],
         differences=_list_differences(groups),
@@ -207,10 +214,9 @@ def render(
 def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Returns a set of runs as one line of the table."""
     cells = []
-    for name, (_, factor, digits) in (SCORES | COST_WORDS).items():
-        if name in names or name in COSTS:
-            estimate = bootstrap_mean([run.get(name) for run in group["members"]])
-            cells.append(format_estimate(estimate, factor, digits))
+    for name in names:
+        estimate = bootstrap_mean([run.get(name) for run in group["members"]])
+        cells.append(format_estimate(estimate, *(SCORES | COST_WORDS)[name][1:]))
     return {"label": group["label"], "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
 
 
@@ -228,16 +234,24 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def format_estimate(estimate: Estimate, factor: float, digits: int, sign: str = "") -> dict:
-    """Returns the texts of a mean and of its interval, and whether that leaves out 0."""
+def format_estimate(
+    estimate: Estimate, factor: float, digits: int, sign: str = ""
+) -> dict[str, Any]:
+    """Returns the texts of a mean and of its interval, and whether that leaves out 0, as it
+    is shown: rounding errors are no difference.
+    """
     if not estimate.values:
         return {"mean": "-", "interval": "", "clear": False}
     mean, low, high = (
         f"{factor * value:{sign},.{digits}f}"
         for value in (estimate.mean, estimate.low, estimate.high)
     )
-    interval = f"{low} to {high}" if estimate.values > 1 else ""
-    return {"mean": mean, "interval": interval, "clear": estimate.low > 0 or estimate.high < 0}
+    bounds = [round(factor * value, digits) for value in (estimate.low, estimate.high)]
+    return {
+        "mean": mean,
+        "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
+        "clear": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
+    }
 
 
 def main(argv: list[str]) -> int:

@@ -8,6 +8,7 @@ own files.
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -142,6 +143,8 @@ def wandb(project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "off
 def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
     """Records a run with MLflow, under an id that run_dir/mlflow-run.txt keeps."""
     require_package("mlflow", "mlflow")
+    if ":" not in uri:  # MLflow 3 opens folders only where this says so
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
     def opener(run: TrackedRun) -> Tracker:
         client = importlib.import_module("mlflow").MlflowClient(
