@@ -1,6 +1,5 @@
 """Who was in which group at every evaluation: written, read back, followed and drawn."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments, flows, plot_groups
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
-from fedjax_cfl.runs.results import read_metrics
+from fedjax_cfl.simulation.driver import Grouping
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
@@ -22,17 +21,16 @@ LINE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run of all clients, `all`, and one that keeps the groups of five, `five`."""
+    """A run."""
     folder = tmp_path_factory.mktemp("assignments")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert call(patch, f"{LINE} run_dir=all", devices=1) == 0
-        assert call(patch, f"{LINE} assignments=5 run_dir=five", devices=1) == 0
-    return folder
+        assert call(patch, f"{LINE} run_dir=run", devices=1) == 0
+    return folder / "run"
 
 
 def test_the_last_evaluation_is_the_table_of_clients(folder):
-    run = cfl.load_run(folder / "all")
+    run = cfl.load_run(folder)
     found = run.assignments
     assert found is not None and found.concepts is not None
     assert found.rounds.tolist() == [row["round"] for row in run.rows] == [1, 2, 3, 4]
@@ -41,30 +39,86 @@ def test_the_last_evaluation_is_the_table_of_clients(folder):
     for row, groups in zip(run.rows, found.groups, strict=True):
         sizes = [int((groups == group).sum()) for group in range(2)]
         assert sizes == row["group_sizes"] and (groups < 0).sum() == 12 - sum(sizes)
-    assert (found.groups[0] < 0).any() and not (folder / "all" / assignments.PART).exists()
-    kinds = pyarrow.parquet.read_schema(folder / "all" / assignments.ASSIGNMENTS_FILE)
+    assert (found.groups[0] < 0).any() and not (folder / assignments.PART).exists()
+    kinds = pyarrow.parquet.read_schema(folder / assignments.ASSIGNMENTS_FILE)
     assert str(kinds.field("group").type.value_type) == "int8"
 
 
 def test_labels_of_the_clients_are_counted(folder):
-    table = cfl.load_run(folder / "all").table
+    table = cfl.load_run(folder).table
     assert table["labels"].shape == (12, 10)
     np.testing.assert_array_equal(table["labels"].sum(1), table["train_samples"])
 
 
-def test_a_sample_says_whose_groups_it_has(folder):
-    everybody, few = (cfl.load_run(folder / name).assignments for name in ("all", "five"))
-    assert few.groups.shape == (4, 5) and np.all(np.diff(few.clients) > 0)
-    np.testing.assert_array_equal(few.groups, everybody.groups[:, few.clients])
-
-
 def test_damage_is_one_line(folder, tmp_path):
     path = tmp_path / assignments.ASSIGNMENTS_FILE
-    whole = (folder / "all" / path.name).read_bytes()
+    whole = (folder / path.name).read_bytes()
     for bad in (whole[:-9], b"garbage", whole.replace(b"group", b"grope")):
         path.write_bytes(bad)
         with pytest.raises(InputError, match="cannot be read"):
             read_assignments(tmp_path)
+
+
+CONFIG = {"assignments": 5, "seed": 3}
+
+
+def write(folder: Path, config: dict, rounds: range, clients: int = 12) -> list:
+    """Appends made-up groups; returns what a checkpoint after them says."""
+    with assignments.open_assignments(folder, config, clients) as log:
+        for t in rounds:
+            rng = np.random.default_rng(t)
+            log.append(t, Grouping(*rng.integers(-1, 3, (2, clients)).astype(np.int32)))
+        return log.vouch()
+
+
+def test_a_sample_says_whose_groups_it_has(tmp_path):
+    found = []
+    for name, most in (("all", 12), ("few", 5), ("none", 0)):
+        (tmp_path / name).mkdir()
+        config = CONFIG | {"assignments": most}
+        write(tmp_path / name, config, range(1, 4))
+        assignments.finish_assignments(tmp_path / name, config, 12)
+        found.append(read_assignments(tmp_path / name))
+    everybody, few, none = found
+    assert none is None and everybody.clients.tolist() == list(range(12))
+    assert few.groups.shape == (3, 5) and np.all(np.diff(few.clients) > 0)
+    np.testing.assert_array_equal(few.groups, everybody.groups[:, few.clients])
+    np.testing.assert_array_equal(few.concepts, everybody.concepts[:, few.clients])
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finished, tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    write(whole, CONFIG, range(1, 6))
+    assignments.finish_assignments(whole, CONFIG, 12)
+    vouched = write(torn, CONFIG, range(1, 4))
+    write(torn, CONFIG, range(4, 5))
+    with (torn / assignments.PART).open("ab") as part:
+        part.write(b"half a record")
+    if finished:
+        assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+        assignments.finish_assignments(torn, CONFIG, 12)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", CONFIG, range(2, 5))  # as many, of other rounds
+    if finished:
+        assignments.finish_assignments(tmp_path / "other", CONFIG, 12)
+    path = torn / (assignments.ASSIGNMENTS_FILE if finished else assignments.PART)
+    held = path.read_bytes()
+    for bad in (None, (tmp_path / "other" / path.name).read_bytes()):
+        path.unlink()
+        if bad is not None:
+            path.write_bytes(bad)
+        with pytest.raises(InputError, match="has lost or changed groups"):
+            assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+    path.write_bytes(held)
+    assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+    write(torn, CONFIG, range(4, 6))
+    assignments.finish_assignments(torn, CONFIG, 12)
+    ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert read_assignments(torn).rounds.tolist() == [1, 2, 3, 4, 5]
 
 
 # followed
@@ -174,21 +228,3 @@ def test_likeness_of_labels():
     alike = plot_groups.measure_similarity(np.array([[2, 2], [8, 8], [4, 0], [0, 4]]))
     np.testing.assert_allclose(alike[0], [1, 1, 0.5, 0.5])
     assert alike[2, 3] == 0 and np.array_equal(alike, alike.T)
-
-
-# continued
-
-
-def test_groups_that_a_checkpoint_vouches_for_are_missed(folder, tmp_path, monkeypatch, capsys):
-    """A finished run goes on from its file; a changed one is refused in one line."""
-    monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, f"{LINE} rounds=2 run_dir=run", devices=1) == 0
-    path = tmp_path / "run" / assignments.ASSIGNMENTS_FILE
-    held = path.read_bytes()
-    path.unlink()
-    assert call(monkeypatch, f"{LINE} run_dir=run", devices=1) == 2
-    assert "has lost or changed groups" in capsys.readouterr().err
-    path.write_bytes(held)
-    assert call(monkeypatch, f"{LINE} run_dir=run", devices=1) == 0
-    assert path.read_bytes() == (folder / "all" / path.name).read_bytes()
-    assert json.dumps([row["round"] for row in read_metrics(tmp_path / "run")]) == "[1, 2, 3, 4]"

@@ -4,13 +4,14 @@ import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
-from conftest import call
+from conftest import build, call
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.personalize import (
+    check_rule,
     finetune_clients,
     hold_out,
     split_clients,
@@ -74,13 +75,14 @@ def test_only_clients_that_can_be_scored_are_held_out(toy):
         hold_out(toy, 0.99, 0)
 
 
-@pytest.mark.parametrize("method", ["ifca algorithm.m=2", "fedavg"])
+@pytest.mark.parametrize(
+    "method",
+    ["ifca algorithm.m=2 evaluate.finetune=2", pytest.param("fedavg", marks=pytest.mark.slow)],
+)
 def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    extra = "evaluate.new_clients=0.3 evaluate.finetune=2"
-    assert (
-        call(monkeypatch, f"{LINE} {GROUPS} {extra} algorithm={method} run_dir=run", devices=1) == 0
-    )
+    line = f"{LINE} {GROUPS} evaluate.new_clients=0.3 algorithm={method} run_dir=run"
+    assert call(monkeypatch, line, devices=1) == 0
     table = cfl.load_run("run").table
     new = pyarrow.parquet.read_table("run/new_clients.parquet").to_pydict()
     summary = read_summary("run")
@@ -103,15 +105,27 @@ def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatc
     ("extra", "said"),
     [
         ("evaluate.new_clients=0.2 drift=swap_all", "evaluate.new_clients=0.2: needs drift=none"),
-        (
-            "evaluate.finetune=1 resident=host",
-            "evaluate.finetune=1: needs resident=device",
-        ),
-        ("evaluate.new_clients=0.001", "0 of 20 clients cannot be held out"),
+        ("evaluate.finetune=1 resident=host", "evaluate.finetune=1: needs resident=device"),
         ("evaluate.new_clients=1", "evaluate.new_clients=1: must be"),
-        ("evaluate.new_clients=0.2 algorithm=nonfed", "no rule for clients"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(extra, said, fedjax_cfl):
     status, _, error = fedjax_cfl(f"{LINE} rounds=1 {extra}")
     assert status == 2 and said in error and error.count("\n") == 1
+
+
+def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
+    """A model for each client, and groups that everybody has from the start, are none."""
+    some, key = cfl.select.uniform(3), jax.random.key(0)
+    for name, settings, rule in (
+        ("fedavg", {}, True),
+        ("ifca", {"m": 2}, True),
+        ("nonfed", {}, False),
+        ("auxo", {"m": 2}, False),
+    ):
+        method = build(getattr(cfl.algorithms, name), linear, local, some, **settings)
+        if rule:
+            check_rule(method, toy, key)
+        else:
+            with pytest.raises(InputError, match="no rule for clients"):
+                check_rule(method, toy, key)

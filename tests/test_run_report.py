@@ -18,30 +18,29 @@ from PIL import Image
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results, statistics
-from fedjax_cfl.runs.plot_costs import last_cost
-from fedjax_cfl.runs.report import report
+from fedjax_cfl.runs.plot_costs import draw_costs, last_cost
+from fedjax_cfl.runs.report import format_estimate, report
 
 LINE = (
-    "dataset.clients=12 clients_per_round=4 rounds=3 local.epochs=1 model=mclr dataset.groups=2"
-    " partition=iid concept=rotate discard=none seeds=2"
+    "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
+    " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
 )
 EVIL = "<script>alert(1)</script>"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Two methods of two seeds; one of them is a copy that says it is fedavg, with one group."""
+    """Two methods: a run, and a copy that says it is fedavg with one group."""
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert call(patch, f"{LINE} algorithm=ifca algorithm.m=2 run_dir=ifca", devices=1) == 0
-    shutil.copytree(folder / "ifca", folder / "fedavg")
-    for run in (folder / "fedavg" / "0", folder / "fedavg" / "1"):
-        summary = results.read_summary(run)
-        results.write_json(run / "summary.json", summary | {"algorithm": "fedavg"})
-        (run / "assignments.parquet").unlink()
-        table = results.read_clients(run)
-        results.write_clients(run, table | {"group": np.zeros(12, int)})
+        assert call(patch, f"{LINE} run_dir=ifca/0", devices=1) == 0
+    run = Path(shutil.copytree(folder / "ifca" / "0", folder / "fedavg" / "0"))
+    summary = results.read_summary(run) | {"algorithm": "fedavg"}
+    results.write_json(run / "summary.json", summary)
+    (run / "assignments.parquet").unlink()
+    table = results.read_clients(run)
+    results.write_clients(run, table | {"group": np.zeros(12, int)})
     return folder
 
 
@@ -75,9 +74,9 @@ def test_a_page_has_all_parts(page, runs):
         assert f"<h2>{heading}</h2>" in page
     found = Elements(page)
     names = [attributes.get("alt", "")[:10] for tag, attributes in found.tags if tag == "img"]
-    # one of costs, curves of four runs; who moved and the last groups where there are groups
-    assert names.count("Accuracy, ") == 4 and names.count("Test accur") == 1
-    assert names.count("Who moved ") == names.count("Found agai") > 0
+    # one of costs, curves of two runs; who moved and the last groups where there are groups
+    assert names.count("Accuracy, ") == 2 and names.count("Test accur") == 1
+    assert names.count("Who moved ") == names.count("Found agai") == 1
     written = sorted(path.name for path in (runs / "pictures").iterdir())
     assert len(written) == len(names) and "costs.png" in written
     assert "algorithm._target_" in page
@@ -103,12 +102,12 @@ def test_only_its_own_script_may_run(page):
 
 def test_every_client_is_in_its_table(page, runs):
     blocks = [json.loads(text) for text in Elements(page).scripts if text.startswith("{")]
-    assert len(blocks) == 4
+    assert len(blocks) == 2
     for block in blocks:
         assert block["all"] == len(block["rows"]) == 12
-        assert {"client", "group", "accuracy", "most frequent label", "true group", "moves"} <= set(
-            block["names"]
-        )
+        names = {"client", "group", "accuracy", "most frequent label", "true group"}
+        assert names <= set(block["names"])
+    assert ["moves" in block["names"] for block in blocks] == [False, True]
     table = results.read_clients(runs / "fedavg" / "0")
     column = blocks[0]["names"].index("accuracy")
     expected = [None if np.isnan(value) else round(float(value), 4) for value in table["accuracy"]]
@@ -117,7 +116,7 @@ def test_every_client_is_in_its_table(page, runs):
 
 def test_texts_from_files_do_nothing(runs, tmp_path):
     """Names of runs, folders, settings and clients."""
-    source, folder = runs / "fedavg" / "0", tmp_path / "<img src=x onerror=alert(1)>"
+    source, folder = runs / "ifca" / "0", tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     for name in ("metrics.jsonl", "assignments.parquet"):
         (folder / name).write_bytes((source / name).read_bytes())
@@ -139,7 +138,7 @@ def test_texts_from_files_do_nothing(runs, tmp_path):
 
 def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
     for name in ("metrics.jsonl", "summary.json"):
-        (tmp_path / name).write_bytes((runs / "ifca" / "1" / name).read_bytes())
+        (tmp_path / name).write_bytes((runs / "ifca" / "0" / name).read_bytes())
     text = report([tmp_path], tmp_path / "short.html").read_text()
     assert "<h2>The run</h2>" in text and "Clients</h3>" not in text and "Who moved" not in text
 
@@ -182,7 +181,29 @@ def test_differences_are_of_the_same_seed():
     assert found.values["final_accuracy"][:3] == pytest.approx((0.1, 0.1, 0.1))
 
 
+def test_only_what_leaves_out_zero_is_bold(page):
+    told = statistics.Estimate(0.02, 0.01, 0.03, 3)
+    assert format_estimate(told, 100, 2, "+") == {
+        "mean": "+2.00",
+        "interval": "+1.00 to +3.00",
+        "apart": True,
+    }
+    for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
+        assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]
+    assert format_estimate(told._replace(low=-0.02, high=-0.01), 100, 2)["apart"]
+    assert not format_estimate(statistics.bootstrap_mean([0.5]), 100, 2)["apart"]
+    # the two methods are the same runs here
+    assert 'class="apart"' not in page.partition('id="differences"')[2].partition("</table>")[0]
+
+
 def test_simulated_time_counts_only_where_a_clock_runs():
     rows = [{"round": 1, "sim_time_s": 0.0, "local_steps": 0, "bytes_up": 2, "bytes_down": 3}]
     assert last_cost(rows, "sim_time") is None and last_cost(rows, "steps") == 0
     assert last_cost(rows, "megabytes") == 5 and last_cost([{"round": 1}], "megabytes") is None
+    run = {"rows": [row | {"accuracy": 0.5} for row in rows], "steps": 0, "megabytes": 5}
+    timed = run | {"sim_time": 7.0, "rows": [run["rows"][0] | {"sim_time_s": 7.0}]}
+    sets = [("idle", run | {"sim_time": None}), ("timed", timed)]
+    figure = draw_costs([{"label": label, "members": [one]} for label, one in sets])
+    assert [len(axes.lines) for axes in figure.axes] == [2, 2, 2, 1]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["idle", "timed"]

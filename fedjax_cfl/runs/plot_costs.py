@@ -65,21 +65,25 @@ def draw_costs(groups: list[dict[str, Any]]) -> Figure:
     over seeds for each set of runs.
     """
     timed = any(run["sim_time"] for group in groups for run in group["members"])
-    costs = [ROUNDS, *(cost for name, cost in COSTS.items() if timed or name != "sim_time")]
-    figure = new_figure(12, 7.6 if len(costs) > 3 else 4.2)
-    shape = (2, 2) if len(costs) > 3 else (1, 3)
+    costs = {"rounds": ROUNDS} | COSTS
+    if not timed:
+        del costs["sim_time"]
+    figure = new_figure(12, 7.6 if timed else 4.2)
+    shape = (2, 2) if timed else (1, 3)
     palette, dashes = make_palette(7), ("-", "--", ":", "-.")  # yellow is too pale for a line
-    lines = []
-    for cost, axes in zip(costs, figure.subplots(*shape, sharey=True).flat, strict=True):
-        lines = []
+    panels, lines = figure.subplots(*shape, sharey=True).flat, {}
+    for (name, cost), axes in zip(costs.items(), panels, strict=True):
         for position, group in enumerate(groups):
+            if any(run.get(name, 0) is None for run in group["members"]):
+                continue  # nobody counted it
             x, mean, sd = mean_curve(group["members"], cost)
             colour, dash = palette[position % 7], dashes[position // 7 % 4]
             marker = "o" if len(x) <= 20 else ""
-            lines += axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, lw=1.7)
+            (line,) = axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, lw=1.7)
+            lines.setdefault(position, line)
             axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
         style_axes(axes, "", cost.heading, "test accuracy" if cost is ROUNDS else "")
         axes.set_xlim(left=0)
         format_percent_axis(axes)
-    add_legend(figure, lines, [group["label"] for group in groups])
+    add_legend(figure, list(lines.values()), [groups[position]["label"] for position in lines])
     return figure

@@ -241,7 +241,7 @@ def format_estimate(
     is shown: rounding errors are no difference.
     """
     if not estimate.values:
-        return {"mean": "-", "interval": "", "clear": False}
+        return {"mean": "-", "interval": "", "apart": False}
     mean, low, high = (
         f"{factor * value:{sign},.{digits}f}"
         for value in (estimate.mean, estimate.low, estimate.high)
@@ -250,7 +250,7 @@ def format_estimate(
     return {
         "mean": mean,
         "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
-        "clear": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
+        "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
     }
 
 

@@ -170,7 +170,9 @@ def assign_newcomers(
     `data` are those of the clients of the run and, after them, the new ones. The rule is
     what a round of the method does with clients that it meets for the first time, so they
     are selected in one round that starts from `trained`, of which only the assignment is
-    kept. `algorithm` selects by `select_remembered`, see also `check_rule`.
+    kept. Where that round moves clients of the run, too, its groups are not those that were
+    trained, and the new ones stay without. `algorithm` selects by `select_remembered`, see
+    also `check_rule`.
     """
     known, total = trained.assignment.size, data.num_clients
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
@@ -183,7 +185,8 @@ def assign_newcomers(
     for ids in split_clients(np.arange(known, total), at_once, total):
         found = np.asarray(assign(key, start.replace(selection=jnp.asarray(ids)), data))
         new = ids[ids < total]
-        assignment[new] = found[new]
+        if np.array_equal(found[:known], assignment[:known]):
+            assignment[new] = found[new]
     served = algorithm.serve(start.replace(assignment=jnp.asarray(assignment)))
     index = jnp.where(jnp.arange(total) < known, -1, served.model_index)
     served = ServedModels(served.models, index)
@@ -196,10 +199,14 @@ def assign_newcomers(
 
 def check_rule(algorithm: Algorithm, data: FederatedData, key: Key) -> None:
     """Raises InputError for a method that has no rule for clients that it has not met:
-    every client has a model of its own, or groups are formed once.
+    every client has a model of its own, or the start puts all clients into groups, and
+    who comes later is put into group 0 unseen.
     """
     state = jax.eval_shape(algorithm.init, key, data)
-    if not algorithm.clustered and count_models(jax.eval_shape(algorithm.serve, state).models) > 1:
+    models = count_models(jax.eval_shape(algorithm.serve, state).models)
+    start = jax.jit(lambda key, data: algorithm.init(key, data).assignment)  # the rest is not run
+    knows = bool((start(key, data) < 0).any()) if algorithm.clustered else models == 1
+    if not knows:
         raise InputError(
             "evaluate.new_clients: the method has no rule for clients that it has not met; use 0"
         )
