@@ -12,6 +12,7 @@ from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.personalize import (
     check_rule,
+    extend_state,
     finetune_clients,
     hold_out,
     split_clients,
@@ -63,6 +64,20 @@ def test_some_clients_are_as_they_were(toy):
             np.testing.assert_array_equal(x, expected[0])
             np.testing.assert_array_equal(y, expected[1])
             assert set(np.asarray(data.owner)[ours].tolist()) <= {new}
+
+
+def test_new_clients_have_not_been_met(toy, linear, local, models):
+    method = build(cfl.algorithms.ifca, linear, local, cfl.select.uniform(3), m=3)
+    few = take_clients(toy, np.arange(10))
+    trained, fresh = (jax.eval_shape(method.init, jax.random.key(0), data) for data in (few, toy))
+    trained, fresh = (
+        jax.tree.map(lambda leaf, value=value: np.full(leaf.shape, value, leaf.dtype), state)
+        for state, value in ((trained, 1), (fresh, 2))
+    )
+    state = extend_state(trained, jax.tree.map(jax.numpy.asarray, fresh), 10)
+    assert state.assignment.tolist() == [1] * 10 + [-1] * 4
+    assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(state.groups))
+    assert state.round == 1
 
 
 def test_only_clients_that_can_be_scored_are_held_out(toy):
