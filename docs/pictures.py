@@ -1,5 +1,11 @@
-"""Makes the pictures of the documentation: python docs/pictures.py (1 minute on 2 cores)."""
+"""Makes the pictures of the documentation: python docs/pictures.py (2 minutes on 2 cores).
 
+report.png is a photograph: the page of the sweep in docs/tutorials/report.md, in a browser.
+"""
+
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -7,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedjax_cfl as cfl
+from fedjax_cfl.runs.plot_groups import draw_alluvial
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY, PINK = "#0072b2", "#d55e00", "#009e73", "#777777", "#cc79a7"
@@ -106,6 +113,25 @@ def draw_round() -> None:
     figure.savefig(FOLDER / "round.png", dpi=120)
 
 
+MOVES = (
+    "algorithm=flexcfl algorithm.m=4 dataset.groups=4 partition=iid concept=rotate model=mlp"
+    " dataset.clients=60 clients_per_round=20 drift=swap_all drift.p=0.02 rounds=60"
+)
+
+
+def draw_moves() -> None:
+    """Who moves where while pairs of clients exchange their data."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "fedjax_cfl", *MOVES.split(), f"run_dir={folder}/run"]
+        subprocess.run(command, check=True)
+        run = cfl.load_run(f"{folder}/run")
+    assert run.assignments is not None
+    figure = draw_alluvial(run.assignments, run.rows, run.table["labels"], "")
+    assert figure is not None
+    figure.savefig(FOLDER / "alluvial.png", dpi=110)
+
+
 if __name__ == "__main__":
     draw_round()
     draw_problem()
+    draw_moves()

@@ -84,7 +84,10 @@ def outcome(run_dir):
         for name, value in json.loads((run_dir / "summary.json").read_text()).items()
         if name not in VARYING
     }
-    clients = pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
+    clients = {
+        name: pyarrow.parquet.read_table(run_dir / f"{name}.parquet").to_pydict()
+        for name in ("clients", "assignments")
+    }
     arrays = list_checkpoints(run_dir / "checkpoints")[-1]
     return rows, summary, clients, checkpoint.load_arrays(arrays)
 

@@ -24,6 +24,7 @@ from conftest import VARYING
 
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.runs import checkpoint, plot, results, signals
+from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE
 from fedjax_cfl.runs.checkpoint import list_checkpoints, save
 from fedjax_cfl.runs.results import METRICS_FILE, read_summary
 from fedjax_cfl.runs.resume import CHECKPOINTS
@@ -154,6 +155,7 @@ def assert_same(one: Path, other: Path, rounds: int = 9) -> None:
     assert [row["round"] for row in rows(one)] == list(range(1, rounds + 1))
     assert rows(one) == rows(other) and summary(one) == summary(other)
     np.testing.assert_equal(clients(one), clients(other))
+    assert (one / ASSIGNMENTS_FILE).read_bytes() == (other / ASSIGNMENTS_FILE).read_bytes()
     left, right = arrays(one), arrays(other)
     assert left.keys() == right.keys()
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
@@ -328,7 +330,7 @@ def test_a_checkpoint_of_another_format_is_refused(fedjax_cfl, run_dir):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["checkpoint.json"] = hashlib.sha256(text.encode()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-    assert "has format 1, this version reads 2: go on with" in refused(fedjax_cfl(PLAIN, run_dir))
+    assert "has format 1, this version reads 3: go on with" in refused(fedjax_cfl(PLAIN, run_dir))
 
 
 def test_a_run_whose_directory_goes_away_ends(fedjax_cfl, tmp_path, monkeypatch):

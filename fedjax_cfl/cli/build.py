@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import hydra
@@ -23,7 +24,8 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
-from fedjax_cfl.types import Algorithm, FederatedData, Pool, Task
+from fedjax_cfl.simulation.personalize import check_rule, hold_out, take_clients
+from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments
 
 
@@ -53,6 +55,24 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     # by default accelerators round inputs to TF32 or bfloat16
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = cfl.make_mesh(config["devices"])
+    pool, data = build_population(config)
+    share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
+    check_extras(config, drift)
+    if share:
+        data = take_clients(data, hold_out(data, share, config["seed"])[0])
+    check_sizes(config, data.num_clients, int(data.test.size.sum()))
+    task = build_task(config, pool)
+    if config["resident"] != "host":
+        data = bound_client_samples(data, drift)  # before a batch is cut to what anybody can have
+    algorithm = build_algorithm(config, task, data, mesh)
+    prefetch.check_host_data(data, algorithm, drift)
+    if share:
+        check_rule(algorithm, data, jax.random.key(config["seed"]))
+    return algorithm, task, data, drift, mesh
+
+
+def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
+    """Returns the samples and who holds them: all clients, also those to be held out."""
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
     holdings = instantiate_target("partition", config["partition"], pool)
     data = cfl.federate(
@@ -63,14 +83,21 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
         else None,
         on_host=config["resident"] == "host",
     )
-    check_sizes(config, data.num_clients, int(data.test.size.sum()))
-    task = build_task(config, pool)
-    drift = instantiate_target("drift", config["drift"])
-    if config["resident"] != "host":
-        data = bound_client_samples(data, drift)  # before a batch is cut to what anybody can have
-    algorithm = build_algorithm(config, task, data, mesh)
-    prefetch.check_host_data(data, algorithm, drift)
-    return algorithm, task, data, drift, mesh
+    return pool, data
+
+
+def check_extras(config: dict[str, Any], drift: Drift) -> None:
+    """Raises InputError for a run whose extras, see `extras.py`, cannot be measured."""
+    for extra, name, wrong, allowed in (
+        ("finetune", "resident", config["resident"] == "host", "device"),
+        ("new_clients", "resident", config["resident"] == "host", "device"),
+        ("finetune", "coordinator", config["coordinator"] is not None, "null"),
+        ("new_clients", "coordinator", config["coordinator"] is not None, "null"),
+        ("new_clients", "drift", drift.moves, "none"),
+    ):
+        asked = config["evaluate"][extra]
+        if asked and wrong:
+            raise InputError(f"evaluate.{extra}={asked}: needs {name}={allowed}")
 
 
 def build_task(config: dict[str, Any], pool: Pool) -> Task:
@@ -97,9 +124,10 @@ def build_algorithm(
     data: FederatedData,
     mesh: Mesh,
     values: dict[str, Any] | None = None,
+    select: Selection | None = None,
 ) -> Algorithm:
     """Returns the algorithm; `values` replace those of the settings in which the runs
-    of a grid differ, and may be traced.
+    of a grid differ, and may be traced; `select` replaces the selection.
     """
     local = build_local(config, task, data, mesh)
     if values is not None:
@@ -117,8 +145,14 @@ def build_algorithm(
     function = resolve_target(str(draw.get("_target_")))
     if function and {"task", "local"} <= set(inspect.signature(function).parameters):
         given = {"task": task, "local": local}  # it tries models on clients' data
-    select = instantiate_target("algorithm.select", draw, **given)
+    select = select or instantiate_target("algorithm.select", draw, **given)
     return instantiate_target("algorithm", node, task, local, select, **own)
+
+
+def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
+    """Returns what opens each tracker that `logger` names."""
+    chosen = config.get("logger") or {}
+    return {name: instantiate_target(f"logger.{name}", node) for name, node in chosen.items()}
 
 
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> cfl.Local:

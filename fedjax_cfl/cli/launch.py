@@ -15,8 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.cli.build import build, build_algorithm
+from fedjax_cfl.cli.build import build, build_algorithm, build_trackers
 from fedjax_cfl.cli.conf import resolve_config
+from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
 from fedjax_cfl.errors import InputError, RunError
@@ -77,7 +78,8 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
             return start
 
         start = sync_resume(begin, resolved, algorithm, data, drift, mesh)
-        member = Member(resolved, asked, run_dir)
+        extras = build_extras(resolved, parts)
+        member = Member(resolved, asked, run_dir, build_trackers(resolved), extras)
         return train_run(member, HydraConfig.get().runtime.choices, parts, start)
 
 
@@ -88,6 +90,10 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     for member in members:
         if member.config["seed"] not in parts:
             parts[member.config["seed"]] = build(member.config)
+    members = [
+        member._replace(extras=build_extras(member.config, parts[member.config["seed"]]))
+        for member in members
+    ]
     first = members[0].config
     _, task, data, _, mesh = parts[first["seed"]]
 
@@ -127,7 +133,8 @@ def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> li
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        members.append(Member(resolve_config(own), overrides, folder))
+        settings = resolve_config(own)
+        members.append(Member(settings, overrides, folder, build_trackers(settings)))
     return members
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "download": "fedjax_cfl.cli.download",
     "paper": "fedjax_cfl.papers.runner",
     "predict": "fedjax_cfl.cli.predict",
+    "report": "fedjax_cfl.runs.report",
 }
 
 

@@ -24,6 +24,8 @@ from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
 from fedjax_cfl.validation import flatten_settings
 
+SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
+
 
 def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str], Sweep | None]:
     """Returns the overrides as Hydra wants them, and the sweep they ask for, if any.
@@ -216,11 +218,14 @@ def _check_options(asked: list[Override]) -> list[Override]:
     groups = _groups()
     chosen = [override for override in asked if override.key_or_group in groups]
     for override in chosen:
-        name, value = override.key_or_group, _text_of(override).partition("=")[2].strip("'\"")
-        if value not in groups[name]:
-            raise InputError(
-                f"{name}={value}: unknown {name}{suggest_options(value, groups[name])}"
-            )
+        name, value = override.key_or_group, override.value()
+        several = value if name in SEVERAL and isinstance(value, list) else None
+        text = _text_of(override).partition("=")[2].strip("'\"")
+        for option in [text] if several is None else map(str, several):
+            if option not in groups[name]:
+                raise InputError(
+                    f"{name}={option}: unknown {name}{suggest_options(option, groups[name])}"
+                )
     return chosen
 
 

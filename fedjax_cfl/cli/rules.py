@@ -12,6 +12,7 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
 from fedjax_cfl.simulation.compilation import Plan
 from fedjax_cfl.validation import (
+    BelowOne,
     NaturalInt,
     NonNegativeFloat,
     PositiveFloat,
@@ -42,6 +43,7 @@ class RunSettings(NamedTuple):
     seed: Seed
     seeds: PositiveInt
     clients_per_round: PositiveInt
+    assignments: NaturalInt
     devices: PositiveInt | None
     precision: Literal["float32", "tensorfloat32", "bfloat16"]
     resident: Literal["device", "host"]
@@ -59,6 +61,13 @@ class CheckpointSettings(NamedTuple):
     every: PositiveInt  # rounds
     minutes: PositiveFloat
     keep: PositiveInt
+
+
+class EvaluateSettings(NamedTuple):
+    """Settings under `evaluate`."""
+
+    finetune: NaturalInt  # epochs
+    new_clients: BelowOne
 
 
 class WidthSetting(NamedTuple):
@@ -86,6 +95,7 @@ def collect_rules(config: dict) -> dict[str, Rule]:
         ("preset.", PresetSettings),
         ("local.", WidthSetting),
         ("checkpoint.", CheckpointSettings),
+        ("evaluate.", EvaluateSettings),
         ("", RunSettings),
     ]
     return {

@@ -31,7 +31,7 @@ from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
 from fedjax_cfl.validation import flatten_settings
 
-FORMAT = 2  # 1: its rows were not vouched for, its state had other fields
+FORMAT = 3  # 1: its rows were not vouched for, its state had other fields; 2: nor its groups
 NAME = re.compile(r"(\d+)-step-\d+")
 UNFINISHED = ".unfinished"  # being written or being deleted
 

@@ -36,6 +36,8 @@ NUMBERS = (
     "units_up",
     "bytes_down",
     "bytes_up",
+    "local_steps",
+    "sim_time_s",
 )
 MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
 MAX_NUMBER = 1e18  # of a number; a curve through greater ones cannot be drawn
@@ -82,6 +84,7 @@ def load_run(run_dir: Path, target: float | None) -> dict[str, Any]:
         **name_parts(names, overrides),
         **summarize_rows(rows),
         "rows": rows,
+        "asked": overrides,
         "evaluations": len(scored_rounds(rows)),
         "overrides": {
             name: value

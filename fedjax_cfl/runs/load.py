@@ -21,16 +21,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet
-import yaml
 from jax import lax
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.runs import atomic_folder, checkpoint
+from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.runs.record import BEST, FINAL
-from fedjax_cfl.runs.results import read_metrics, read_summary
+from fedjax_cfl.runs.results import read_clients, read_metrics, read_settings, read_summary
 from fedjax_cfl.types import Params, Task
 
 BLOCK = 256  # samples per forward pass
@@ -53,6 +52,7 @@ class LoadedRun(NamedTuple):
     summary: dict[str, Any]  # summary.json
     rows: list[dict[str, Any]]  # metrics.jsonl, a row per evaluation
     table: dict[str, np.ndarray]  # clients.parquet, a column [K] each
+    assignments: Assignments | None  # groups at every evaluation, None where none were kept
     final: SavedModels
     best: SavedModels | None  # None where no evaluation had an accuracy
     task: Task  # of the model, without its L2 penalty
@@ -156,13 +156,12 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
             " that began it goes on with it"
         )
     best, _ = read_models(run_dir / BEST)
-    settings = _read_settings(run_dir)
+    settings = read_settings(run_dir)
     shape, classes = tuple(facts["sample_shape"]), int(facts["num_classes"])
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
     _check_fit(run_dir, task, final.models)
-    return LoadedRun(
-        settings, summary, rows, _read_table(run_dir), final, best, task, shape, classes
-    )
+    table, assignments = read_clients(run_dir), read_assignments(run_dir)
+    return LoadedRun(settings, summary, rows, table, assignments, final, best, task, shape, classes)
 
 
 def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
@@ -222,27 +221,6 @@ def _nest(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         node = functools.reduce(lambda inner, key: inner.setdefault(key, {}), parents, tree)
         node[last] = array
     return tree
-
-
-def _read_settings(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / ".hydra" / "config.yaml"
-    try:
-        settings = yaml.safe_load(path.read_bytes())
-        return settings if settings["model"]["module"] else {}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise InputError(f"{path}: cannot be read ({reason}), expected what a run writes") from None
-
-
-def _read_table(run_dir: Path) -> dict[str, np.ndarray]:
-    path = run_dir / "clients.parquet"
-    try:
-        return {
-            name: np.asarray(column)
-            for name, column in pyarrow.parquet.read_table(path).to_pydict().items()
-        }
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {atomic_folder.explain(error)}") from None
 
 
 def _check_fit(run_dir: Path, task: Task, models: Params) -> None:

@@ -216,10 +216,8 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
-    """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
-    rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
-    name = title(summary) or Path(run_dir).resolve().name
+def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
+    """Draws how a run went, from the rows of metrics.jsonl."""
     figure = new_figure(13, 8.5, name, fontsize=14)
     panels = figure.subplots(2, 2).flat
     for axes, draw in zip(
@@ -229,4 +227,11 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=10)
-    save_figure(figure, Path(run_dir) / "curves.png")
+    return figure
+
+
+def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
+    """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
+    rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
+    name = title(summary) or Path(run_dir).resolve().name
+    save_figure(draw_curves(rows, name), Path(run_dir) / "curves.png")

@@ -1,8 +1,8 @@
-"""The files that a run writes while it goes on: rows, a log, checkpoints, the models of
-its best evaluation.
+"""The files that a run writes while it goes on: rows, who is in which group, a log,
+checkpoints, the models of its best evaluation.
 
-A checkpoint vouches for the rows before it: their number and SHA-256 stand in it, and
-they are on the disk first.
+A checkpoint vouches for the rows and groups before it: their number and SHA-256 stand in
+it, and they are on the disk first.
 """
 
 import contextlib
@@ -18,9 +18,10 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
+from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
-from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
@@ -29,7 +30,7 @@ CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
 class Record(NamedTuple):
     """What writes the files of one run."""
 
-    write: Callable[[dict[str, Any]], None]  # (row): at once
+    write: Callable[[dict[str, Any], Grouping], None]  # (row, grouping): at once
     save: Callable[[Snapshot], None]  # (snapshot): a checkpoint
     # (row, snapshot, stop): the models if they are the best so far, and a checkpoint if it is
     # time, or if the run stops or ends there
@@ -47,6 +48,7 @@ def open_record(
     saved = logged = (begun, time.monotonic())  # round, when
     with (
         results.open_metrics(run_dir) as handle,
+        open_assignments(run_dir, config, identity["clients"]) as assignments,
         open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
     ):
         held, before = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
@@ -54,9 +56,10 @@ def open_record(
         written, best = held.count(b"\n"), results.summarize_rows(before)["best_accuracy"]
         pending = None  # (round, models and who uses which) of the best evaluation, if not saved
 
-        def write(row: dict[str, Any]) -> None:
+        def write(row: dict[str, Any], grouping: Grouping) -> None:
             nonlocal written, logged
             check_present(handle, run_dir)
+            assignments.append(row["round"], grouping)
             digest.update(results.append_row(handle, row).encode())
             written += 1
             if is_due(logged, row["round"], rounds):
@@ -68,6 +71,7 @@ def open_record(
             nonlocal pending, saved
             os.fsync(handle.fileno())
             facts = {"counters": snapshot.counters, "metrics": [written, digest.hexdigest()]}
+            facts |= {"assignments": assignments.vouch()}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
             try:
                 if pending:

@@ -17,10 +17,13 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import yaml
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import atomic_folder
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
+NEW_CLIENTS_FILE = "new_clients.parquet"
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
@@ -70,7 +73,7 @@ def write_json(path: str | Path, obj: Any) -> None:
         )
 
 
-def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
+def write_clients(run_dir: str | Path, columns: dict[str, Any], name: str = CLIENTS_FILE) -> None:
     """Writes one row per client to clients.parquet; a column with more than one axis
     becomes a column of lists.
     """
@@ -81,7 +84,7 @@ def write_clients(run_dir: str | Path, columns: dict[str, Any]) -> None:
             for name, values in arrays.items()
         }
     )
-    with atomic_write(Path(run_dir) / "clients.parquet") as temporary:
+    with atomic_write(Path(run_dir) / name) as temporary:
         pyarrow.parquet.write_table(table, temporary)
 
 
@@ -184,6 +187,28 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")
     return summary
+
+
+def read_clients(run_dir: str | Path) -> dict[str, np.ndarray]:
+    """Reads clients.parquet: a column [K] each, labels [K, C]."""
+    path = Path(run_dir) / CLIENTS_FILE
+    try:
+        columns = pyarrow.parquet.read_table(path).to_pydict()
+        return {name: np.asarray(column) for name, column in columns.items()}
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = atomic_folder.explain(error)
+        raise InputError(f"{path}: cannot be read: {reason}") from None
+
+
+def read_settings(run_dir: str | Path) -> dict[str, Any]:
+    """Reads every setting of a run, nested as in conf/."""
+    path = Path(run_dir) / ".hydra" / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_bytes())
+        return settings if settings["model"]["module"] else {}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise InputError(f"{path}: cannot be read ({reason}), expected what a run writes") from None
 
 
 def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:

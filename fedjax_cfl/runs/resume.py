@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from fedjax_cfl import distributed
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.assignments import PART, cut_assignments
 from fedjax_cfl.runs.checkpoint import list_checkpoints, restore_latest
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, cut_metrics, read_summary
@@ -34,6 +35,8 @@ RESUME_MAY_CHANGE = (
     "offline",
     "resume",
     "checkpoint.",
+    "logger",
+    "evaluate.finetune",
 )
 RESUME_MAY_CHANGE += (
     "local.width",
@@ -47,7 +50,7 @@ RESUME_MAY_CHANGE += (
 # Settings that may differ between the processes of one run: only process 0 reads them, or they
 # say where a process is.
 PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
-PROCESS_MAY_DIFFER += ("paper.",)
+PROCESS_MAY_DIFFER += ("paper.", "logger")
 
 
 def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
@@ -103,9 +106,8 @@ def resume_run(
             raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
         if not {inside.name for inside in run_dir.iterdir()} <= RUN_FILES:
             raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
-        (run_dir / METRICS_FILE).unlink(
-            missing_ok=True
-        )  # rows of a run that was killed before its first checkpoint
+        for name in (METRICS_FILE, PART):  # of a run that was killed before its first checkpoint
+            (run_dir / name).unlink(missing_ok=True)
         return None
     if found.step >= config["rounds"] and read_summary(run_dir) is not None:
         raise InputError(
@@ -113,6 +115,7 @@ def resume_run(
             " another or more rounds"
         )
     cut_metrics(run_dir, found.step, *found.facts["metrics"])
+    cut_assignments(run_dir, config, data.num_clients, found.step, found.facts["assignments"])
     print(f"resuming after round {found.step}")
     state, data_state = found.tree
     return Snapshot(state, data_state, found.facts["counters"])

@@ -8,9 +8,13 @@ RUN_FILES = {
     ".hydra",
     ".lock",
     "metrics.jsonl",
+    "assignments.part",
     "run.log",
     "checkpoints",
     "best",
+    "tensorboard",
+    "wandb",
+    "mlflow-run.txt",
 }  # what an unfinished run has in its directory
 
 

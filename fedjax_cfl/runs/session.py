@@ -7,9 +7,9 @@ import importlib.metadata
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,14 +21,16 @@ from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import plot, results, signals
+from fedjax_cfl.runs.assignments import finish_assignments
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import open_record, save_final
 from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
+from fedjax_cfl.runs.trackers import Opener, open_trackers
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.compilation import Plan, Program, compile_run
-from fedjax_cfl.simulation.driver import Result, Snapshot, Snapshots, drive
+from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 PACKAGES = (
@@ -41,6 +43,20 @@ PACKAGES = (
     "hydra-core",
     "orbax-checkpoint",
 )
+MAX_LABEL_COUNTS = 2**24  # clients x classes, in clients.parquet
+
+
+class Extras(NamedTuple):
+    """What is measured besides, once, when a run has ended."""
+
+    columns: dict[str, Any]  # [K], for clients.parquet
+    new_clients: dict[str, Any]  # [H], for new_clients.parquet
+    numbers: dict[str, Any]  # for summary.json
+
+
+def measure_nothing(result: Result) -> Extras:
+    """Measures nothing besides."""
+    return Extras({}, {}, {})
 
 
 class Member(NamedTuple):
@@ -49,6 +65,8 @@ class Member(NamedTuple):
     config: dict  # its own settings, as it would have them alone
     overrides: list[str]
     run_dir: Path
+    trackers: Mapping[str, Opener]  # by name, see `trackers.py`
+    extras: Callable[[Result], Extras] = measure_nothing
 
 
 def train_run(member: Member, choices: dict, parts: tuple, start: Snapshot | None) -> int:
@@ -161,7 +179,7 @@ def record_rounds(
     """Runs the rounds; every row and checkpoint is written as it comes."""
     begun = int(starts[0].state.round) if starts else 0
     with contextlib.ExitStack() as files:
-        records, show = [], lambda row: None
+        records, trackers, show = [], [], lambda row: None
         if distributed.is_primary():
             records = [
                 files.enter_context(
@@ -175,6 +193,12 @@ def record_rounds(
                 )
                 for member, (algorithm, _, data, _, _) in zip(members, parts, strict=True)
             ]
+            trackers = [
+                files.enter_context(
+                    open_trackers(member.trackers, member.run_dir, member.config, begun)
+                )
+                for member in members
+            ]
             show = files.enter_context(progress(plan.rounds, begun))
 
         def on_start(snapshots: Snapshots) -> None:
@@ -182,9 +206,11 @@ def record_rounds(
                 for record, locate in zip(records, snapshots, strict=bool(records)):
                     record.save(locate())
 
-        def on_rows(rows: list[dict], snapshots: Snapshots) -> bool:
-            for record, row in zip(records, rows, strict=bool(records)):
-                record.write(row)
+        def on_rows(rows: list[dict], groupings: list[Grouping], snapshots: Snapshots) -> bool:
+            for record, row, grouping in zip(records, rows, groupings, strict=bool(records)):
+                record.write(row, grouping)
+            for track, row in zip(trackers, rows, strict=bool(trackers)):
+                track(row)
             scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
             show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
             # only now: a signal that came while the rows were written still stops here; one
@@ -200,8 +226,8 @@ def record_rounds(
 def finish(
     member: Member, choices: dict, algorithm: Algorithm, task: Task, result: Result, mesh: Mesh
 ) -> dict:
-    """Writes clients.parquet, final/, summary.json and curves.png of a finished run; returns
-    the summary.
+    """Writes clients.parquet, assignments.parquet, final/, summary.json and curves.png of a
+    finished run; returns the summary.
     """
     run_dir = member.run_dir
     table, served, held = jax.device_get(
@@ -217,14 +243,36 @@ def finish(
         "loss": table.loss,
         "f1": table.f1,
     }
-    results.write_clients(run_dir, columns)
+    if held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
+        columns["labels"] = count_labels(held)
+    extras = member.extras(result)
+    results.write_clients(run_dir, columns | extras.columns)
+    if extras.new_clients:
+        results.write_clients(run_dir, extras.new_clients, results.NEW_CLIENTS_FILE)
+    finish_assignments(run_dir, member.config, held.num_clients)
     save_final(run_dir, algorithm, result.state, result.data)
-    summary = build_summary(member, choices, results.read_metrics(run_dir), task, result, mesh)
+    rows = results.read_metrics(run_dir)
+    summary = build_summary(member, choices, rows, task, result, mesh) | extras.numbers
     plot.plot_curves(run_dir, summary)
     results.write_json(
         run_dir / "summary.json", summary
     )  # last: its presence says that the run is finished
     return summary
+
+
+def count_labels(held: FederatedData) -> np.ndarray:
+    """Returns how many training samples of each label every client holds, [K, C]; on the
+    host.
+    """
+    order, start, size = (
+        np.asarray(part) for part in (held.train.order, held.train.start, held.train.size)
+    )
+    client = np.repeat(np.arange(held.num_clients), size)
+    inside = np.arange(client.size) - np.repeat(np.cumsum(size) - size, size)
+    labels = np.asarray(held.y)[order[start[client] + inside]]
+    shape = held.num_clients, held.num_classes
+    counts = np.bincount(client * held.num_classes + labels, minlength=shape[0] * shape[1])
+    return counts.reshape(shape)
 
 
 def build_summary(

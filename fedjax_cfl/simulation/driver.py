@@ -90,6 +90,13 @@ class Snapshot(NamedTuple):
     counters: dict[str, Any]  # counters and seconds so far, see COUNTERS
 
 
+class Grouping(NamedTuple):
+    """Who is in which group at an evaluation, on the host."""
+
+    groups: np.ndarray  # [K] int32, the model that each client is served, -1: it has none yet
+    concepts: np.ndarray  # [K] int32, the true group at the time, -1 where unknown
+
+
 class Result(NamedTuple):
     """What a run leaves."""
 
@@ -126,7 +133,7 @@ def run(
         algorithm, task, data, key, plan, drift or no_drift(), mesh or make_mesh()
     )
     (result,) = drive(
-        program, plan, on_rows=lambda rows, snapshots: on_row(rows[0], snapshots[0]())
+        program, plan, on_rows=lambda rows, groupings, snapshots: on_row(rows[0], snapshots[0]())
     )
     return result
 
@@ -139,16 +146,17 @@ def drive(
     plan: Plan,
     start: Sequence[Snapshot] | None = None,
     on_start: Callable[[Snapshots], None] = lambda snapshots: None,
-    on_rows: Callable[[list[dict[str, Any]], Snapshots], bool | None] = lambda rows, snapshots: (
-        None
-    ),
+    on_rows: Callable[
+        [list[dict[str, Any]], list[Grouping], Snapshots], bool | None
+    ] = lambda rows, groupings, snapshots: None,
 ) -> list[Result]:
     """Runs a program up to round `plan.rounds`, from `start` or from the beginning;
     returns the results of its members, who share its seconds evenly.
 
     `on_start` gets where the members stand before the first round, `on_rows` their rows
-    of each evaluation as soon as they are known, and where they stand then; the run
-    ends early if it returns true. Raises NonFiniteUpdate where the faults ask for it.
+    of each evaluation as soon as they are known, who is in which group, and where they
+    stand then; the run ends early if it returns true. Raises NonFiniteUpdate where the
+    faults ask for it.
     """
     carry, members = begin(program, start), range(len(program.places))
     compile_s = program.compiled.seconds / len(members)
@@ -179,7 +187,8 @@ def drive(
             counters[member] = update_counters(counters[member], row, **seconds)
             rows[member].append(row)
         blocks = []
-        if on_rows([each[-1] for each in rows], snapshots):
+        groupings = [Grouping(tested[0][p], tested[-1][p]) for p in program.places]
+        if on_rows([each[-1] for each in rows], groupings, snapshots):
             break
         started = time.perf_counter()
     if tested is None:  # a finished run was taken up again

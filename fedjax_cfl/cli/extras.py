@@ -1,0 +1,85 @@
+"""Builds what a run measures once, at its end: `evaluate.finetune` and
+`evaluate.new_clients`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_cfl.cli.build import build_algorithm, build_local, build_population
+from fedjax_cfl.runs.session import Extras, measure_nothing
+from fedjax_cfl.simulation.driver import Result
+from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.personalize import (
+    assign_newcomers,
+    finetune_clients,
+    hold_out,
+    next_key,
+    select_remembered,
+    take_clients,
+)
+from fedjax_cfl.types import ServedModels
+
+
+def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Extras]:
+    """Returns what measures the extras that the settings ask for, of a run of the `parts`
+    (algorithm, task, data, drift, mesh).
+    """
+    epochs, share = (config["evaluate"][name] for name in ("finetune", "new_clients"))
+    algorithm, task, data, _, mesh = parts
+    if not epochs and not share:
+        return measure_nothing
+    local, at_once = build_local(config, task, data, mesh), config["clients_per_round"]
+
+    def finetune(served: ServedModels, data: Any, result: Result) -> ClientMetrics:
+        key = next_key(config["seed"], result.state)
+        return finetune_clients(task, local, epochs, served, data, key, at_once)
+
+    def measure(result: Result) -> Extras:
+        found = Extras({}, {}, {})
+        if epochs:
+            tuned = finetune(algorithm.serve(result.state), result.data, result)
+            found.columns["finetuned_accuracy"] = tuned.accuracy
+            found.numbers["finetuned_accuracy"] = mean_accuracy(tuned)
+        if share:
+            add_newcomers(found, result)
+        return found
+
+    def add_newcomers(found: Extras, result: Result) -> None:
+        _, everybody = build_population(config)
+        kept, held = hold_out(everybody, share, config["seed"])
+        population = take_clients(everybody, np.concatenate([kept, held]))
+        cold = build_algorithm(config, task, population, mesh, select=select_remembered(at_once))
+        key = jax.random.key(config["seed"])
+        new = assign_newcomers(cold, task, mesh, result.state, population, key, at_once)
+        names = everybody.client_names
+        columns = {
+            "client": held if names is None else [names.names[k] for k in held.tolist()],
+            "group": new.groups,
+            "concept": np.asarray(everybody.concept)[held],
+            "train_samples": np.asarray(everybody.train.size)[held],
+            "test_samples": np.asarray(everybody.test.size)[held],
+            "accuracy": new.metrics.accuracy,
+        }
+        found.new_clients.update(columns)
+        found.numbers["new_clients"] = len(held)
+        found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
+        found.numbers["new_clients_accuracy"] = mean_accuracy(new.metrics)
+        if epochs:
+            tuned = finetune(new.served, population, result)
+            tuned = jax.tree.map(lambda leaf: leaf[len(kept) :], tuned)
+            found.new_clients["finetuned_accuracy"] = tuned.accuracy
+            found.numbers["new_clients_finetuned_accuracy"] = mean_accuracy(tuned)
+
+    return measure
+
+
+def mean_accuracy(table: ClientMetrics) -> float:
+    """Returns the accuracy over all test samples of the clients that have a model; NaN
+    where there are none.
+    """
+    tested = table.samples > 0
+    weight = table.samples[tested]
+    return float(np.sum(table.accuracy[tested] * weight) / weight.sum()) if tested.any() else np.nan

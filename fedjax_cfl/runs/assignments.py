@@ -1,0 +1,176 @@
+"""assignments.parquet: who was in which group at every evaluation of a run.
+
+While a run goes on, each evaluation is appended to assignments.part, which becomes the
+Parquet file when the run ends: a Parquet file cannot be appended to. A record of the
+part is int32, little-endian: round, group [S], true group [S]; -1: none, or unknown.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import atomic_folder
+from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.simulation.driver import Grouping
+
+ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
+SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
+
+
+class Assignments(NamedTuple):
+    """Who was in which group at each of E evaluations, of S clients: all, or a sample."""
+
+    rounds: np.ndarray  # [E] int32
+    clients: np.ndarray  # [S] int64, rows of clients.parquet
+    groups: np.ndarray  # [E, S] int32, -1: the client had no model yet
+    concepts: np.ndarray | None  # [E, S] int32, true groups, -1 where unknown; None: all unknown
+
+
+class AssignmentLog(NamedTuple):
+    """What writes the groups of one run."""
+
+    append: Callable[[int, Grouping], None]  # (round, grouping): at once
+    vouch: Callable[[], list[Any]]  # () -> [records, their SHA-256], once they are on the disk
+
+
+# writing
+
+
+def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
+    """Returns the numbers [S] of all clients, or of `most` drawn by the seed, in order."""
+    if num_clients <= most:
+        return np.arange(num_clients)
+    rng = np.random.default_rng([seed, num_clients])
+    return np.sort(rng.choice(num_clients, most, replace=False))
+
+
+def clients_of(config: dict, num_clients: int) -> np.ndarray:
+    """Returns the clients [S] whose groups a run keeps."""
+    return sample_clients(num_clients, config["assignments"], config["seed"])
+
+
+@contextlib.contextmanager
+def open_assignments(run_dir: Path, config: dict, num_clients: int) -> Iterator[AssignmentLog]:
+    """Yields what appends to assignments.part of a run."""
+    clients, path = clients_of(config, num_clients), run_dir / PART
+    with path.open("ab") as handle:
+        held = path.read_bytes()
+        digest, written = hashlib.sha256(held), len(held) // record_size(clients)
+
+        def append(round: int, grouping: Grouping) -> None:
+            nonlocal written
+            both = [np.asarray(column)[clients] for column in grouping]
+            record = np.concatenate([[round], *both]).astype("<i4").tobytes()
+            handle.write(record)
+            handle.flush()
+            digest.update(record)
+            written += 1
+
+        def vouch() -> list[Any]:
+            os.fsync(handle.fileno())
+            return [written, digest.hexdigest()]
+
+        yield AssignmentLog(append, vouch)
+
+
+def record_size(clients: np.ndarray) -> int:
+    """Returns the bytes of one evaluation in assignments.part."""
+    return 4 * (1 + 2 * clients.size)
+
+
+def cut_assignments(
+    run_dir: Path, config: dict, num_clients: int, step: int, vouched: list[Any]
+) -> None:
+    """Drops what follows the records that the checkpoint of round `step` vouches for, by
+    their number and SHA-256: a resumed run writes it again. Raises InputError unless they
+    are there.
+    """
+    (records, digest), clients = vouched, clients_of(config, num_clients)
+    path = run_dir / PART
+    if path.is_file():
+        held = path.read_bytes()
+    else:  # the run had finished, and now has more rounds
+        found = read_assignments(run_dir)
+        held = b"" if found is None else _pack(found)
+    kept = held[: records * record_size(clients)]
+    if hashlib.sha256(kept).hexdigest() != digest and clients.size:
+        raise InputError(
+            f"run_dir={run_dir}: {PART if path.is_file() else ASSIGNMENTS_FILE} has lost or changed"
+            f" groups that the checkpoint of round {step} vouches for ({records} evaluations); put"
+            " the file back, or choose another"
+        )
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(kept)
+
+
+def _pack(found: Assignments) -> bytes:
+    """Returns the records of assignments.part."""
+    concepts = np.full_like(found.groups, -1) if found.concepts is None else found.concepts
+    return np.column_stack([found.rounds, found.groups, concepts]).astype("<i4").tobytes()
+
+
+def finish_assignments(run_dir: Path, config: dict, num_clients: int) -> None:
+    """Turns assignments.part of a finished run into assignments.parquet, a row for each
+    evaluation: round, group and, where any is known, concept, lists [S] of the smallest
+    integers that hold them.
+    """
+    clients, path = clients_of(config, num_clients), run_dir / PART
+    if clients.size:
+        table = np.frombuffer(path.read_bytes(), "<i4").reshape(-1, record_size(clients) // 4)
+        rounds, groups, concepts = np.split(table, [1, 1 + clients.size], axis=1)
+        columns = {"round": pa.array(rounds[:, 0]), "group": _lists(groups)}
+        if (concepts >= 0).any():
+            columns["concept"] = _lists(concepts)
+        parquet = pa.table(columns)
+        if clients.size < num_clients:
+            parquet = parquet.replace_schema_metadata({SAMPLED: json.dumps(clients.tolist())})
+        with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
+            pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
+    path.unlink()
+
+
+def _lists(values: np.ndarray) -> pa.Array:
+    """Returns the rows of values [E, S] as lists of small integers."""
+    dtype = np.min_scalar_type(-1 - int(values.max(initial=0)))  # signed, for -1
+    offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
+    flat = pa.array(values.astype(dtype).reshape(-1))
+    return pa.LargeListArray.from_arrays(offsets, flat)
+
+
+# reading
+
+
+def read_assignments(run_dir: str | Path) -> Assignments | None:
+    """Reads assignments.parquet; None where a run has kept no groups. Raises InputError
+    for a file that no run wrote.
+    """
+    path = Path(run_dir) / ASSIGNMENTS_FILE
+    if not path.is_file():
+        return None
+    try:
+        table = pyarrow.parquet.read_table(path)
+        rounds, groups = np.asarray(table["round"], np.int32), _matrix(table["group"])
+        concepts = _matrix(table["concept"]) if "concept" in table.column_names else None
+        sampled = (table.schema.metadata or {}).get(SAMPLED)
+        size = groups.shape[1]
+        clients = np.arange(size) if sampled is None else np.array(json.loads(sampled), np.int64)
+        if clients.shape != (size,) or (concepts is not None and concepts.shape != groups.shape):
+            raise ValueError("its columns do not fit together")
+    except Exception as error:  # whatever damage does to a reader
+        raise InputError(f"{path}: cannot be read: {atomic_folder.explain(error)}") from None
+    return Assignments(rounds, clients, groups, concepts)
+
+
+def _matrix(column: Any) -> np.ndarray:
+    """Returns a column of equally long lists as [E, S] int32."""
+    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.concatenate(chunks).astype(np.int32).reshape(len(column), -1)

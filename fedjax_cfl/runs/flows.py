@@ -1,0 +1,131 @@
+"""Who moved where: groups followed through the evaluations of a run, and the flows of
+clients between them.
+
+A method numbers its groups as it likes, and may number them anew. Here a group goes on as
+the one of the evaluation before that shares most clients with it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from fedjax_cfl.runs.assignments import Assignments
+
+OTHER = "other"  # of classes, those beyond the most frequent
+
+
+class Classes(NamedTuple):
+    """What clients are coloured by."""
+
+    kind: str  # in words
+    names: list[str]  # of class 0, 1, ...
+    numbers: np.ndarray  # [E, S] int, -1 where a client's class is unknown
+
+
+def has_groups(groups: np.ndarray) -> bool:
+    """Returns whether groups [E, S] are any: more than one somewhere, and not a model for
+    each client.
+    """
+    for row in groups:
+        met = row[row >= 0]
+        if 1 < np.unique(met).size <= max(2, met.size // 2):
+            return True
+    return False
+
+
+def match_groups(groups: np.ndarray) -> np.ndarray:
+    """Renumbers groups [E, S] so that a number means the same group throughout: each
+    evaluation's groups take the numbers of the one before by largest overlap in clients;
+    the rest are new, and keep the method's number if no group has had it.
+    """
+    followed = np.full_like(groups, -1)
+    used: set[int] = set()
+    for row, own in enumerate(groups):
+        present = np.unique(own[own >= 0])
+        before = np.unique(followed[row - 1][followed[row - 1] >= 0]) if row else present[:0]
+        name = dict.fromkeys(present.tolist(), -1)
+        if before.size and present.size:
+            overlap = count_pairs(own, followed[row - 1], present, before)
+            for new, old in zip(*linear_sum_assignment(-overlap), strict=True):
+                if overlap[new, old]:
+                    name[int(present[new])] = int(before[old])
+        for group in name:
+            if name[group] < 0:
+                name[group] = group if group not in used else max(used) + 1
+            used.add(name[group])
+        numbers = np.array([name[group] for group in present.tolist()], followed.dtype)
+        place = np.searchsorted(present, own).clip(0, max(0, present.size - 1))
+        if present.size:
+            followed[row] = np.where(own >= 0, numbers[place], -1)
+    return followed
+
+
+def count_pairs(
+    one: np.ndarray, other: np.ndarray, ones: np.ndarray, others: np.ndarray
+) -> np.ndarray:
+    """Returns how many clients [S] have each pair of the sorted labels, [ones, others]."""
+    a, b = np.searchsorted(ones, one), np.searchsorted(others, other)
+    a, b = a.clip(0, ones.size - 1), b.clip(0, others.size - 1)
+    both = (ones[a] == one) & (others[b] == other)
+    flat = np.bincount((a * others.size + b)[both], minlength=ones.size * others.size)
+    return flat.reshape(ones.size, others.size)
+
+
+def choose_classes(
+    found: Assignments, followed: np.ndarray, labels: np.ndarray | None, most: int = 7
+) -> Classes:
+    """Returns what to colour clients by: the true group where it is known half of the time
+    or more, else the label that most of a client's training samples have, where `labels`
+    [S, C] of the clients are known and not all the same, else the last group. The `most`
+    frequent are told apart.
+    """
+    if found.concepts is not None and 2 * (found.concepts >= 0).sum() >= found.concepts.size:
+        kind, prefix, numbers = "true group at the time", "true group", found.concepts
+    elif labels is not None and np.unique(labels.argmax(1)).size > 1:
+        kind, prefix = "most frequent label of the client", "label"
+        numbers = np.broadcast_to(labels.argmax(1), followed.shape)
+    else:
+        kind, prefix = "last group", "group"
+        numbers = np.broadcast_to(followed[-1], followed.shape)
+    values, counts = np.unique(numbers[numbers >= 0], return_counts=True)
+    kept = np.sort(values[np.argsort(-counts, kind="stable")][:most])
+    names = [f"{prefix} {value}" for value in kept.tolist()]
+    if values.size > most:
+        names.append(OTHER)
+    place = np.searchsorted(kept, numbers).clip(0, max(0, kept.size - 1))
+    if not kept.size:
+        return Classes(kind, [], np.full(followed.shape, -1))
+    numbers = np.where(kept[place] == numbers, place, np.where(numbers >= 0, most, -1))
+    return Classes(kind, names, numbers)
+
+
+def count_moves(followed: np.ndarray) -> np.ndarray:
+    """Returns the share [E] of clients that changed their group since the evaluation
+    before, among those that had one; 0 at the first.
+    """
+    had, moved = followed[:-1] >= 0, followed[1:] != followed[:-1]
+    shares = (had & moved).sum(1) / had.sum(1).clip(1)
+    return np.concatenate([[0.0], shares])
+
+
+def choose_snapshots(evaluations: int, most: int) -> np.ndarray:
+    """Returns which evaluations to show: all, or `most` evenly apart, with the first and
+    the last.
+    """
+    return np.unique(np.linspace(0, evaluations - 1, min(evaluations, most)).round().astype(int))
+
+
+class Flows(NamedTuple):
+    """Clients that share their groups and class at two neighbouring snapshots."""
+
+    source: np.ndarray  # [F] group before
+    target: np.ndarray  # [F] group after
+    kind: np.ndarray  # [F] class after
+    clients: np.ndarray  # [F] how many
+
+
+def count_flows(before: np.ndarray, after: np.ndarray, classes: np.ndarray) -> Flows:
+    """Adds up the clients [S] by their groups before and after and their class."""
+    found, clients = np.unique(np.stack([before, after, classes]), axis=1, return_counts=True)
+    return Flows(found[0], found[1], found[2], clients)

@@ -1,0 +1,89 @@
+"""Accuracy against what it costs: rounds, communication, local steps, simulated time."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedjax_cfl.runs.plot import (
+    add_legend,
+    format_percent_axis,
+    make_palette,
+    new_figure,
+    style_axes,
+)
+from fedjax_cfl.runs.results import series
+
+
+class Cost(NamedTuple):
+    """What is paid for an accuracy."""
+
+    fields: tuple[str, ...]  # of a row of metrics.jsonl, added up
+    scale: float
+    heading: str
+    digits: int
+
+
+COSTS = {
+    "megabytes": Cost(("bytes_down", "bytes_up"), 1e6, "MB down + up", 2),
+    "steps": Cost(("local_steps",), 1, "local steps", 0),
+    "sim_time": Cost(("sim_time_s",), 1, "simulated s", 1),
+}
+ROUNDS = Cost(("round",), 1, "round", 0)
+
+
+def last_cost(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Returns what a run has paid in all, in the unit of its field; None where it was not
+    counted or, for simulated time, no clock ran.
+    """
+    values = [rows[-1].get(field) for field in COSTS[name].fields] if rows else [None]
+    known = [value for value in values if value is not None]
+    total = sum(known) if len(known) == len(values) else None
+    return total if total or name != "sim_time" else None
+
+
+def mean_curve(
+    members: list[dict[str, Any]], cost: Cost
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns cost, mean accuracy and its sample sd over runs, each [R], at the rounds that
+    every run has evaluated; the sd of one run is 0.
+    """
+    by_round = [{row["round"]: row for row in run["rows"]} for run in members]
+    rounds = sorted(set.intersection(*map(set, by_round)))
+
+    def table(names: tuple[str, ...]) -> np.ndarray:  # [runs, R]
+        found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
+        return np.array(found, float).reshape(len(members), len(names), len(rounds)).sum(1)
+
+    accuracy = table(("accuracy",))
+    sd = accuracy.std(0, ddof=1) if len(members) > 1 else np.zeros(len(rounds))
+    return table(cost.fields).mean(0) / cost.scale, accuracy.mean(0), sd
+
+
+def draw_costs(groups: list[dict[str, Any]]) -> Figure:
+    """Draws accuracy against every cost that some run counts, a line with a band of one sd
+    over seeds for each set of runs.
+    """
+    timed = any(run["sim_time"] for group in groups for run in group["members"])
+    costs = {"rounds": ROUNDS} | COSTS
+    if not timed:
+        del costs["sim_time"]
+    figure = new_figure(12, 7.6 if timed else 4.2)
+    shape = (2, 2) if timed else (1, 3)
+    palette, dashes = make_palette(7), ("-", "--", ":", "-.")  # yellow is too pale for a line
+    panels, lines = figure.subplots(*shape, sharey=True).flat, {}
+    for (name, cost), axes in zip(costs.items(), panels, strict=True):
+        for position, group in enumerate(groups):
+            if any(run.get(name, 0) is None for run in group["members"]):
+                continue  # nobody counted it
+            x, mean, sd = mean_curve(group["members"], cost)
+            colour, dash = palette[position % 7], dashes[position // 7 % 4]
+            marker = "o" if len(x) <= 20 else ""
+            (line,) = axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, lw=1.7)
+            lines.setdefault(position, line)
+            axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
+        style_axes(axes, "", cost.heading, "test accuracy" if cost is ROUNDS else "")
+        axes.set_xlim(left=0)
+        format_percent_axis(axes)
+    add_legend(figure, list(lines.values()), [groups[position]["label"] for position in lines])
+    return figure

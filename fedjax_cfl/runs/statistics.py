@@ -1,0 +1,73 @@
+"""Means over seeds with bootstrap intervals, and differences between methods seed by seed."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESAMPLES, LEVEL = 10_000, 0.95
+MAX_PAIRED_SETS = 6  # beyond it all sets are compared with the best one only
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and its bootstrap interval; NaN without values, or without two."""
+
+    mean: float
+    low: float
+    high: float
+    values: int  # how many there are
+
+
+class Difference(NamedTuple):
+    """A set of runs minus another, over the seeds that both have."""
+
+    label: str
+    minus: str
+    seeds: int
+    values: dict[str, Estimate]  # of each measure
+
+
+def bootstrap_mean(values: Sequence[float | None]) -> Estimate:
+    """Returns the mean of values, without nulls, and the percentile bootstrap interval of
+    level LEVEL (Efron 1979), from resamples that a fixed seed draws.
+
+    Few values make it too narrow: three can only give ten different means.
+    """
+    kept = np.array([value for value in values if value is not None], float)
+    if kept.size < 2:
+        return Estimate(
+            float(kept.mean()) if kept.size else math.nan, math.nan, math.nan, kept.size
+        )
+    drawn = np.random.default_rng(0).integers(kept.size, size=(RESAMPLES, kept.size))
+    low, high = np.quantile(kept[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(kept.mean()), float(low), float(high), kept.size)
+
+
+def compare_pairs(groups: list[dict[str, Any]], measures: Sequence[str]) -> list[Difference]:
+    """Returns the differences between sets of runs (see `compare.reduce_set`) on the same
+    data, model and partition, where they share seeds: of all pairs, or with the best set
+    where there are many.
+    """
+    ranked = sorted(groups, key=lambda group: -np.nan_to_num(group["final_accuracy"][0], nan=-1))
+    pairs = list(itertools.combinations(ranked, 2))
+    if len(ranked) > MAX_PAIRED_SETS:
+        pairs = [(ranked[0], other) for other in ranked[1:]]
+    found = [_subtract(one, other, measures) for one, other in pairs if _same_data(one, other)]
+    return [difference for difference in found if difference.seeds]
+
+
+def _same_data(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("dataset", "partition", "model"))
+
+
+def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
+    left, right = ({run.get("seed"): run for run in each["members"]} for each in (one, other))
+    seeds = [seed for seed in left if seed in right and seed is not None]
+
+    def minus(name: str) -> Estimate:
+        pairs = [(left[seed].get(name), right[seed].get(name)) for seed in seeds]
+        return bootstrap_mean([a - b for a, b in pairs if a is not None and b is not None])
+
+    return Difference(one["label"], other["label"], len(seeds), {m: minus(m) for m in measures})

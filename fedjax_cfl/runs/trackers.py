@@ -1,0 +1,171 @@
+"""Trackers: what else gets the rows of a run, besides metrics.jsonl.
+
+A tracker is opened for one run and gets each row. It can fail whenever it likes: a line
+says so, it gets no further rows, and the run goes on. What the run itself needs is in its
+own files.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.results import to_plain
+from fedjax_cfl.validation import flatten_settings
+
+
+class Tracker(NamedTuple):
+    """An open record of one run."""
+
+    log: Callable[[int, dict[str, float]], None]  # (round, numbers of the row)
+    close: Callable[[], None]
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is opened with."""
+
+    run_dir: Path
+    settings: dict[str, Any]  # by dotted name
+    begun: int  # the last round that an earlier part of the run has recorded, 0: none
+
+
+Opener = Callable[[TrackedRun], Tracker]
+
+
+@contextlib.contextmanager
+def open_trackers(
+    openers: Mapping[str, Opener], run_dir: Path, settings: dict[str, Any], begun: int
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields log(row), which gives a row to every tracker that still works."""
+    run, trackers = TrackedRun(run_dir, dict(flatten_settings(settings)), begun), {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:  # whatever a tracker, its disk or its network does
+            trackers.pop(name, None)
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            print(
+                f"fedjax-cfl: warning: logger {name} failed and gets no more rows: {reason}",
+                file=sys.stderr,
+            )
+
+    def log(row: dict[str, Any]) -> None:
+        numbers = list_numbers(row)
+        for name, tracker in list(trackers.items()):
+            attempt(name, lambda tracker=tracker: tracker.log(row["round"], numbers))
+
+    for name, opener in openers.items():
+        tracker = attempt(name, lambda opener=opener: opener(run))
+        if tracker is not None:
+            trackers[name] = tracker
+    try:
+        yield log
+    finally:
+        for name, tracker in list(trackers.items()):
+            attempt(name, tracker.close)
+
+
+def list_numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a row by name, those of a list as name/0, name/1, ...; nulls
+    are left out.
+    """
+    found = {}
+    for name, value in to_plain(row).items():
+        several = isinstance(value, list)
+        parts = {f"{name}/{n}": part for n, part in enumerate(value)} if several else {name: value}
+        found |= {key: part for key, part in parts.items() if isinstance(part, int | float)}
+    return found
+
+
+def require_package(name: str, extra: str) -> None:
+    """Raises InputError unless a package is installed."""
+    if importlib.util.find_spec(name) is None:
+        raise InputError(f"logger={extra}: needs the package {name}; install fedjax-cfl[{extra}]")
+
+
+def remember(path: Path, make: Callable[[], str]) -> str:
+    """Returns what a file says; where there is none, what `make` returns, written to it."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(make(), encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def tensorboard() -> Opener:
+    """Writes scalars for TensorBoard to run_dir/tensorboard; a resumed run hides what comes
+    again.
+    """
+    require_package("tensorboardX", "tensorboard")
+
+    def opener(run: TrackedRun) -> Tracker:
+        writer = importlib.import_module("tensorboardX").SummaryWriter(
+            str(run.run_dir / "tensorboard"), purge_step=run.begun + 1
+        )
+
+        def log(round: int, numbers: dict[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, round)
+            writer.flush()
+
+        return Tracker(log, writer.close)
+
+    return opener
+
+
+def wandb(project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "offline") -> Opener:
+    """Records a run with Weights & Biases, under an id that run_dir/wandb/run-id.txt keeps."""
+    require_package("wandb", "wandb")
+
+    def opener(run: TrackedRun) -> Tracker:
+        package = importlib.import_module("wandb")
+        record = package.init(
+            project=project,
+            name=run.run_dir.name,
+            id=remember(run.run_dir / "wandb" / "run-id.txt", lambda: uuid.uuid4().hex[:12]),
+            resume="allow",
+            dir=str(run.run_dir),
+            config=run.settings,
+            mode=mode,
+            settings=package.Settings(console="off", silent=True),
+        )
+        return Tracker(lambda round, numbers: record.log(numbers, step=round), record.finish)
+
+    return opener
+
+
+def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
+    """Records a run with MLflow, under an id that run_dir/mlflow-run.txt keeps."""
+    require_package("mlflow", "mlflow")
+    if ":" not in uri:  # MLflow 3 opens folders only where this says so
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+
+    def opener(run: TrackedRun) -> Tracker:
+        client = importlib.import_module("mlflow").MlflowClient(
+            uri if ":" in uri else Path(uri).absolute().as_uri()
+        )
+        metric = importlib.import_module("mlflow.entities").Metric
+
+        def create() -> str:
+            found = client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else client.create_experiment(experiment)
+            made = client.create_run(number, run_name=run.run_dir.name)
+            for name, value in run.settings.items():
+                client.log_param(made.info.run_id, name, str(value)[:500])
+            return made.info.run_id
+
+        identity = remember(run.run_dir / "mlflow-run.txt", create)
+
+        def log(round: int, numbers: dict[str, float]) -> None:
+            now = [metric(name, value, 0, round) for name, value in numbers.items()]
+            client.log_batch(identity, metrics=now)
+
+        return Tracker(log, lambda: client.set_terminated(identity))
+
+    return opener

@@ -1,0 +1,232 @@
+"""What personalised federated learning reports besides: clients that train on from their
+group's model, and clients that the run never met.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_cfl.data.federated import build_client_index
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.engine import TRAIN, derive_key
+from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.local import Local, full_work
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.simulation.evaluate import count_models, evaluate_clients
+from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.types import (
+    Algorithm,
+    ClientNames,
+    FederatedData,
+    Key,
+    Selection,
+    ServedModels,
+    State,
+    Task,
+)
+
+# clients that train on
+
+
+def finetune_clients(
+    task: Task,
+    local: Local,
+    epochs: int,
+    served: ServedModels,
+    data: FederatedData,
+    key: Key,
+    at_once: int,
+) -> ClientMetrics:
+    """Returns what every client measures [K] on its own test samples once it has trained the
+    model that it is served for `epochs` more epochs on its own training samples.
+
+    `at_once` clients are trained together, so that no more models are in memory. Clients
+    without a model measure nothing. `key`: of the round whose batches they take.
+    """
+    local = local._replace(epochs=epochs, steps=None, schedule=None, clock=None, faults=Faults())
+    local = local.resolve()
+    train, mesh = over_clients(sgd(task, local), local), local.mesh
+    assert mesh is not None  # `Local.resolve` has settled it
+
+    @jax.jit
+    def score(ids, served, data, key):
+        cohort = make_cohort(ids, data, local)
+        real = cohort.ids < data.num_clients
+        group = served.model_index[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        own = jnp.maximum(group, 0)
+        upload = train(cohort, data, (key, served.models), full_work(own))
+        tuned = jax.tree.map(lambda all, delta: all[own] + delta, served.models, upload.delta)
+        client = jnp.where(real & (group >= 0), cohort.ids, data.num_clients)
+        slot = jnp.full(data.num_clients, -1).at[client].set(jnp.arange(client.size), mode="drop")
+        return evaluate_clients(task, mesh, ServedModels(tuned, slot), data)[0]
+
+    found: ClientMetrics | None = None
+    for ids in split_clients(np.arange(data.num_clients), at_once, data.num_clients):
+        part = jax.device_get(score(ids, served, data, key))
+        found = (
+            part
+            if found is None
+            else jax.tree.map(
+                lambda old, new, there=part.samples > 0: np.where(there, new, old), found, part
+            )
+        )
+    assert found is not None
+    return found
+
+
+def split_clients(ids: np.ndarray, at_once: int, num_clients: int) -> np.ndarray:
+    """Returns clients in rows of `at_once` int32, the last filled up with K, nobody."""
+    rows = -(-ids.size // at_once)
+    filled = np.full(rows * at_once, num_clients, np.int32)
+    filled[: ids.size] = ids
+    return filled.reshape(rows, at_once)
+
+
+# clients that the run never met
+
+
+class NewClients(NamedTuple):
+    """Clients that were held out, as the method takes them in after the run."""
+
+    groups: np.ndarray  # [H] int32, the model that each was assigned, -1: none
+    metrics: ClientMetrics  # [H]
+    served: ServedModels  # of the whole population, the clients of the run have none
+
+
+def hold_out(data: FederatedData, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the clients [K - H] that take part and those [H] that are held out: a share of
+    all, drawn among those with training and test samples.
+
+    Raises InputError where nobody would be left on either side.
+    """
+    able = np.flatnonzero((np.asarray(data.train.size) > 0) & (np.asarray(data.test.size) > 0))
+    count = round(share * data.num_clients)
+    if not 0 < count < min(able.size, data.num_clients - 1):
+        raise InputError(
+            f"evaluate.new_clients={share}: {count} of {data.num_clients} clients cannot be held"
+            f" out; {able.size} have training and test samples"
+        )
+    held = np.sort(np.random.default_rng([seed, data.num_clients]).choice(able, count, False))
+    return np.setdiff1d(np.arange(data.num_clients), held), held
+
+
+def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
+    """Returns the data of some clients, who are numbered in the order given."""
+    number = np.full(data.num_clients + 1, -1, np.int32)  # the last: of holdings nobody has
+    number[clients] = np.arange(clients.size)
+    owner = number[np.asarray(data.owner)]
+    rows = np.flatnonzero(owner >= 0)
+    is_test = np.zeros(data.y.size, bool)
+    is_test[np.asarray(data.test.order)] = True
+
+    def view(mask: np.ndarray):
+        kept = np.flatnonzero(mask[rows])
+        return build_client_index(kept, owner[rows][kept], clients.size)
+
+    def cut(column, places):
+        return None if column is None else jnp.asarray(np.asarray(column)[places])
+
+    names = data.client_names
+    sample = rows if data.sample is None else np.asarray(data.sample)[rows]
+    return data.replace(
+        y=cut(data.y, rows),
+        owner=jnp.asarray(owner[rows]),
+        train=view(~is_test),
+        test=view(is_test),
+        concept=cut(data.concept, clients),
+        shifted=cut(data.shifted, clients),
+        sample=jnp.asarray(sample, jnp.int32),
+        turns=cut(data.turns, rows),
+        time=cut(data.time, rows),
+        client_names=names and ClientNames(tuple(names.names[k] for k in clients.tolist())),
+    )
+
+
+def select_remembered(at_once: int) -> Selection:
+    """Selects the clients [at_once] that the state's selection memory names, K: nobody."""
+    return Selection(
+        init=lambda data: jnp.full(at_once, data.num_clients, jnp.int32),
+        select=lambda key, memory, state, data: memory,
+        update=lambda memory, state, cohort, upload, seconds: memory,
+    )
+
+
+def assign_newcomers(
+    algorithm: Algorithm,
+    task: Task,
+    mesh: Mesh,
+    trained: State,
+    data: FederatedData,
+    key: Key,
+    at_once: int,
+) -> NewClients:
+    """Assigns clients to the groups of a finished run by the method's own rule, and tests
+    them on the models as the run left them.
+
+    `data` are those of the clients of the run and, after them, the new ones. The rule is
+    what a round of the method does with clients that it meets for the first time, so they
+    are selected in one round that starts from `trained`, of which only the assignment is
+    kept. Where that round moves clients of the run, too, its groups are not those that were
+    trained, and the new ones stay without. `algorithm` selects by `select_remembered`, see
+    also `check_rule`.
+    """
+    known, total = trained.assignment.size, data.num_clients
+    start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
+
+    @jax.jit
+    def assign(key, state, data):
+        return algorithm.round(key, state, data)[0].assignment
+
+    assignment = np.array(start.assignment)
+    for ids in split_clients(np.arange(known, total), at_once, total):
+        found = np.asarray(assign(key, start.replace(selection=jnp.asarray(ids)), data))
+        new = ids[ids < total]
+        if np.array_equal(found[:known], assignment[:known]):
+            assignment[new] = found[new]
+    served = algorithm.serve(start.replace(assignment=jnp.asarray(assignment)))
+    index = jnp.where(jnp.arange(total) < known, -1, served.model_index)
+    served = ServedModels(served.models, index)
+    table = jax.jit(lambda served, data: evaluate_clients(task, mesh, served, data)[0])(
+        served, data
+    )
+    mine = jax.tree.map(lambda leaf: np.asarray(leaf)[known:], table)
+    return NewClients(np.asarray(index)[known:], mine, served)
+
+
+def check_rule(algorithm: Algorithm, data: FederatedData, key: Key) -> None:
+    """Raises InputError for a method that has no rule for clients that it has not met:
+    every client has a model of its own, or the start puts all clients into groups, and
+    who comes later is put into group 0 unseen.
+    """
+    state = jax.eval_shape(algorithm.init, key, data)
+    models = count_models(jax.eval_shape(algorithm.serve, state).models)
+    start = jax.jit(lambda key, data: algorithm.init(key, data).assignment)  # the rest is not run
+    knows = bool((start(key, data) < 0).any()) if algorithm.clustered else models == 1
+    if not knows:
+        raise InputError(
+            "evaluate.new_clients: the method has no rule for clients that it has not met; use 0"
+        )
+
+
+def extend_state(trained: State, fresh: State, known: int) -> State:
+    """Returns a state of more clients, `fresh`, whose first `known` are as in `trained`; the
+    others have not been met.
+    """
+
+    def write(base, part):
+        assert base.ndim == part.ndim, "what belongs to a client has an axis K"
+        if base.shape == part.shape:
+            return part
+        return base.at[tuple(map(slice, part.shape))].set(part)
+
+    kept = jax.tree.map(write, fresh.replace(selection=()), trained.replace(selection=()))
+    return kept.replace(assignment=kept.assignment.at[known:].set(-1), selection=fresh.selection)
+
+
+def next_key(seed: int, state: State) -> Key:
+    """Returns the key by which clients would train in the round after `state`."""
+    return derive_key(jax.random.key(seed), TRAIN, state.round)

@@ -1,0 +1,230 @@
+"""Who was in which group at every evaluation: written, read back, followed and drawn."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from conftest import call
+
+import fedjax_cfl as cfl
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import assignments, flows, plot_groups
+from fedjax_cfl.runs.assignments import Assignments, read_assignments
+from fedjax_cfl.simulation.driver import Grouping
+
+LINE = (
+    "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
+    " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run."""
+    folder = tmp_path_factory.mktemp("assignments")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call(patch, f"{LINE} run_dir=run", devices=1) == 0
+    return folder / "run"
+
+
+def test_the_last_evaluation_is_the_table_of_clients(folder):
+    run = cfl.load_run(folder)
+    found = run.assignments
+    assert found is not None and found.concepts is not None
+    assert found.rounds.tolist() == [row["round"] for row in run.rows] == [1, 2, 3, 4]
+    np.testing.assert_array_equal(found.groups[-1], run.table["group"])
+    np.testing.assert_array_equal(found.concepts, np.tile(run.table["concept"], (4, 1)))
+    for row, groups in zip(run.rows, found.groups, strict=True):
+        sizes = [int((groups == group).sum()) for group in range(2)]
+        assert sizes == row["group_sizes"] and (groups < 0).sum() == 12 - sum(sizes)
+    assert (found.groups[0] < 0).any() and not (folder / assignments.PART).exists()
+    kinds = pyarrow.parquet.read_schema(folder / assignments.ASSIGNMENTS_FILE)
+    assert str(kinds.field("group").type.value_type) == "int8"
+
+
+def test_labels_of_the_clients_are_counted(folder):
+    table = cfl.load_run(folder).table
+    assert table["labels"].shape == (12, 10)
+    np.testing.assert_array_equal(table["labels"].sum(1), table["train_samples"])
+
+
+def test_damage_is_one_line(folder, tmp_path):
+    path = tmp_path / assignments.ASSIGNMENTS_FILE
+    whole = (folder / path.name).read_bytes()
+    for bad in (whole[:-9], b"garbage", whole.replace(b"group", b"grope")):
+        path.write_bytes(bad)
+        with pytest.raises(InputError, match="cannot be read"):
+            read_assignments(tmp_path)
+
+
+CONFIG = {"assignments": 5, "seed": 3}
+
+
+def write(folder: Path, config: dict, rounds: range, clients: int = 12) -> list:
+    """Appends made-up groups; returns what a checkpoint after them says."""
+    with assignments.open_assignments(folder, config, clients) as log:
+        for t in rounds:
+            rng = np.random.default_rng(t)
+            log.append(t, Grouping(*rng.integers(-1, 3, (2, clients)).astype(np.int32)))
+        return log.vouch()
+
+
+def test_a_sample_says_whose_groups_it_has(tmp_path):
+    found = []
+    for name, most in (("all", 12), ("few", 5), ("none", 0)):
+        (tmp_path / name).mkdir()
+        config = CONFIG | {"assignments": most}
+        write(tmp_path / name, config, range(1, 4))
+        assignments.finish_assignments(tmp_path / name, config, 12)
+        found.append(read_assignments(tmp_path / name))
+    everybody, few, none = found
+    assert none is None and everybody.clients.tolist() == list(range(12))
+    assert few.groups.shape == (3, 5) and np.all(np.diff(few.clients) > 0)
+    np.testing.assert_array_equal(few.groups, everybody.groups[:, few.clients])
+    np.testing.assert_array_equal(few.concepts, everybody.concepts[:, few.clients])
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finished, tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    write(whole, CONFIG, range(1, 6))
+    assignments.finish_assignments(whole, CONFIG, 12)
+    vouched = write(torn, CONFIG, range(1, 4))
+    write(torn, CONFIG, range(4, 5))
+    with (torn / assignments.PART).open("ab") as part:
+        part.write(b"half a record")
+    if finished:
+        assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+        assignments.finish_assignments(torn, CONFIG, 12)
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", CONFIG, range(2, 5))  # as many, of other rounds
+    if finished:
+        assignments.finish_assignments(tmp_path / "other", CONFIG, 12)
+    path = torn / (assignments.ASSIGNMENTS_FILE if finished else assignments.PART)
+    held = path.read_bytes()
+    for bad in (None, (tmp_path / "other" / path.name).read_bytes()):
+        path.unlink(missing_ok=True)
+        if bad is not None:
+            path.write_bytes(bad)
+        with pytest.raises(InputError, match="has lost or changed groups"):
+            assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+    path.write_bytes(held)
+    assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+    write(torn, CONFIG, range(4, 6))
+    assignments.finish_assignments(torn, CONFIG, 12)
+    ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert read_assignments(torn).rounds.tolist() == [1, 2, 3, 4, 5]
+
+
+# followed
+
+
+def test_groups_keep_their_number_when_the_method_renumbers_them():
+    groups = np.array([[0, 0, 0, 1, 1, -1], [1, 1, 0, 0, 0, 0], [2, 2, 0, 0, 1, 1]])
+    expected = [[0, 0, 0, 1, 1, -1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2]]
+    np.testing.assert_array_equal(flows.match_groups(groups), expected)
+    np.testing.assert_allclose(flows.count_moves(np.array(expected)), [0, 1 / 5, 2 / 6])
+
+
+def test_a_group_without_old_members_is_new():
+    groups = np.array([[0, 0, 1, 1], [-1, -1, 0, 0], [3, 3, -1, -1]])
+    expected = [[0, 0, 1, 1], [-1, -1, 1, 1], [3, 3, -1, -1]]
+    np.testing.assert_array_equal(flows.match_groups(groups), expected)
+
+
+def test_flows_count_every_client_once():
+    rng = np.random.default_rng(0)
+    before, after, kind = rng.integers(-1, 4, (3, 500))
+    found = flows.count_flows(before, after, kind)
+    assert found.clients.sum() == 500
+    first = (before == found.source[0]) & (after == found.target[0]) & (kind == found.kind[0])
+    assert first.sum() == found.clients[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "some"),
+    [
+        ([[0, 0, 0, 0]], False),
+        ([[0, 1, 2, 3, 4, 5]], False),
+        ([[-1, -1, -1, -1]], False),
+        ([[0, 0, 0, 0], [0, 0, 1, 1]], True),
+    ],
+    ids=["one model", "a model each", "nobody met", "split later"],
+)
+def test_what_has_groups(groups, some):
+    assert flows.has_groups(np.array(groups)) is some
+
+
+def test_clients_are_coloured_by_what_is_known():
+    groups = np.array([[0, 0, 1, 1]])
+    truth = np.array([[3, 3, 9, -1]])
+    found = Assignments(np.array([1]), np.arange(4), groups, truth)
+    labels = np.array([[5, 0], [0, 5], [5, 0], [5, 0]])
+    told = flows.choose_classes(found, groups, labels)
+    assert told.names == ["true group 3", "true group 9"]
+    assert told.numbers.tolist() == [[0, 0, 1, -1]]
+    unknown = found._replace(concepts=None)
+    assert flows.choose_classes(unknown, groups, labels).names == ["label 0", "label 1"]
+    assert flows.choose_classes(unknown, groups, None).names == ["group 0", "group 1"]
+    many = flows.choose_classes(found._replace(concepts=np.arange(4)[None]), groups, None, most=2)
+    assert many.names[-1] == flows.OTHER and many.numbers.tolist() == [[0, 1, 2, 2]]
+
+
+# drawn
+
+
+def made_up(clients: int, evaluations: int) -> tuple[Assignments, list[dict]]:
+    rng = np.random.default_rng(1)
+    truth = rng.integers(3, size=clients)
+    groups = np.where(rng.random((evaluations, clients)) < 0.1, (truth + 1) % 3, truth)
+    rounds = np.arange(1, evaluations + 1)
+    rows = [
+        {"round": int(t), "accuracy": 0.5, "ari": 0.3, "shifted_clients": int(t == 3)}
+        for t in rounds
+    ]
+    return Assignments(rounds, np.arange(clients), groups, np.tile(truth, (evaluations, 1))), rows
+
+
+@pytest.mark.parametrize(("clients", "evaluations"), [(50, 10), (20_000, 100)])
+def test_an_alluvial_plot_of_any_size_has_few_parts(clients, evaluations):
+    found, rows = made_up(clients, evaluations)
+    figure = plot_groups.draw_alluvial(found, rows, None, "title")
+    above = figure.axes[0]
+    columns = min(evaluations, plot_groups.SNAPSHOTS)
+    bands = sum(len(each.get_paths()) for each in above.collections)
+    assert 0 < bands <= (columns - 1) * 3 * 3 * 3 + 1
+    (drift,) = [line for line in above.lines if line.get_marker() == "v" and line.get_xdata().size]
+    assert drift.get_xdata().tolist() == [3]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["true group 0", "true group 1", "true group 2", "clients' data changed"]
+
+
+def test_what_a_method_has_not_is_not_drawn():
+    found, rows = made_up(30, 5)
+    alone = found._replace(groups=np.zeros_like(found.groups))
+    assert plot_groups.draw_alluvial(alone, rows, None, "") is None
+    table = {"group": np.zeros(4, int), "concept": np.array([0, 0, 1, 1]), "client": np.arange(4)}
+    assert plot_groups.draw_final_groups(table, "") is None
+    split = table | {"group": np.array([0, 0, 1, 1]), "concept": np.full(4, -1)}
+    assert plot_groups.draw_final_groups(split, "") is None, "neither truth nor labels are known"
+
+
+def test_the_heat_map_counts_pairs_in_the_order_of_the_truth():
+    group, truth = np.array([4, 4, 4, 2, 2, 7, -1]), np.array([0, 0, 1, 1, 1, 5, 0])
+    figure = plot_groups.draw_final_groups({"group": group, "concept": truth}, "")
+    words = {
+        text.get_position(): text.get_text() for text in figure.axes[0].texts if text.get_text()
+    }
+    assert words == {(0, 0): "2", (1, 0): "1", (1, 1): "2", (2, 2): "1"}
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["4", "2", "7"]
+
+
+def test_likeness_of_labels():
+    alike = plot_groups.measure_similarity(np.array([[2, 2], [8, 8], [4, 0], [0, 4]]))
+    np.testing.assert_allclose(alike[0], [1, 1, 0.5, 0.5])
+    assert alike[2, 3] == 0 and np.array_equal(alike, alike.T)

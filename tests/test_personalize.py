@@ -1,0 +1,146 @@
+"""Clients that train on from their group's model, and clients held out of the run."""
+
+import jax
+import numpy as np
+import pyarrow.parquet
+import pytest
+from conftest import build, call
+
+import fedjax_cfl as cfl
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.results import read_summary
+from fedjax_cfl.simulation.evaluate import evaluate_clients
+from fedjax_cfl.simulation.personalize import (
+    check_rule,
+    extend_state,
+    finetune_clients,
+    hold_out,
+    split_clients,
+    take_clients,
+)
+from fedjax_cfl.types import ServedModels
+
+LINE = (
+    "dataset.clients=20 clients_per_round=6 rounds=8 model=mclr partition=iid discard=none"
+    " local.epochs=3"
+)
+GROUPS = "dataset.groups=2 concept=permute_labels concept.groups=2"
+
+
+def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
+    """As by hand: the same cohort function on one client at a time."""
+    index = np.arange(toy.num_clients) % 4 - 1  # every fourth client has no model
+    served = ServedModels(models, jax.numpy.asarray(index))
+    key = jax.random.key(3)
+    found = finetune_clients(linear, local, 4, served, toy, key, at_once=5)
+    again = finetune_clients(linear, local, 4, served, toy, key, at_once=14)
+    np.testing.assert_allclose(found.accuracy, again.accuracy, equal_nan=True)
+    plain = evaluate_clients(linear, local.mesh, served, toy)[0]
+    np.testing.assert_array_equal(found.samples, plain.samples)
+    assert np.isnan(found.accuracy[(index < 0)]).all()
+    tested = np.asarray(plain.samples) > 0
+    assert found.loss[tested].mean() < 0.7 * float(np.asarray(plain.loss)[tested].mean())
+    untrained = np.asarray(toy.train.size) == 0
+    both = tested & untrained
+    np.testing.assert_allclose(found.loss[both], np.asarray(plain.loss)[both], rtol=1e-6)
+
+
+def test_rows_of_clients_are_filled_up():
+    np.testing.assert_array_equal(split_clients(np.arange(3), 2, 9), [[0, 1], [2, 9]])
+
+
+def test_some_clients_are_as_they_were(toy):
+    clients = np.array([5, 0, 11])
+    data = take_clients(toy, clients)
+    assert data.num_clients == 3 and data.concept.tolist() == [1, 0, 1]
+    for new, old in enumerate(clients.tolist()):
+        for side in ("train", "test"):
+            ours, theirs = (
+                np.asarray(own.order)[int(own.start[k]) : int(own.start[k] + own.size[k])]
+                for own, k in ((getattr(data, side), new), (getattr(toy, side), old))
+            )
+            x, y = cfl.data.federated.gather(data, ours)
+            expected = cfl.data.federated.gather(toy, theirs)
+            np.testing.assert_array_equal(x, expected[0])
+            np.testing.assert_array_equal(y, expected[1])
+            assert set(np.asarray(data.owner)[ours].tolist()) <= {new}
+
+
+def test_new_clients_have_not_been_met(toy, linear, local, models):
+    method = build(cfl.algorithms.ifca, linear, local, cfl.select.uniform(3), m=3)
+    few = take_clients(toy, np.arange(10))
+    trained, fresh = (jax.eval_shape(method.init, jax.random.key(0), data) for data in (few, toy))
+    trained, fresh = (
+        jax.tree.map(lambda leaf, value=value: np.full(leaf.shape, value, leaf.dtype), state)
+        for state, value in ((trained, 1), (fresh, 2))
+    )
+    state = extend_state(trained, jax.tree.map(jax.numpy.asarray, fresh), 10)
+    assert state.assignment.tolist() == [1] * 10 + [-1] * 4
+    assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(state.groups))
+    assert state.round == 1
+
+
+def test_only_clients_that_can_be_scored_are_held_out(toy):
+    kept, held = hold_out(toy, 0.4, 0)
+    assert len(held) == 6 and sorted([*kept, *held]) == list(range(14))
+    assert (np.asarray(toy.train.size)[held] > 0).all() and (
+        np.asarray(toy.test.size)[held] > 0
+    ).all()
+    with pytest.raises(InputError, match=r"evaluate.new_clients=0.99: 14 of 14 clients cannot"):
+        hold_out(toy, 0.99, 0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["ifca algorithm.m=2 evaluate.finetune=2", pytest.param("fedavg", marks=pytest.mark.slow)],
+)
+def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"{LINE} {GROUPS} evaluate.new_clients=0.3 algorithm={method} run_dir=run"
+    assert call(monkeypatch, line, devices=1) == 0
+    table = cfl.load_run("run").table
+    new = pyarrow.parquet.read_table("run/new_clients.parquet").to_pydict()
+    summary = read_summary("run")
+    assert len(table["client"]) == 14 and len(new["client"]) == 6
+    assert summary["new_clients"] == summary["new_clients_assigned"] == 6
+    accuracy, weight = (np.array(new[name]) for name in ("accuracy", "test_samples"))
+    assert summary["new_clients_accuracy"] == pytest.approx(np.average(accuracy, weights=weight))
+    if method == "fedavg":
+        assert set(new["group"]) == {0} and "finetuned_accuracy" not in table
+        return
+    assert 0 <= summary["finetuned_accuracy"] <= 1
+    assert table["finetuned_accuracy"].shape == (14,) and len(new["finetuned_accuracy"]) == 6
+    # lowest loss finds the group whose labels are theirs
+    pairs = set(zip(new["group"], new["concept"], strict=True))
+    old = set(zip(table["group"].tolist(), table["concept"].tolist(), strict=True))
+    assert pairs <= old and len(old) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("evaluate.new_clients=0.2 drift=swap_all", "evaluate.new_clients=0.2: needs drift=none"),
+        ("evaluate.finetune=1 resident=host", "evaluate.finetune=1: needs resident=device"),
+        ("evaluate.new_clients=1", "evaluate.new_clients=1: must be"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(extra, said, fedjax_cfl):
+    status, _, error = fedjax_cfl(f"{LINE} rounds=1 {extra}")
+    assert status == 2 and said in error and error.count("\n") == 1
+
+
+def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
+    """A model for each client, and groups that everybody has from the start, are none."""
+    some, key = cfl.select.uniform(3), jax.random.key(0)
+    for name, settings, rule in (
+        ("fedavg", {}, True),
+        ("ifca", {"m": 2}, True),
+        ("nonfed", {}, False),
+        ("auxo", {"m": 2}, False),
+    ):
+        method = build(getattr(cfl.algorithms, name), linear, local, some, **settings)
+        if rule:
+            check_rule(method, toy, key)
+        else:
+            with pytest.raises(InputError, match="no rule for clients"):
+                check_rule(method, toy, key)

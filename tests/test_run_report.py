@@ -1,0 +1,209 @@
+"""The page that `fedjax-cfl report` writes: its parts, its numbers, and that nothing from a
+file acts in it.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import call
+from PIL import Image
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import results, statistics
+from fedjax_cfl.runs.plot_costs import draw_costs, last_cost
+from fedjax_cfl.runs.report import format_estimate, report
+
+LINE = (
+    "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
+    " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
+)
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Two methods: a run, and a copy that says it is fedavg with one group."""
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call(patch, f"{LINE} run_dir=ifca/0", devices=1) == 0
+    run = Path(shutil.copytree(folder / "ifca" / "0", folder / "fedavg" / "0"))
+    summary = results.read_summary(run) | {"algorithm": "fedavg"}
+    results.write_json(run / "summary.json", summary)
+    (run / "assignments.parquet").unlink()
+    table = results.read_clients(run)
+    results.write_clients(run, table | {"group": np.zeros(12, int)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(runs) -> str:
+    return report([runs], runs / "report.html", runs / "pictures").read_text()
+
+
+class Elements(HTMLParser):
+    """Collects the start tags of a page, and the text of scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts.append(data)
+
+    def handle_endtag(self, tag):
+        self.tags.append((f"/{tag}", {}))
+
+
+def test_a_page_has_all_parts(page, runs):
+    for heading in ("Results", "Accuracy and what it costs", "Paired differences", "Each run"):
+        assert f"<h2>{heading}</h2>" in page
+    found = Elements(page)
+    names = [attributes.get("alt", "")[:10] for tag, attributes in found.tags if tag == "img"]
+    # one of costs, curves of two runs; who moved and the last groups where there are groups
+    assert names.count("Accuracy, ") == 2 and names.count("Test accur") == 1
+    assert names.count("Who moved ") == names.count("Found agai") == 1
+    written = sorted(path.name for path in (runs / "pictures").iterdir())
+    assert len(written) == len(names) and "costs.png" in written
+    assert "algorithm._target_" in page
+
+
+def test_nothing_is_fetched(page):
+    for tag, attributes in Elements(page).tags:
+        for name in ("src", "href", "action", "srcset"):
+            assert attributes.get(name, "data:").startswith("data:"), (tag, attributes)
+    assert "@import" not in page and "url(" not in page
+
+
+def test_only_its_own_script_may_run(page):
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy.startswith("default-src 'none'")
+    (allowed,) = re.findall(r"script-src 'sha256-([^']+)'", policy)
+    found = Elements(page)
+    own = [text for text in found.scripts if text.startswith('"use strict"')]
+    assert base64.b64encode(hashlib.sha256(own[0].encode()).digest()).decode() == allowed
+    kinds = [attributes.get("type") for tag, attributes in found.tags if tag == "script"]
+    assert kinds.count(None) == 1 and set(kinds) == {None, "application/json"}
+
+
+def test_every_client_is_in_its_table(page, runs):
+    blocks = [json.loads(text) for text in Elements(page).scripts if text.startswith("{")]
+    assert len(blocks) == 2
+    for block in blocks:
+        assert block["all"] == len(block["rows"]) == 12
+        names = {"client", "group", "accuracy", "most frequent label", "true group"}
+        assert names <= set(block["names"])
+    assert ["moves" in block["names"] for block in blocks] == [False, True]
+    table = results.read_clients(runs / "fedavg" / "0")
+    column = blocks[0]["names"].index("accuracy")
+    expected = [None if np.isnan(value) else round(float(value), 4) for value in table["accuracy"]]
+    assert [row[column] for row in blocks[0]["rows"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_texts_from_files_do_nothing(runs, tmp_path):
+    """Names of runs, folders, settings and clients."""
+    source, folder = runs / "ifca" / "0", tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "assignments.parquet"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    summary = json.loads((source / "summary.json").read_text())
+    summary |= {"algorithm": EVIL, "dataset": "{{ 7 * 7 }}", "overrides": [f"x={EVIL}"]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / ".hydra").mkdir()
+    settings = (source / ".hydra" / "config.yaml").read_text()
+    (folder / ".hydra" / "config.yaml").write_text(f"{settings}\nevil: '{EVIL}'\n")
+    table = results.read_clients(source)
+    names = [f"</script>{EVIL}", *(f"c{k}" for k in range(11))]
+    results.write_clients(folder, table | {"client": np.array(names)})
+    text = report([folder], tmp_path / "evil.html").read_text()
+    assert EVIL not in text and "&lt;script&gt;alert(1)" in text and "{{ 7 * 7 }}" in text
+    found = Elements(text)
+    assert [attributes for tag, attributes in found.tags if "onerror" in attributes] == []
+    assert json.loads(next(t for t in found.scripts if t.startswith("{")))["rows"][0][0] == names[0]
+
+
+def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
+    for name in ("metrics.jsonl", "summary.json"):
+        (tmp_path / name).write_bytes((runs / "ifca" / "0" / name).read_bytes())
+    text = report([tmp_path], tmp_path / "short.html").read_text()
+    assert "<h2>The run</h2>" in text and "Clients</h3>" not in text and "Who moved" not in text
+
+
+def test_a_page_that_cannot_be_written(runs):
+    with pytest.raises(InputError, match="cannot be written"):
+        report([runs], runs / "no" / "such" / "report.html")
+
+
+def test_pictures_are_small(page, runs):
+    for path in (runs / "pictures").iterdir():
+        picture = Image.open(io.BytesIO(path.read_bytes()))
+        assert picture.mode == "P" and path.stat().st_size < 90_000, path.name
+
+
+# numbers
+
+
+def test_an_interval_holds_the_mean_of_resamples():
+    found = statistics.bootstrap_mean([1.0, None, 2.0, 3.0, 6.0])
+    assert (found.mean, found.values) == (3.0, 4)
+    # exact quantiles of the mean of 4 draws from {1, 2, 3, 6}
+    means = np.stack(np.meshgrid(*[[1, 2, 3, 6]] * 4)).reshape(4, -1).mean(0)
+    assert found[1:3] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.13)
+    assert statistics.bootstrap_mean([2.0])[1:3] == pytest.approx((np.nan, np.nan), nan_ok=True)
+    assert statistics.bootstrap_mean([None]).values == 0
+
+
+def test_differences_are_of_the_same_seed():
+    def group(label, numbers, data="digits"):
+        members = [{"seed": seed, "final_accuracy": value} for seed, value in numbers.items()]
+        mean = float(np.mean(list(numbers.values())))
+        own = {"dataset": data, "partition": "iid", "model": "mlp"}
+        return own | {"label": label, "members": members, "final_accuracy": (mean, 0.0, 1)}
+
+    sets = [group("low", {0: 0.1, 1: 0.5, 2: 0.3}), group("high", {2: 0.4, 1: 0.6, 7: 0.9})]
+    sets.append(group("elsewhere", {0: 0.2}, data="mnist"))
+    (found,) = statistics.compare_pairs(sets, ["final_accuracy"])
+    assert (found.label, found.minus, found.seeds) == ("high", "low", 2)
+    assert found.values["final_accuracy"][:3] == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_only_what_leaves_out_zero_is_bold(page):
+    told = statistics.Estimate(0.02, 0.01, 0.03, 3)
+    assert format_estimate(told, 100, 2, "+") == {
+        "mean": "+2.00",
+        "interval": "+1.00 to +3.00",
+        "apart": True,
+    }
+    for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
+        assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]
+    assert format_estimate(told._replace(low=-0.02, high=-0.01), 100, 2)["apart"]
+    assert not format_estimate(statistics.bootstrap_mean([0.5]), 100, 2)["apart"]
+    # the two methods are the same runs here
+    assert 'class="apart"' not in page.partition('id="differences"')[2].partition("</table>")[0]
+
+
+def test_simulated_time_counts_only_where_a_clock_runs():
+    rows = [{"round": 1, "sim_time_s": 0.0, "local_steps": 0, "bytes_up": 2, "bytes_down": 3}]
+    assert last_cost(rows, "sim_time") is None and last_cost(rows, "steps") == 0
+    assert last_cost(rows, "megabytes") == 5 and last_cost([{"round": 1}], "megabytes") is None
+    run = {"rows": [row | {"accuracy": 0.5} for row in rows], "steps": 0, "megabytes": 5}
+    timed = run | {"sim_time": 7.0, "rows": [run["rows"][0] | {"sim_time_s": 7.0}]}
+    sets = [("idle", run | {"sim_time": None}), ("timed", timed)]
+    figure = draw_costs([{"label": label, "members": [one]} for label, one in sets])
+    assert [len(axes.lines) for axes in figure.axes] == [2, 2, 2, 1]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["idle", "timed"]
