@@ -96,16 +96,17 @@ def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(
 
 
 @pytest.mark.parametrize(
-    ("backend", "found"),
+    ("backend", "kernel", "found"),
     [
-        ("cpu", ("scan", "dot_general")),
-        ("gpu", ("dot_general",)),
-        ("tpu", ("conv_general_dilated",)),
+        ("cpu", 3, ("scan", "dot_general")),
+        ("cpu", 5, ("dot_general",)),  # few features of a large kernel
+        ("gpu", 3, ("dot_general",)),
+        ("tpu", 5, ("conv_general_dilated",)),
     ],
 )
-def test_the_backend_decides_how_to_convolve(monkeypatch, backend, found):
+def test_the_backend_decides_how_to_convolve(monkeypatch, backend, kernel, found):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    conv = layers.Conv(4, 3)
+    conv = layers.Conv(4, kernel)
     params = jax.eval_shape(conv.init, KEY, jnp.zeros((1, 5, 5, 1)))
     jaxpr = str(jax.make_jaxpr(conv.apply)(params, jnp.zeros((2, 5, 5, 1))))
     assert (

@@ -207,6 +207,21 @@ def test_uint8_pixels_are_read_as_fractions():
     close(jax.jit(task.loss)(params, x, y), jax.jit(task.loss)(params, fractions[..., None], y))
 
 
+def test_lenet_starts_as_in_pytorch_or_as_in_keras():
+    """PyTorch's layers: kernels and biases uniform in +-1 / sqrt(inputs of an output)."""
+    params = started(as_task(LeNet(10), IMAGE, 10))
+    assert len(params) == 5
+    for layer in params.values():
+        reach = np.prod(layer["kernel"].shape[:-1]) ** -0.5
+        for values in (layer["kernel"], layer["bias"]):
+            assert 0.6 < np.abs(values).max() / reach <= 1
+        np.testing.assert_allclose(np.std(layer["kernel"]), reach / 3**0.5, rtol=0.1)
+    params = started(as_task(LeNet(10, pytorch_init=False), IMAGE, 10))
+    assert all(not layer["bias"].any() for layer in params.values())
+    reach = (6 / (256 + 120)) ** 0.5
+    assert 0.95 < np.abs(params["hidden_0"]["kernel"]).max() / reach <= 1
+
+
 class Plain(nn.Module):
     num_classes: int = 4
 

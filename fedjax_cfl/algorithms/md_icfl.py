@@ -7,10 +7,14 @@ each by itself: it makes samples that the group models are sure about, and compa
 what the client's model and the group models answer. A client receives one model a round,
 where IFCA sends all of them.
 
+The groups are found while the models leave their first plateau. A model that answers all
+classes alike has no samples of its own, and a client whose loss falls for the first time is
+no longer near the model it started from: clients roam, and groups specialise. This takes a
+small start, as PyTorch's layers have by default (`models.LeNet`). From Keras' kernels, with
+which the loss falls at once, hardly any client leaves the group it was put in.
+
 Differs from the paper: distances are averages over the pseudo-samples and not sums; the
-prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1]. The paper does not say
-whether the first group models differ; here they are equal, and the random groups of the
-clients make them differ.
+prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1].
 """
 
 from collections.abc import Callable
@@ -123,14 +127,13 @@ def md_icfl(
     m: PositiveInt,
     sampling: MakeSampler,
     privacy: Privacy = WEAK,
-    start: Callable[[Task, int], StartFn] = common_model,
+    start: Callable[[Task, int], StartFn] = random_groups,
     aggregate: AggregateFn = uniform_mean,
 ) -> Algorithm:
     """MD-ICFL with m groups; clients start in random ones.
 
-    Args: `start` common_model | random_groups, the first models (m different random models
-    answer each other's pseudo-samples at random, and clients stay where they were put);
-    `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
+    Args: `start` random_groups | common_model, the first models: m different ones, or one for
+    all; `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
     groups are the same where no data change; `aggregate` uniform_mean | weighted_mean.
     """
     check_arguments(md_icfl, locals(), "algorithm")

@@ -23,12 +23,26 @@ def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float3
     return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
 
 
+def uniform_fan_in(fan_in: int) -> Callable[..., jax.Array]:
+    """Returns PyTorch's default initialiser of kernels and biases: uniform in +-1 /
+    sqrt(fan_in), the inputs of one output.
+    """
+    reach = 1 / math.sqrt(fan_in)
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
+
+    return init
+
+
 orthogonal = nn.initializers.orthogonal()
 
 
-def dense(features: int, name: str) -> nn.Dense:
-    """Returns a fully connected layer with Keras' initialisation, to be called on [..., in]."""
-    return nn.Dense(features, kernel_init=glorot, name=name)
+def dense(features: int, name: str, **init: Callable[..., jax.Array]) -> nn.Dense:
+    """Returns a fully connected layer, to be called on [..., in]; with Keras' initialisation
+    if `init` (kernel_init, bias_init) names no other.
+    """
+    return nn.Dense(features, **{"kernel_init": glorot} | init, name=name)
 
 
 def flatten(x: jax.Array) -> jax.Array:
@@ -95,6 +109,28 @@ def im2col_per_image(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) 
     return lax.map(one, x)
 
 
+COLUMNS = 4  # neighbouring outputs that `im2col_blocked` computes at once
+
+
+def im2col_blocked(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
+    """The same, COLUMNS neighbours at once: each patch is wide enough for all of them, and the
+    kernel stands in it once for each, between zeros.
+
+    A product with few features leaves most of a core's vector unit idle. This one has COLUMNS
+    times as many, for 1.6 times the arithmetic where a 5x5 kernel has stride 1.
+    """
+    (kh, kw, channels, features), (down, right) = kernel.shape, strides
+    width, wider = (x.shape[2] - kw) // right + 1, (COLUMNS - 1) * right
+    blocks = -(-width // COLUMNS)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, (blocks * COLUMNS - width) * right), (0, 0)))
+    wide = jnp.zeros((kh, kw + wider, channels, COLUMNS, features))
+    for j in range(COLUMNS):
+        wide = wide.at[:, j * right : j * right + kw, :, j].set(kernel)
+    patches = extract_patches(x, (kh, kw + wider), (down, COLUMNS * right))
+    out = patches @ wide.reshape(-1, COLUMNS * features)
+    return out.reshape(*out.shape[:2], -1, features)[:, :, :width]
+
+
 def lax_convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """The same, by JAX's own convolution."""
     return lax.conv_general_dilated(
@@ -102,7 +138,12 @@ def lax_convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int]) -> j
     )
 
 
-METHODS = {"im2col": im2col, "one_by_one": im2col_per_image, "lax": lax_convolve}
+METHODS = {
+    "im2col": im2col,
+    "one_by_one": im2col_per_image,
+    "blocked": im2col_blocked,
+    "lax": lax_convolve,
+}
 
 
 def convolve(
@@ -116,9 +157,7 @@ def convolve(
     outside; a batched matrix product has neither problem. A TPU's convolution is one
     already.
     """
-    if method == "auto":
-        method = {"cpu": "one_by_one", "tpu": "lax"}.get(jax.default_backend(), "im2col")
-    if method not in METHODS:
+    if method != "auto" and method not in METHODS:
         raise ValueError(f"method {method!r}: one of auto, {', '.join(METHODS)} is allowed")
     if padding not in ("same", "valid"):
         raise ValueError(f"padding {padding!r}: same or valid is allowed")
@@ -130,7 +169,11 @@ def convolve(
             " larger images are allowed"
         )
     pads = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding.upper())
-    return METHODS[method](jnp.pad(x, ((0, 0), *pads, (0, 0))), kernel, strides)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    if method == "auto":
+        cpu = "blocked" if kernel.shape[1] >= 5 and kernel.shape[3] <= 16 else "one_by_one"
+        method = {"cpu": cpu, "tpu": "lax"}.get(jax.default_backend(), "im2col")
+    return METHODS[method](x, kernel, strides)
 
 
 class Conv(nn.Module):
@@ -144,16 +187,18 @@ class Conv(nn.Module):
     padding: str = "same"
     method: str = "auto"
     use_bias: bool = True
+    kernel_init: Callable[..., jax.Array] = glorot
+    bias_init: Callable[..., jax.Array] = nn.initializers.zeros
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the convolution and adds the bias."""
         size, strides = _pair(self.kernel), _pair(self.strides)
-        kernel = self.param("kernel", glorot, (*size, x.shape[-1], self.features))
+        kernel = self.param("kernel", self.kernel_init, (*size, x.shape[-1], self.features))
         out = convolve(x, kernel, strides, self.padding, self.method)
         if not self.use_bias:
             return out
-        return out + self.param("bias", nn.initializers.zeros, (self.features,))
+        return out + self.param("bias", self.bias_init, (self.features,))
 
 
 class DepthwiseConv(nn.Module):

@@ -11,6 +11,7 @@ it, `experiment: TABLE`, and takes up what that has run.
 
 import argparse
 import contextlib
+import functools
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,15 @@ from rich.progress import (
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report, report_plot
+from fedjax_cfl.papers import (
+    cells,
+    fedgroup_fig5,
+    fesem_fig3,
+    figures,
+    md_icfl_figs,
+    report,
+    report_plot,
+)
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
 
@@ -215,7 +224,9 @@ def main(
         report_plot.plot(table, records, out / "plot.png")
         if "figure" in table:
             found = cells.find_finished(experiment, table, runs, extra)
-            DRAW_FUNCTIONS[table["figure"]](table, found, out / "figure.png")
+            pictures = functools.partial(md_icfl_figs.draw_figures, build, todo)
+            draw = DRAW_FUNCTIONS | {"pseudo_samples": pictures}  # these need the data, too
+            draw[table["figure"]](table, found, out / "figure.png")
         console.print(*report.build_table(table, records, console))
         say(console, f"written to {out}")
     return 1 if failed else 0
