@@ -28,7 +28,15 @@ from rich.progress import (
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import cells, fedgroup_fig5, fesem_fig3, figures, report, report_plot
+from fedjax_cfl.papers import (
+    cells,
+    fedgroup_fig5,
+    fesem_fig3,
+    fielding_server,
+    figures,
+    report,
+    report_plot,
+)
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
 
@@ -192,6 +200,9 @@ def main(
     cells.check_cells(todo, extra, resolve_settings)
     if table.get("figure") == "edc_madc":
         return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
+    if table.get("figure") == "server":
+        command = f"fedjax-cfl paper {shlex.join(argv)}"
+        return fielding_server.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
         records = report.collect(table, cells.find_finished(experiment, table, runs, extra))
