@@ -131,7 +131,7 @@ def read_rows(folder: Path) -> list[dict]:
 
 
 def test_columns_of_drift_reach_rows_resumed_runs_and_grids(fedjax_cfl, tmp_path):
-    line = f"{SMALL} algorithm=fielding_global"
+    line = f"{SMALL} algorithm=fielding_global algorithm.m=4 algorithm.cluster=k_center"
     for run_dir, more in (("two", "rounds=4"), ("two", ""), ("grid", "seeds=2")):
         status, _, error = fedjax_cfl(f"{line} {more} run_dir={run_dir}")
         assert status == 0, error
@@ -146,5 +146,5 @@ def test_columns_of_drift_reach_rows_resumed_runs_and_grids(fedjax_cfl, tmp_path
 
 
 def test_the_distance_needs_all_labels_at_once(fedjax_cfl):
-    status, _, error = fedjax_cfl(f"{SMALL} drift=none algorithm=fedavg resident=host")
+    status, _, error = fedjax_cfl("algorithm=fedavg eval_distance=true resident=host")
     assert status == 2 and "eval_distance=true" in error and len(error.splitlines()) == 1
