@@ -12,6 +12,7 @@ from sklearn.metrics import silhouette_score
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select_by_group
 
@@ -304,6 +305,14 @@ def test_gradients_see_what_label_shares_cannot(toy, linear, local):
 
     labels = np.asarray(represent.shares_of(toy))[large]
     assert score(points[large], "sqeuclidean") > score(labels, "cityblock") + 0.1
+    # what all clients store has learned something, unless it is to be random
+    random = represent.gradient(length=64, epochs=0)(linear, local).init(jax.random.key(0), toy)
+    x, y = gather(toy, toy.train.order)
+    losses = [
+        float(linear.loss(jax.tree.map(lambda leaf: leaf[0], model), x, y, None).mean())
+        for model in (shared, random)
+    ]
+    assert losses[0] < losses[1] - 0.1
 
 
 def test_projection_keeps_inner_products():

@@ -1,6 +1,8 @@
 """The tables of Fielding's paper: measures beside a baseline, settings, and columns of rows."""
 
+import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.papers import cells, report
+from fedjax_cfl.papers import cells, fielding_server, report, runner
 from fedjax_cfl.papers.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
 
@@ -148,3 +150,22 @@ def test_columns_of_drift_reach_rows_resumed_runs_and_grids(fedjax_cfl, tmp_path
 def test_the_distance_needs_all_labels_at_once(fedjax_cfl):
     status, _, error = fedjax_cfl("algorithm=fedavg eval_distance=true resident=host")
     assert status == 2 and "eval_distance=true" in error and len(error.splitlines()) == 1
+
+
+def test_the_servers_seconds_are_a_table(tmp_path, monkeypatch):
+    small = {
+        "labels": partial(fielding_server.time_label_clustering, 30, 6),
+        "updates": partial(fielding_server.time_update_clustering, 12, [50, 300], 3),
+    }
+    monkeypatch.setattr(fielding_server, "MEASUREMENTS", small)
+    asked = ["fielding_server", "--rows", *small, "--seeds", "2", "--out", str(tmp_path)]
+    assert runner.main(asked, lambda overrides: None, None) == 0
+    with (tmp_path / "fielding_server" / "table.csv").open(newline="") as handle:
+        found = {(line["row"], line["column"]): line for line in csv.DictReader(handle)}
+    assert len(found) == 4 and all(line["seeds"] == "2" for line in found.values())
+    assert found["labels", "seconds"]["published"] == "0.05"
+    for row in small:
+        assert 0 < float(found[row, "seconds"]["mean"]) < float(found[row, "first call"]["mean"])
+    labels, _, _ = small["updates"](0)
+    assert len({(int(label), i % 3) for i, label in enumerate(labels)}) == 3
+    assert sum(fielding_server.RESNET18) == 11_166_912  # without norms and the last layer

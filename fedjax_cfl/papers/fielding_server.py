@@ -142,7 +142,7 @@ def reproduce(table: dict, todo: list[Cell], out: Path, command: str, console: C
         console.print(text, markup=False, highlight=False)
     records = []
     for row, times in seconds.items():
-        for column, values in zip(table["columns"], zip(*times, strict=True), strict=True):
+        for column, values in zip(table["measures"], zip(*times, strict=True), strict=True):
             record = dict.fromkeys((*report.FIELDS, "sd")) | {"rounds": "", "of_rounds": ""}
             record |= {"row": row, "column": column, "mean": statistics.fmean(values)}
             record |= {"sd": statistics.stdev(values) if len(values) > 1 else None}

@@ -133,7 +133,7 @@ def format_number(value: float, measure: str, digits: int = 3) -> str:
     if any(word in measure for word in ("discrepancy", "distance", "speedup")) or measure == "ari":
         return f"{value:.{digits}g}"
     if measure == "server_time":
-        return f"{value:,.2f}"
+        return f"{value:.3g}"
     text = f"{value:,.1f}"
     return text if is_score(measure) else text.removesuffix(".0")
 
