@@ -222,7 +222,7 @@ def with_false_reports(representation: Representation, fraction: Fraction) -> Re
         shared = representation.init(own, data)
         everybody = jnp.ones(data.num_clients, bool)
         points = jax.eval_shape(representation.compute, shared, data, everybody)
-        return shared, draw_false_orders(false, *points.shape, fraction)
+        return shared, draw_false_orders(false, data.num_clients, points.shape[1], fraction)
 
     def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
         own, orders = shared

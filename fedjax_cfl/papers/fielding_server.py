@@ -45,7 +45,7 @@ def time_calls(function: Callable, *arguments: Any) -> tuple[Any, float, float]:
     """Returns (result, seconds of the first call, median of `REPEATS` later ones); the first
     includes compilation.
     """
-    times = []
+    times, result = [], None
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         result = jax.block_until_ready(function(*arguments))
