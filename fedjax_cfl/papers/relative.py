@@ -33,6 +33,8 @@ def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
 
     The speed-up is None if the run does not reach it.
     """
+    if rows is baseline:
+        return {"accuracy_gain": 0.0, "speedup": 1.0}
     own, target = tail_macro_accuracy(rows), tail_macro_accuracy(baseline)
     if own is None or target is None:
         return dict.fromkeys(RELATIVE)
