@@ -8,6 +8,8 @@ of best silhouette, as "Fielding: Clustered Federated
   Learning with Data Drift" (https://arxiv.org/abs/2411.01580) re-clusters; it reports 15.6 s. Beside it: scikit-learn here.
 - A drift event of Fielding at the same size, from the clients' labels on: L1 moves alone,
 and with a clustering of all clients (4 seedings for each K), beside its 2.0 s and 15.6 s.
+- The clustering of 302 clients' label shares (62 classes) with which Fielding starts: 0.05 s
+there.
 - EDC of the updates of 302 clients, ResNet-18 (11.2 M parameters); Fielding measures
 37.92 s for FlexCFL's SVD on its server.
 - EDC of 100 clients, MNIST-MLP and FashionMNIST-CNN, beside scikit-learn's
@@ -22,56 +24,42 @@ seconds; the first call includes compilation:
     EDC, 100 clients x FashionMNIST-CNN (3.27 M)             1.3      0.67   scikit-learn's TruncatedSVD 9.3
     EDC, 302 clients x ResNet-18 (11.2 M)                   13.6      11.5   published 37.9
 
+On 2026-11-25, beside other work that took most of both cores:
+
+    drift event, moves, 5,078 x 100                          3.8     0.009   published 2.0
+    drift event, clustering, 5,078 x 100                     8.4       1.0   published 15.6
+    labels of the start, 302 x 62                            5.2     0.017   published 0.05; FlexCFL 37.92
+
 The published seconds are from other machines. EDC's cost is the Gram matrix: 302^2 x
 11.2 M multiply-adds run at 177 GFLOP/s here, close to what two cores can do.
 """
 
 import argparse
-import functools
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.algorithms.fielding import DriftRule, fielding, follow_drift
 from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.features import edc
 from fedjax_cfl.clustering.kmeans import kmeans, silhouette
 from fedjax_cfl.clustering.recluster import always, never
-from fedjax_cfl.data import federate
-from fedjax_cfl.models import as_task
-from fedjax_cfl.models.zoo import MCLR
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.select import uniform
-from fedjax_cfl.sharding import make_mesh
-from fedjax_cfl.types import FederatedData, Partition, Pool
+from fedjax_cfl.papers.fielding_server import (
+    RESNET18,
+    draw_layer,
+    draw_shares,
+    time_calls,
+    time_event,
+    time_label_clustering,
+)
 
 RESTARTS = 10
-
-
-def seconds(function, *arguments, repeats: int = 3):
-    """Returns (result, seconds of the first call, median of the later ones); the first
-    includes compilation.
-    """
-    times = []
-    for _ in range(1 + repeats):
-        began = time.perf_counter()
-        result = jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - began)
-    return result, times[0], float(np.median(times[1:]))
 
 
 def line(name: str, first: float, steady: float, other: str) -> None:
     """Prints a row of the table."""
     print(f"{name:58s}  first call {first:7.2f} s   then {steady:8.3f} s   {other}", flush=True)
-
-
-def histograms(clients: int, classes: int) -> np.ndarray:
-    """Returns label distributions [clients, classes] around five centres."""
-    rng = np.random.default_rng(0)
-    centers = rng.dirichlet(np.full(classes, 0.1), 5)
-    return np.array([rng.dirichlet(30 * centers[i % 5] + 0.01) for i in range(clients)], np.float32)
 
 
 def choose(key, x, most: int = 10):
@@ -98,8 +86,8 @@ def by_sklearn(x, most: int = 10) -> tuple[int, float]:
 
 def label_clustering(clients: int, classes: int) -> None:
     """Clusters label histograms for every K and keeps the best."""
-    x = histograms(clients, classes)
-    (scores, _), first, steady = seconds(jax.jit(choose), jax.random.key(0), jnp.asarray(x))
+    x = draw_shares(clients, classes)
+    (scores, _), first, steady = time_calls(jax.jit(choose), jax.random.key(0), jnp.asarray(x))
     best, theirs = by_sklearn(x)
     ours = int(jnp.argmax(scores)) + 2
     line(
@@ -110,34 +98,10 @@ def label_clustering(clients: int, classes: int) -> None:
     )
 
 
-def drifting_clients(clients: int, classes: int, drift: bool, samples: int = 60) -> FederatedData:
-    """Returns clients of `samples` labels around five centres; with `drift` a tenth of them
-    have the labels of a neighbour.
-    """
-    rng = np.random.default_rng(0)
-    shares = histograms(clients, classes).astype(np.float64)
-    if drift:
-        shares[::10] = shares[(np.arange(0, clients, 10) + 1) % clients]
-    y = np.concatenate([rng.choice(classes, samples, p=row / row.sum()) for row in shares])
-    pool = Pool(np.zeros((len(y), 1), np.float32), y.astype(np.int32), classes)
-    owner = np.repeat(np.arange(clients, dtype=np.int32), samples)
-    data = federate(pool, Partition(np.arange(len(y)), owner, np.zeros(len(y), bool)))
-    return data.replace(shifted=drift & (jnp.arange(clients) % 10 == 0))
-
-
-def drift_event(clients: int, classes: int, most: int = 10) -> None:
+def drift_event(clients: int, classes: int) -> None:
     """Times a drift event with moves alone, and with a clustering of all clients."""
-    before, data = (drifting_clients(clients, classes, drift) for drift in (False, True))
-    key = jax.random.key(0)
-    local = Local(0.1, 1, 10, width=1, mesh=make_mesh(1))
-    task = as_task(MCLR(classes), (1,), classes)
     for name, trigger, published in (("moves", never(), 2.0), ("clustering", always(), 15.6)):
-        rule = DriftRule(trigger=trigger)
-        representation = rule.represent(task, local)
-        state = jax.jit(fielding(task, local, uniform(1), m=most, rule=rule).init)(key, before)
-        (after, report), first, steady = seconds(
-            jax.jit(follow_drift(representation, rule)), key, state, data
-        )
+        (after, report), first, steady = time_event(clients, classes, trigger, 0)
         groups = int(after.active.sum())
         line(
             f"drift event, {name}, {clients} x {classes}",
@@ -147,12 +111,14 @@ def drift_event(clients: int, classes: int, most: int = 10) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def layer(key, clients: int, size: int) -> jax.Array:
-    """Returns a layer's updates [clients, size] of three groups of clients."""
-    centers = jax.random.normal(key, (3, size))
-    return centers[jnp.arange(clients) % 3] + jax.random.normal(
-        jax.random.fold_in(key, 1), (clients, size)
+def start_of_clients(clients: int, classes: int) -> None:
+    """Times the clustering of label shares that Fielding starts with."""
+    found, first, steady = time_label_clustering(clients, classes, 0)
+    line(
+        f"labels of the start, {clients} x {classes}",
+        first,
+        steady,
+        f"{int(found.active.sum())} groups; published 0.05, FlexCFL 37.92",
     )
 
 
@@ -163,11 +129,11 @@ def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: boo
     inner, first, steady, kept = jnp.zeros((clients, clients)), 0.0, 0.0, []
     gram = jax.jit(distances.gram)
     for key, size in zip(jax.random.split(jax.random.key(1), len(sizes)), sizes, strict=True):
-        delta = jax.block_until_ready(layer(key, clients, size))
-        part, begin, again = seconds(gram, delta, repeats=1)
+        delta = jax.block_until_ready(draw_layer(key, clients, size))
+        part, begin, again = time_calls(gram, delta)
         inner, first, steady = inner + part, first + begin, steady + again
         kept += [np.asarray(delta)] if oracle else []
-    features, begin, again = seconds(jax.jit(edc, static_argnums=1), inner, m)
+    features, begin, again = time_calls(jax.jit(edc, static_argnums=1), inner, m)
     labels = kmeans(jax.random.key(0), features, 3).labels
     pure = (
         len(set(zip(np.asarray(labels).tolist(), (np.arange(clients) % 3).tolist(), strict=True)))
@@ -189,17 +155,6 @@ def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: boo
     )
 
 
-def resnet18() -> list[int]:
-    """Returns the sizes of ResNet-18's layers, 1,000 classes kept out: 11.2 M parameters."""
-    widths = [(64, 64), (64, 128), (128, 256), (256, 512)]
-    blocks = [
-        size
-        for a, b in widths
-        for size in (9 * a * b, 9 * b * b, 9 * b * b, 9 * b * b, a * b if a != b else 0)
-    ]
-    return [size for size in (9408, *blocks) if size]
-
-
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(
@@ -210,6 +165,7 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
     label_clustering(*((300, 20) if quick else (5078, 100)))
     drift_event(*((300, 20) if quick else (5078, 100)))
+    start_of_clients(*((60, 20) if quick else (302, 62)))
     mlp, cnn = [784 * 128, 128, 1280, 10], [800, 32, 51200, 64, 3136 * 1024, 1024, 10240, 10]
     decomposition("MNIST-MLP", 100, mlp, 3, True)
     if not quick:
@@ -217,7 +173,7 @@ def main() -> None:
     decomposition(
         "ResNet-18",
         30 if quick else 302,
-        [size // 64 for size in resnet18()] if quick else resnet18(),
+        [size // 64 for size in RESNET18] if quick else RESNET18,
         4,
         False,
     )

@@ -191,6 +191,7 @@ class Report(struct.PyTreeNode):
 
     traffic: Traffic  # of the whole step, or of each slot
     migrated: jax.Array  # [] int32, clients that changed group
+    reclustered: jax.Array  # [] int32, how often all clients were clustered anew
     fault_counts: FaultCounts
 
 
@@ -232,6 +233,7 @@ class Info(struct.PyTreeNode):
     # [] int32, clients that changed group before the round, because their data or the centers
     # changed
     migrated: jax.Array
+    reclustered: jax.Array  # [] int32, 1 if all clients were clustered anew before the round
     fault_counts: FaultCounts
     # [] int32, groups with clients in the cohort but no usable update: their model stayed
     idle_groups: jax.Array
@@ -258,6 +260,8 @@ class Selection(NamedTuple):
     update: Callable[..., Any]
     # (key, round, K) -> ids, where nothing is remembered, so that cohorts are known before the run
     draw: Callable[..., jax.Array] | None = None
+    # (state, data, cohort) -> Traffic, what was sent to choose this cohort; None: nothing
+    traffic: Callable[..., Traffic] | None = None
 
 
 class Algorithm(NamedTuple):

@@ -287,7 +287,8 @@ def test_same_key_same_result_another_key_another(case):
 
 
 @pytest.mark.parametrize(
-    "preset", [preset for preset in PRESETS if preset != "clean"]
+    "preset",
+    [preset for preset in PRESETS if preset in ("paper", "ref")],  # others: how to train
 )  # all of the above is clean
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_builds_under_every_preset(build, algorithm, preset):

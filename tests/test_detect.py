@@ -73,6 +73,14 @@ def test_thresholds_are_strict():
     assert shift_detection.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
 
 
+def test_any_change_of_shares_is_a_change():
+    """One sample of a hundred, or other labels; not twice as many samples of the same ones."""
+    for now in (row(c0=51, c1=49), row(c1=50, c2=50)):
+        assert shift_detection.any_change(now, HALVES, SIZE)
+    for now in (HALVES, 2 * HALVES):
+        assert not shift_detection.any_change(now, HALVES, SIZE)
+
+
 def test_size_and_names_of_labels():
     double = 2 * HALVES
     assert not shift_detection.tv(double, HALVES, SIZE) and not shift_detection.label_w1(

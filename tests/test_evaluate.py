@@ -14,6 +14,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.data.federated import label_counts
 from fedjax_cfl.round import select
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
@@ -79,7 +80,7 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
             linear, cfl.make_mesh(1), ServedModels(models, index), toy
         )
         zero = jnp.zeros((), int)
-        counts = counts, (zero, zero), zero
+        counts = counts, (zero, zero), zero, jnp.nan
         return evaluate.finalize(index, 3, table, counts, toy.concept), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
@@ -92,6 +93,24 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     assert row["group_sizes"].tolist() == [4, 3, 4]
     assert row["evaluated_clients"] == 11
     np.testing.assert_array_equal(table.samples, np.where(np.array(index) >= 0, toy.test.size, 0))
+
+
+def test_clients_of_one_model_are_so_far_apart(toy, linear, models):
+    """A client without a model, or without data, is nobody's neighbour."""
+    index = np.array(INDICES["some without"])
+    gone = int(np.flatnonzero((index >= 0) & (np.asarray(toy.train.size) > 0))[0])
+    size = toy.train.size.at[gone].set(0)
+    data = toy.replace(train=toy.train.replace(size=size))
+    found = jax.jit(evaluate.evaluate_distance)(ServedModels(models, jnp.array(index)), data)
+    counts = label_counts(data.train, data.owner, data.y, data.num_classes)
+    shares = np.asarray(counts / jnp.maximum(counts.sum(1, keepdims=True), 1))
+    known = [k for k in range(14) if index[k] >= 0 and size[k] > 0]
+    each = []
+    for k in known:
+        others = [j for j in known if j != k and index[j] == index[k]]
+        each.append(np.mean([abs(shares[k] - shares[j]).sum() for j in others]) if others else 0.0)
+    assert 0 < len(known) < 14
+    np.testing.assert_allclose(found, np.mean(each), rtol=1e-5)
 
 
 def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):

@@ -20,7 +20,10 @@ def test_experiments_compose(name):
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
     columns = list(node.get("columns", {}).values()) or [[]]
     for i in range(max(len(rows), len(columns))):
-        overrides = [*rows[i % len(rows)]["overrides"], *columns[i % len(columns)]]
+        row, column = rows[i % len(rows)], columns[i % len(columns)]
+        if "columns" in row:  # those that it has
+            column = node["columns"][row["columns"][i % len(row["columns"])]]
+        overrides = [*row["overrides"], *column]
         if not seen.issuperset(overrides):
             asked.append(overrides)
             seen.update(overrides)

@@ -12,6 +12,7 @@ from sklearn.metrics import silhouette_score
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select_by_group
 
@@ -304,6 +305,14 @@ def test_gradients_see_what_label_shares_cannot(toy, linear, local):
 
     labels = np.asarray(represent.shares_of(toy))[large]
     assert score(points[large], "sqeuclidean") > score(labels, "cityblock") + 0.1
+    # what all clients store has learned something, unless it is to be random
+    random = represent.gradient(length=64, epochs=0)(linear, local).init(jax.random.key(0), toy)
+    x, y = gather(toy, toy.train.order)
+    losses = [
+        float(linear.loss(jax.tree.map(lambda leaf: leaf[0], model), x, y, None).mean())
+        for model in (shared, random)
+    ]
+    assert losses[0] < losses[1] - 0.1
 
 
 def test_projection_keeps_inner_products():
@@ -313,12 +322,17 @@ def test_projection_keeps_inner_products():
     np.testing.assert_allclose(low @ low.T, x @ x.T, rtol=0.1)
 
 
-def run(algorithm, steps, rounds=None, start=None):
-    """Returns the states of rounds on the data of `steps`, with one compilation."""
+def run(algorithm, steps, rounds=None, start=None, fired=None):
+    """Returns the states of rounds on the data of `steps`, with one compilation; `fired` gets
+    the new clusterings of each round.
+    """
     key, round_fn = jax.random.key(0), jax.jit(algorithm.round)
     states = [start or jax.jit(algorithm.init)(key, steps[0])]
     for data in steps[:rounds]:
-        states.append(round_fn(key, states[-1], data)[0])
+        state, info = round_fn(key, states[-1], data)
+        states.append(state)
+        if fired is not None:
+            fired.append(int(info.reclustered))
     assert round_fn._cache_size() <= 1
     return states
 
@@ -335,7 +349,8 @@ def test_a_drift_event_by_hand(toy, drifting, linear, local):
     """The state after a drift event equals the parts applied one after another."""
     still, moved = drifting([]), drifting([1, 3, 7])
     for tau in (1e-6, 1e6):
-        before, after = run(method(linear, local, tau=tau), [still, moved])[1:]
+        fired = []
+        before, after = run(method(linear, local, tau=tau), [still, moved], fired=fired)[1:]
         memory = before.memory
         points = np.asarray(represent.shares_of(moved))
         drifted = np.abs(points - memory.reported).sum(1) > 0
@@ -349,7 +364,7 @@ def test_a_drift_event_by_hand(toy, drifting, linear, local):
             np.asarray(before.active),
         )
         np.testing.assert_array_equal(after.memory.reported, points)
-        assert after.memory.reclusterings == (shift >= tau * theta)
+        assert fired == [0, shift >= tau * theta]
         if tau > 1:
             np.testing.assert_array_equal(after.assignment, new)
             np.testing.assert_allclose(after.memory.centers, centers, atol=1e-6)
@@ -362,8 +377,9 @@ def test_ablations(drifting, linear, local):
         drifting([1, 3, 7, 9]),
         drifting([1, 3, 7, 9]).replace(shifted=jnp.zeros(14, bool)),
     ]
+    fired = {name: [] for name in ("always", "tau0", "never", "static", "cohort")}
     states = {
-        name: run(method(linear, local, **settings), steps)
+        name: run(method(linear, local, **settings), steps, fired=fired[name])
         for name, settings in {
             "always": {"trigger": "always"},
             "tau0": {"tau": 0.0},
@@ -372,9 +388,8 @@ def test_ablations(drifting, linear, local):
             "cohort": {"hear": "cohort"},
         }.items()
     }
-    assert [int(s.memory.reclusterings) for s in states["always"]] == [0, 0, 1, 1]
-    assert states["tau0"][-1].memory.reclusterings == 1
-    assert states["never"][-1].memory.reclusterings == 0
+    assert fired["always"] == fired["tau0"] == [0, 1, 0]
+    assert fired["never"] == fired["static"] == [0, 0, 0]
     moved = np.flatnonzero(states["never"][1].assignment != states["never"][2].assignment)
     assert 0 < len(moved) and set(moved) <= {1, 3, 7, 9}
     np.testing.assert_array_equal(states["static"][0].assignment, states["static"][-1].assignment)
@@ -388,8 +403,9 @@ def test_ablations(drifting, linear, local):
 
 def test_moments_of_the_server_follow_their_models(drifting, linear, local):
     algorithm = method(linear, local, trigger="always", server="yogi", server_lr=0.01)
-    before, after = run(algorithm, [drifting([]), drifting([1, 3, 7, 9])])[1:]
-    assert after.memory.reclusterings == 1
+    fired = []
+    before, after = run(algorithm, [drifting([]), drifting([1, 3, 7, 9])], fired=fired)[1:]
+    assert fired == [0, 1]
     chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
     chex.assert_tree_all_finite(after.server)
 
@@ -409,13 +425,27 @@ def test_bytes_of_the_start_and_of_events(toy, drifting, linear, local):
     assert event.units_up - event.units_down == 2
 
 
+def test_false_reports_are_permuted_alike_in_every_event(drifting, linear, local):
+    """Half of the clients report their shares in another order, each always in the same one."""
+    steps = [drifting([]), drifting(list(range(14)))]
+    honest, false = (run(method(linear, local, false_reports=share), steps) for share in (0.0, 0.5))
+    _, orders = false[0].memory.shared
+    assert (np.asarray(orders) != np.arange(4)).any(axis=1).sum() == 7
+    for before, after in zip(honest, false, strict=True):
+        expected = np.take_along_axis(np.asarray(before.memory.reported), np.asarray(orders), 1)
+        np.testing.assert_array_equal(after.memory.reported, expected)
+        assert ledger(before.traffic).words_up == ledger(after.traffic).words_up
+    assert (np.asarray(honest[-1].memory.reported) != false[-1].memory.reported).any()
+
+
 def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
     steps = [drifting([]), drifting([1, 3])]
-    loud, quiet = (
-        run(method(linear, local, report_above=above, trigger="always"), steps)
-        for above in (0.0, 2.5)
+    fired = {0.0: [], 2.5: []}
+    _, quiet = (
+        run(method(linear, local, report_above=above, trigger="always"), steps, fired=fired[above])
+        for above in fired
     )
-    assert loud[-1].memory.reclusterings == 1 and quiet[-1].memory.reclusterings == 0
+    assert fired == {0.0: [0, 1], 2.5: [0, 0]}
     np.testing.assert_array_equal(quiet[-1].memory.reported, quiet[0].memory.reported)
 
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import build, ledger, spent
 
+from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import power_of_choice
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.errors import InputError
@@ -234,6 +236,31 @@ def test_power_of_choice_takes_the_highest_losses_of_each_group(
         for g in range(3):
             mine = [i for i in range(g, 14, 3) if alive[i]]
             assert max(mine, key=lambda i: loss[i]) in ids
+
+
+@pytest.mark.parametrize("candidates", [4, 13])
+def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, models):
+    """A loss each, and a model for those who are not selected (pow-d, section 5)."""
+    state = grouped(toy, models)
+    selection = power_of_choice.pow_d(linear, local, 3, candidates)
+    drawn = power_of_choice.draw_candidates(jax.random.key(1), state, toy, candidates)
+    drawn = int((drawn < 14).sum())
+    ids = selection.select(jax.random.key(0), (), state, toy)
+    sent = ledger(selection.traffic(state, toy, Cohort(ids, ids)))
+    assert (sent.units_down, sent.words_up, sent.units_up) == (drawn - 3, drawn, 0) and drawn > 3
+    assert power_of_choice.rpow_d(3, candidates).traffic is None
+    key = jax.random.key(2)
+    plain, asked = (
+        build(algorithms.fedavg, linear, local, chosen)
+        for chosen in (select_by_group.random_by_group(3), selection)
+    )
+    costs = []
+    for method in (plain, asked):
+        begin = method.init(key, toy)
+        after = jax.jit(method.round)(key, begin, toy)[0]
+        costs.append(spent(begin, after))
+    assert costs[1].units_down - costs[0].units_down == candidates - 3  # one group, 13 with data
+    assert costs[1].words_up - costs[0].words_up == candidates
 
 
 def test_a_batch_that_is_everything_has_the_whole_loss(toy, linear, local, models):

@@ -64,8 +64,12 @@ def test_the_traces_of_the_paper_consume_ten_intervals(period, rounds, first, mo
     assert int(find_oldest(window, 100 * rounds)) == more  # and no more than there are
 
 
-@pytest.mark.parametrize(("period", "retained", "shared"), [(1, 3, 12), (2, 4, 0), (3, 20, 12)])
-def test_windows_equal_brute_force(period, retained, shared):
+@pytest.mark.parametrize(
+    ("period", "retained", "shared", "prequential"),
+    [(1, 3, 12, False), (2, 4, 0, False), (3, 20, 12, False), (2, 5, 12, True)],
+)
+def test_windows_equal_brute_force(period, retained, shared, prequential):
+    """Prequential: clients are tested on the interval that comes next, in the end on the last."""
     data, intervals = make_data(shared=shared), 9
     length = -(-retained // period)
     time, home = np.asarray(data.time), np.asarray(data.owner)
@@ -75,10 +79,13 @@ def test_windows_equal_brute_force(period, retained, shared):
     before: list = []
     rounds = period * (intervals + 1)
     for round, (now, shifted, _) in enumerate(
-        follow(stream.by_time(intervals, period, retained), data, rounds)
+        follow(stream.by_time(intervals, period, retained, prequential), data, rounds)
     ):
         newest = min(length - 1 + round // period, intervals - 1)
         visible = (when < 0) | ((when <= newest) & (when > newest - length))
+        if prequential:
+            tests = np.asarray(data.test.order)
+            visible[tests] = when[tests] == min(newest + 1, intervals - 1)
         owner = np.where(visible, home, -1)
         np.testing.assert_array_equal(now.owner, owner)
         held = []
@@ -267,6 +274,10 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
         (lambda: stream.burst(fraction=-1), "drift.fraction=-1: must be a number between"),
         (lambda: stream.burst(begin=700, end=650), "drift.begin=700: no data arrive from round"),
         (lambda: stream.burst(begin=2500, end=2600), "until round 2000"),
+        (
+            lambda: stream.bucket(2, 50, 100, prequential=True),
+            "drift.prequential=true: all drift.intervals=2 are in the window",
+        ),
         (lambda: stream.rotate(p=2), "drift.p=2: must be a number between"),
         (lambda: label_swap.label_swap(period=0), "drift.period=0: must be a whole number"),
         (

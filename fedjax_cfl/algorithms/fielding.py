@@ -32,7 +32,12 @@ from fedjax_cfl.clustering.recluster import (
     mixing_weights,
     rowwise,
 )
-from fedjax_cfl.clustering.represent import MakeRepresentation, Representation, label_shares
+from fedjax_cfl.clustering.represent import (
+    MakeRepresentation,
+    Representation,
+    label_shares,
+    with_false_reports,
+)
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import (
@@ -60,7 +65,7 @@ from fedjax_cfl.types import (
     Traffic,
     Upload,
 )
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 
 class Heard(NamedTuple):
@@ -87,6 +92,7 @@ class DriftRule(NamedTuple):
     trigger: Trigger = center_shift()  # of a new clustering of all clients
     report_above: NonNegativeFloat = 0.0  # a client reports when it has moved further than this
     hear: Heard | None = hear_all  # hear_all | hear_cohort | None: groups are static
+    false_reports: Fraction = 0.0  # share of the clients that permute what they report
 
 
 class DriftMemory(struct.PyTreeNode):
@@ -98,7 +104,6 @@ class DriftMemory(struct.PyTreeNode):
     trigger: Any  # what the trigger remembers
     pending: jax.Array  # [K] bool, data have changed and nobody has heard of it yet
     heard: jax.Array  # [K] bool, clients that may report now
-    reclusterings: jax.Array  # [] int32, so far
 
 
 FIELDING = DriftRule()  # as published
@@ -128,6 +133,8 @@ def fielding(
     representation = rule.represent(task, local)
     if rule.metric is not None:
         representation = representation._replace(metric=rule.metric)
+    if rule.false_reports:
+        representation = with_false_reports(representation, rule.false_reports)
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
         start=cluster_at_start(task, representation, rule, m),
@@ -166,7 +173,6 @@ def cluster_at_start(
             trigger=rule.trigger.init(centers),
             pending=nobody,
             heard=nobody | (rule.hear is not None and rule.hear.start),
-            reclusterings=jnp.zeros((), jnp.int32),
         )
         initial = task.init(keys[0])
         groups = copy_model(initial, m)
@@ -198,11 +204,10 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         )
         memory = state.memory.replace(
             trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers),
-            reclusterings=memory.reclusterings + fired,
         )
         sent = representation.report(drifted, points.shape[1])
         migrated = jnp.sum(drifted & (moves.labels != old))
-        return state.replace(memory=memory), make_report(sent, migrated)
+        return state.replace(memory=memory), make_report(sent, migrated, reclustered=fired)
 
     def recluster_all(key: Key, state: State, moves: Moves) -> State:
         m = state.active.size

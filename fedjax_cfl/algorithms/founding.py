@@ -271,7 +271,7 @@ def recluster_at(
         drawn_count = jnp.sum(met[drawn])
         # down: the initial model to founders, then m directions to everybody met
         sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)
-        report = make_report(sent, fault_counts=add_fault_counts(faults, more))
+        report = make_report(sent, fault_counts=add_fault_counts(faults, more), reclustered=1)
         return refounded.replace(assignment=assignment, groups=means), report
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:

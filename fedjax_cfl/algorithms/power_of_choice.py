@@ -6,8 +6,8 @@ selected. pow-d asks for the loss of the whole training set, cpow-d for that of 
 mini-batch, rpow-d takes the last one known (see `round.select.power_of_choice`, where
 candidates are uniform and there are no groups).
 
-Differs from the paper: the losses that candidates send, and the models that those get who
-are not selected, are not in the ledger.
+Candidates who are not selected get a model all the same, and all send their loss; the
+simulated clock does not count it.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,18 @@ from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.runs_as_one import CohortFn
-from fedjax_cfl.round.select_by_group import groups_of, take_quotas
-from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Task, Upload
+from fedjax_cfl.round.select_by_group import groups_of, share_quotas, take_quotas
+from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.types import (
+    Cohort,
+    FederatedData,
+    Key,
+    Selection,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -78,7 +88,20 @@ def select_highest(
         drawn = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(True, mode="drop")
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
-    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+    def sent(state: State, data: FederatedData, cohort: Cohort) -> Traffic:
+        own = jnp.where(data.train.size > 0, groups_of(state), state.active.size)
+        members = jnp.zeros(state.active.size, jnp.int32).at[own].add(1, mode="drop")
+        drawn = share_quotas(candidates, members).sum()
+        return make_traffic(
+            units_down=drawn - jnp.sum(cohort.ids < data.num_clients), words_up=drawn
+        )
+
+    return Selection(
+        lambda data: (),
+        select,
+        lambda memory, state, cohort, upload, seconds: memory,
+        traffic=sent,
+    )
 
 
 def pow_d(

@@ -67,6 +67,7 @@ class Maker(NamedTuple):
 MEANS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
 DETECTORS = {
     "tv": shift_detection.tv,
+    "any_change": shift_detection.any_change,
     "label_w1": shift_detection.label_w1,
     "counts_as_samples": shift_detection.counts_as_samples,
 }
@@ -112,7 +113,7 @@ FIELDING = {
     "represent": {
         "labels": represent.label_shares,
         "embedding": Maker(represent.embedding, ("units", "images_per_class", "epochs", "lr")),
-        "gradient": Maker(represent.gradient, ("length",)),
+        "gradient": Maker(represent.gradient, ("length", "images_per_class", "epochs", "lr")),
     },
     "metric": {
         "l1": distances.l1,

@@ -105,6 +105,8 @@ def metric_kmeans(
     the valid points to their centers.
     """
     used = jnp.arange(m) < count
+    # metrics read coordinate after coordinate: turned once, not in every iteration
+    columns = lax.optimization_barrier(points.T)
     centers = seed_centers(key, points, valid.astype(jnp.float32), count, m, metric)
 
     def unfinished(carry):
@@ -113,7 +115,7 @@ def metric_kmeans(
 
     def iterate(carry):
         step, centers, labels, (best, best_cost), _ = carry
-        distance = jnp.where(used[:, None], metric(centers, points), jnp.inf)
+        distance = jnp.where(used[:, None], metric(centers, columns.T), jnp.inf)
         new = jnp.argmin(distance, axis=0).astype(jnp.int32)
         cost = jnp.sum(jnp.where(valid, jnp.min(distance, axis=0), 0))
         kept = jnp.where(cost < best_cost, new, best), jnp.minimum(cost, best_cost)

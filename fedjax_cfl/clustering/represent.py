@@ -13,6 +13,7 @@ from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
 from fedjax_cfl.data.federated import gather, label_counts
+from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local, full_work
@@ -21,7 +22,7 @@ from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.sgd import gradient_step
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import FederatedData, Key, Task, Traffic
-from fedjax_cfl.validation import PositiveInt
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
 
 
 class Representation(NamedTuple):
@@ -139,9 +140,21 @@ def train_network(
         "out_bias": jnp.zeros(data.num_classes),
     }
 
+    def losses(network: Any) -> jax.Array:
+        return cross_entropy(hidden_layer(network, x) @ network["out"] + network["out_bias"], y)
+
+    return descend(losses, initial, weight, epochs, lr)
+
+
+def descend(
+    losses: Callable[[Any], jax.Array], initial: Any, weight: jax.Array, epochs: int, lr: float
+) -> Any:
+    """Returns parameters after `epochs` gradient steps on the mean of `losses` [n], in which
+    samples count by `weight` [n].
+    """
+
     def loss(network: Any) -> jax.Array:
-        each = cross_entropy(hidden_layer(network, x) @ network["out"] + network["out_bias"], y)
-        return jnp.sum(weight * each) / jnp.maximum(weight.sum(), 1)
+        return jnp.sum(weight * losses(network)) / jnp.maximum(weight.sum(), 1)
 
     def step(_: Any, network: Any) -> Any:
         return jax.tree.map(lambda p, g: p - lr * g, network, jax.grad(loss)(network))
@@ -149,14 +162,20 @@ def train_network(
     return lax.fori_loop(0, epochs, step, initial)
 
 
-def gradient(length: PositiveInt = 256) -> MakeRepresentation:
+def gradient(
+    length: PositiveInt = 256,
+    images_per_class: PositiveInt = 200,
+    epochs: NaturalInt = 300,
+    lr: float = 0.05,
+) -> MakeRepresentation:
     """Represents a client by the direction [length] of the gradient of its mean loss at a
-    frozen random model that all clients store.
+    frozen model that all clients store.
 
-    A gradient is scaled to norm 1, so that squared distances are 2 - 2 cos, and projected.
-    A report costs a whole model. Differs from a Gaussian projection: every coordinate is
-    added to one random place with a random sign, which keeps inner products in the mean at
-    the cost of one pass.
+    The model is trained at the start as that of `embedding` is; with 0 `epochs` it is random,
+    and gradients say more of labels than of what is wrong about them. A gradient is scaled to
+    norm 1, so that squared distances are 2 - 2 cos, and projected. A report costs a whole
+    model. Differs from a Gaussian projection: every coordinate is added to one random place
+    with a random sign, which keeps inner products in the mean at the cost of one pass.
     """
 
     def make(task: Task, local: Local) -> Representation:
@@ -174,7 +193,13 @@ def gradient(length: PositiveInt = 256) -> MakeRepresentation:
             return of_clients(client_direction, local, shared, data, who)
 
         def init(key: Key, data: FederatedData) -> Any:
-            return jax.tree.map(lambda leaf: leaf[None], task.init(key))
+            starting, drawing = jax.random.split(key)
+            model = task.init(starting)
+            if epochs:
+                rows, weight = draw_per_class(drawing, data, images_per_class)
+                x, y = gather(data, rows)
+                model = descend(lambda p: task.loss(p, x, y, None), model, weight, epochs, lr)
+            return jax.tree.map(lambda leaf: leaf[None], model)
 
         return Representation(
             init,
@@ -185,6 +210,29 @@ def gradient(length: PositiveInt = 256) -> MakeRepresentation:
         )
 
     return make
+
+
+def with_false_reports(representation: Representation, fraction: Fraction) -> Representation:
+    """Lets a random `fraction` of the clients permute the numbers of every report, each in an
+    order of its own (malicious registrations; Fielding, section 3.3). They train honestly.
+    """
+
+    def init(key: Key, data: FederatedData) -> Any:
+        own, false = jax.random.split(key)
+        shared = representation.init(own, data)
+        everybody = jnp.ones(data.num_clients, bool)
+        points = jax.eval_shape(representation.compute, shared, data, everybody)
+        return shared, draw_false_orders(false, data.num_clients, points.shape[1], fraction)
+
+    def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
+        own, orders = shared
+        return report_falsely(representation.compute(own, data, who), orders)
+
+    return representation._replace(
+        init=init,
+        compute=compute,
+        setup=lambda shared, clients: representation.setup(shared[0], clients),
+    )
 
 
 def project(vector: jax.Array, length: int) -> jax.Array:

@@ -44,6 +44,13 @@ def tv(
     return total_variation(counts, reference) > threshold + ROUNDING
 
 
+def any_change(counts: jax.Array, reference: jax.Array, initial_size: jax.Array) -> jax.Array:
+    """Detects every change of the label shares: who reports drift in Fielding
+    (https://arxiv.org/abs/2411.01580), so that rules of moving can be compared alone.
+    """
+    return tv(counts, reference, initial_size, 0.0)
+
+
 def label_w1(
     counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.6
 ) -> jax.Array:

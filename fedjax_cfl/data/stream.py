@@ -34,11 +34,21 @@ class Window(NamedTuple):
     intervals: int  # B, of the whole trace
     period: int  # g, rounds between two arrivals
     retained: int  # rounds of data that a client keeps, and begins with
+    prequential: bool = False  # clients are tested on what arrives next, not on the window
 
     @property
     def length(self) -> int:
         """W, intervals in the window."""
         return min(-(-self.retained // self.period), self.intervals)
+
+    def tested(self, oldest: jax.Array | int) -> tuple[jax.Array | int, jax.Array | int]:
+        """Returns the oldest and newest interval of the test samples that belong to a window
+        of training samples; at the end of the trace, where nothing is next, the last one.
+        """
+        if not self.prequential:
+            return oldest, oldest + self.length - 1
+        following = jnp.minimum(oldest + self.length, self.intervals - 1)
+        return following, following
 
 
 class StreamMemory(struct.PyTreeNode):
@@ -49,6 +59,7 @@ class StreamMemory(struct.PyTreeNode):
     # [K, B + 1] int32, samples of a client that arrive before interval b, or are always there
     train_offset: jax.Array
     test_offset: jax.Array
+    is_test: jax.Array  # [N] bool
 
 
 def find_oldest(window: Window, round: jax.Array | int) -> jax.Array:
@@ -59,16 +70,27 @@ def find_oldest(window: Window, round: jax.Array | int) -> jax.Array:
 
 
 def stream(
-    arrange: traces.ArrangeFn, intervals: PositiveInt, period: PositiveInt, retained: PositiveInt
+    arrange: traces.ArrangeFn,
+    intervals: PositiveInt,
+    period: PositiveInt,
+    retained: PositiveInt,
+    prequential: bool = False,
 ) -> Drift:
     """Shows each client the holdings of a window of `retained` rounds, which moves on every
     `period` rounds until the last of the `intervals` has arrived.
 
-    A window of everything never moves: the data are static.
+    A window of everything never moves: the data are static. With `prequential` clients are
+    tested on the test samples of the interval that arrives next. Raises InputError if there is
+    none.
     """
     check_arguments(stream, locals(), "drift")
-    window = Window(intervals, period, retained)
+    window = Window(intervals, period, retained, prequential)
     is_static = window.length == intervals
+    if is_static and prequential:
+        raise InputError(
+            f"drift.prequential=true: all drift.intervals={intervals} are in the window of"
+            f" drift.retained={retained} rounds, so that nothing arrives next"
+        )
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
         data, interval = arrange(jax.random.fold_in(key, ARRANGE), data, window)
@@ -77,8 +99,9 @@ def stream(
         interval = jnp.where(traces.find_shared(data), ALWAYS, interval)
         train, train_offset = sort_by_interval(data.train, data.owner, interval, intervals)
         test, test_offset = sort_by_interval(data.test, data.owner, interval, intervals)
-        memory = StreamMemory(data.owner, interval, train_offset, test_offset)
-        return show_window(data.replace(train=train, test=test), memory, window, 0, 0), memory
+        is_test = jnp.zeros(interval.size, bool).at[test.order].set(True, mode="drop")
+        memory = StreamMemory(data.owner, interval, train_offset, test_offset, is_test)
+        return show_window(data.replace(train=train, test=test), memory, window, None, 0), memory
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -86,11 +109,14 @@ def stream(
         if is_static:
             return data, memory, jnp.zeros(data.num_clients, bool)
         before, now = find_oldest(window, round), find_oldest(window, round + 1)
-        size = window.length
         shifted = jnp.zeros(data.num_clients, bool)
-        for offset in (memory.train_offset, memory.test_offset):
-            shifted |= offset[:, before] != offset[:, now]
-            shifted |= offset[:, before + size] != offset[:, now + size]
+        for offset, ends in (
+            (memory.train_offset, lambda oldest: (oldest, oldest + window.length - 1)),
+            (memory.test_offset, window.tested),
+        ):
+            (begin, end), (begin_now, end_now) = ends(before), ends(now)
+            shifted |= offset[:, begin] != offset[:, begin_now]
+            shifted |= offset[:, end + 1] != offset[:, end_now + 1]
 
         def show() -> tuple[jax.Array, ClientIndex, ClientIndex]:
             shown = show_window(data, memory, window, before, now)
@@ -129,19 +155,24 @@ def show_window(
     data: FederatedData,
     memory: StreamMemory,
     window: Window,
-    before: jax.Array | int,
+    before: jax.Array | None,
     oldest: jax.Array | int,
 ) -> FederatedData:
     """Returns the data with the window that begins at interval `oldest`; the one before began
-    at `before`.
+    at `before`, None: there was none, and samples stand in the order of their intervals.
     """
     newest = oldest + window.length - 1
-    inside = (memory.interval >= oldest) & (memory.interval <= newest)
+    first, last = window.tested(oldest)
+    train_before, test_before = (0, 0) if before is None else (before, window.tested(before)[0])
+    begin = jnp.where(memory.is_test, first, oldest)
+    end = jnp.where(memory.is_test, last, newest)
+    inside = (memory.interval >= begin) & (memory.interval <= end)
     visible = inside | (memory.interval == ALWAYS)
+    owner = memory.owner
     return data.replace(
-        owner=jnp.where(visible, memory.owner, -1),
-        train=_turn_ranges(data.train, memory.owner, memory.train_offset, before, oldest, newest),
-        test=_turn_ranges(data.test, memory.owner, memory.test_offset, before, oldest, newest),
+        owner=jnp.where(visible, owner, -1),
+        train=_turn_ranges(data.train, owner, memory.train_offset, train_before, oldest, newest),
+        test=_turn_ranges(data.test, owner, memory.test_offset, test_before, first, last),
     )
 
 
@@ -161,13 +192,16 @@ def _turn_ranges(view, owner, offset, before, oldest, newest) -> ClientIndex:
 
 
 def bucket(
-    intervals: PositiveInt = 10, period: PositiveInt = 50, retained: PositiveInt = 100
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 50,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """Each client deals its labels to the intervals at random; an interval brings all
     samples of its labels (the Open Images trace of Fielding).
     """
     check_arguments(bucket, locals(), "drift")
-    return stream(traces.deal_labels, intervals, period, retained)
+    return stream(traces.deal_labels, intervals, period, retained, prequential)
 
 
 def gradual(
@@ -176,6 +210,7 @@ def gradual(
     intervals: PositiveInt = 10,
     period: PositiveInt = 30,
     retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """The label shares of a client move slowly: p_{b+1} = (1 - epsilon) p_b + epsilon
     Dir(alpha / C). Its samples are redrawn from those shares, see `traces.redraw_samples`.
@@ -187,7 +222,7 @@ def gradual(
             key, data, intervals, alpha, epsilon, np.zeros(intervals, bool), 0.0
         )
 
-    return stream(arrange, intervals, period, retained)
+    return stream(arrange, intervals, period, retained, prequential)
 
 
 def burst(
@@ -199,6 +234,7 @@ def burst(
     intervals: PositiveInt = 105,
     period: PositiveInt = 20,
     retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """As `gradual`, and with every arrival in the rounds `begin` to `end` each client draws
     new label shares with probability `fraction` (the heavy drift of Fielding's Fig. 1).
@@ -218,7 +254,7 @@ def burst(
     def arrange(key: Key, data: FederatedData, window: Window):
         return traces.redraw_samples(key, data, intervals, alpha, epsilon, is_burst, fraction)
 
-    return stream(arrange, intervals, period, retained)
+    return stream(arrange, intervals, period, retained, prequential)
 
 
 def rotate(
@@ -226,6 +262,7 @@ def rotate(
     intervals: PositiveInt = 10,
     period: PositiveInt = 20,
     retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """Covariate drift: what arrives at a client is turned by a number of quarters, random at
     first; with each interval it turns by one more with probability p.
@@ -238,11 +275,14 @@ def rotate(
     def check(data: FederatedData) -> None:
         check_square(data.x, "drift=stream_rotate")
 
-    return _checked(stream(arrange, intervals, period, retained), check)
+    return _checked(stream(arrange, intervals, period, retained, prequential), check)
 
 
 def by_time(
-    intervals: PositiveInt = 10, period: PositiveInt = 50, retained: PositiveInt = 100
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 50,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """Samples arrive in the order of their real times, which are cut into intervals of equal
     length. Raises InputError for data without times.
@@ -252,7 +292,7 @@ def by_time(
     def check(data: FederatedData) -> None:
         traces.check_times(data, intervals)
 
-    return _checked(stream(traces.cut_times, intervals, period, retained), check)
+    return _checked(stream(traces.cut_times, intervals, period, retained, prequential), check)
 
 
 def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:

@@ -29,6 +29,7 @@ AXIS_LABELS = {
     "accuracy": "test accuracy",
     "train_loss": "training loss of the cohort",
     "discrepancy": "discrepancy",
+    "mean_client_distance": "mean client distance (L1)",
 }
 # evaluations: from how many on a line is steadied, and over how many
 MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_row
+from fedjax_cfl.papers.relative import RELATIVE, measure_beside
 from fedjax_cfl.runs.results import atomic_write, compute_measures, read_metrics
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
@@ -83,8 +84,12 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
         window = shared_rounds(numbers[folder]["rows"] for folder in own)
         for column in row_columns(table, row):
             cells = found.get((owner, "" if "measures" in table else column), [])
-            measured = [numbers[folder] for folder in cells]
             measure = cell_measure(table, row, column)
+            if measure in RELATIVE:
+                base = table["rows"][owner].get("baseline", table.get("baseline"))
+                measured = measure_beside(numbers, cells, found.get((owner, base), []))
+            else:
+                measured = [numbers[folder] for folder in cells]
             values = _values(table, measure, (one[measure] for one in measured))
             record = {
                 "row": row,
@@ -93,7 +98,7 @@ def collect(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[dict]
                 "mean": statistics.fmean(values) if values else None,
                 "sd": statistics.stdev(values) if len(values) > 1 else None,
                 "seeds": len(values),
-                "runs": len(cells),
+                "runs": len(measured),
                 "rounds": _list_distinct(one["rounds"] for one in measured),
                 "of_rounds": _list_distinct(defaults[folder] for folder in cells),
             }
@@ -125,8 +130,10 @@ def _shared_best(table: dict, measured: list[dict], window: set[int]) -> dict:
 
 def format_number(value: float, measure: str, digits: int = 3) -> str:
     """Formats a value in the table's unit, with the digits its measure deserves."""
-    if "discrepancy" in measure or measure == "ari":
+    if any(word in measure for word in ("discrepancy", "distance", "speedup")) or measure == "ari":
         return f"{value:.{digits}g}"
+    if measure == "server_time":
+        return f"{value:.3g}"
     text = f"{value:,.1f}"
     return text if is_score(measure) else text.removesuffix(".0")
 
@@ -140,7 +147,8 @@ def format_cell(table: dict, record: dict) -> str:
     if not record["runs"]:
         return f"-{printed}"
     if record["mean"] is None:
-        return ("not reached" if measure.startswith("rounds_to") else "no value yet") + printed
+        wanted = measure.startswith("rounds_to") or measure == "speedup"
+        return ("not reached" if wanted else "no value yet") + printed
     spread = "" if record["sd"] is None else f" ± {format_number(record['sd'], measure, 2)}"
     some = (
         ""
@@ -165,6 +173,8 @@ def format_finished_cell(table: dict, row: str, folder: Path) -> str:
         shown = {name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]}
     texts = []
     for label, measure in shown.items():
+        if measure in RELATIVE:  # to a run that may not have finished
+            continue
         value = values[measure]
         text = (
             "none"

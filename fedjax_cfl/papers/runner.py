@@ -33,6 +33,7 @@ from fedjax_cfl.papers import (
     cells,
     fedgroup_fig5,
     fesem_fig3,
+    fielding_server,
     figures,
     md_icfl_figs,
     report,
@@ -201,6 +202,9 @@ def main(
     cells.check_cells(todo, extra, resolve_settings)
     if table.get("figure") == "edc_madc":
         return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
+    if table.get("figure") == "server":
+        command = f"fedjax-cfl paper {shlex.join(argv)}"
+        return fielding_server.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
         records = report.collect(table, cells.find_finished(experiment, table, runs, extra))

@@ -149,11 +149,13 @@ def make_report(
     traffic: Traffic | None = None,
     migrated: ArrayLike = 0,
     fault_counts: FaultCounts | None = None,
+    reclustered: ArrayLike = 0,
 ) -> Report:
     """Returns a report. By default nothing was sent, nobody moved and nothing failed."""
     return Report(
         make_traffic() if traffic is None else traffic,
         jnp.asarray(migrated, jnp.int32),
+        jnp.asarray(reclustered, jnp.int32),
         no_faults() if fault_counts is None else fault_counts,
     )
 
@@ -165,6 +167,7 @@ def add_reports(*reports: Report) -> Report:
     return Report(
         add_traffic(*(report.traffic for report in reports)),
         jnp.asarray(sum(report.migrated for report in reports), jnp.int32),
+        jnp.asarray(sum(report.reclustered for report in reports), jnp.int32),
         add_fault_counts(*(report.fault_counts for report in reports)),
     )
 

@@ -64,6 +64,7 @@ def make_info(
         cold=jnp.sum(real & ~known).astype(jnp.int32),
         shifted=jnp.zeros((), jnp.int32),
         migrated=jnp.zeros((), jnp.int32),
+        reclustered=jnp.zeros((), jnp.int32),
         fault_counts=no_faults(),
         idle_groups=jnp.sum(in_cohort & (mass == 0)).astype(jnp.int32),
         late=jnp.zeros((), jnp.int32),

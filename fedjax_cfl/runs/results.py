@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -258,15 +258,29 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def tail_macro_accuracy(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
+    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one."""
+    count = max(1, round(share * len(rows)))
+    return _mean_of(row.get("macro_accuracy") for row in rows[-count:])
+
+
+def _mean_of(values: Iterable[float | None]) -> float | None:
+    kept = [value for value in values if value is not None]
+    return float(np.mean(kept)) if kept else None
+
+
 def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what `summarize_rows` does and what published tables show besides: null where
     a target is not reached or nothing counts.
 
     `units` are models sent down and up in all, `migrations` clients that changed their
     group after a shift, `median_accuracy` is over the evaluations that count,
-    `rounds_to_85` the first of them with an accuracy of at least 0.85.
+    `rounds_to_85` the first of them with an accuracy of at least 0.85. Means over clients
+    are averaged over the last 5 % of the evaluations, or over all; mean client distances and
+    numbers of groups over all.
     """
-    scored = [row["accuracy"] for row in to_plain(rows) if row.get("accuracy") is not None]
+    rows = to_plain(rows)
+    scored = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
     numbers = summarize_rows(rows)
     return {
         **numbers,
@@ -275,4 +289,10 @@ def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "rounds_to_85": rounds_to(rows, 0.85),
         "units": (numbers["units_down"] or 0) + (numbers["units_up"] or 0),
         "migrations": sum(row.get("migrated_clients") or 0 for row in rows),
+        "reclusterings": sum(row.get("reclusterings") or 0 for row in rows),
+        "tail_macro_accuracy": tail_macro_accuracy(rows),
+        **{
+            f"average_{name}": _mean_of(row.get(name) for row in rows)
+            for name in ("macro_accuracy", "mean_client_distance", "groups")
+        },
     }

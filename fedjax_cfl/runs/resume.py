@@ -31,6 +31,7 @@ RESUME_MAY_CHANGE = (
     "rounds",
     "eval_every",
     "eval_auxiliary",
+    "eval_distance",
     "devices",
     "offline",
     "resume",

@@ -58,6 +58,9 @@ def measure_nothing(result: Result) -> Extras:
     """Measures nothing besides."""
     return Extras({}, {}, {})
 
+# of a `Plan`
+PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
+
 
 class Member(NamedTuple):
     """One run of a session, alone or of several."""
@@ -139,7 +142,7 @@ def train_members(
     None to begin. Raises RunError.
     """
     config, run_dir = members[0].config, members[0].run_dir
-    plan = Plan(*(config[name] for name in ("rounds", "eval_every", "discard", "eval_auxiliary")))
+    plan = Plan(*(config[name] for name in PLAN_SETTINGS))
     algorithm, task, _, _, mesh = parts[0]
     try:
         with signals.catch_signals() as asked:

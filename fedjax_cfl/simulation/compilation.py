@@ -60,6 +60,8 @@ class Plan(NamedTuple):
     eval_every: PositiveInt = 1
     discard: Literal["rounds", "met", "none"] = "rounds"
     with_auxiliary: bool = True  # also test the mean of the models
+    # also the mean distance of clients that share a model; quadratic in the clients
+    with_distance: bool = False
 
 
 def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
@@ -67,6 +69,10 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
     check_arguments(Plan, plan._asdict())
     if not all(one.test.order.size for one in data):
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
+    if plan.with_distance and any(map(prefetch.is_on_host, data)):
+        raise InputError(
+            "eval_distance=true: needs the labels of all clients at once, as resident=device has"
+        )
 
 
 Carry = tuple[State, Any]  # what goes from round to round: (state, data_state)
@@ -249,7 +255,9 @@ def test_block(
     """Returns (`found` and the evaluation of a further part of the test data, from
     client `first` on; index of the served models [K]).
     """
-    more = evaluate.evaluate_block(algorithm, task, mesh, state, data, plan.with_auxiliary, first)
+    more = evaluate.evaluate_block(
+        algorithm, task, mesh, state, data, plan.with_auxiliary, first, plan.with_distance
+    )
     found = more if found is None else evaluate.merge(found, more, first)
     return found, algorithm.serve(state).model_index
 

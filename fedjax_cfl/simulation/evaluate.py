@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from fedjax_cfl.clustering.distances import l1
+from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
+from fedjax_cfl.clustering.represent import shares_of
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
@@ -139,6 +142,16 @@ def evaluate_auxiliary(
     return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
 
 
+def evaluate_distance(served: ServedModels, data: FederatedData) -> jax.Array:
+    """Returns the mean [] L1 distance of the training label shares of two clients that are
+    served the same model, see `mean_client_distance`; clients without one do not count.
+    """
+    index = served.model_index
+    valid = (index >= 0) & (data.train.size > 0)
+    count = count_models(served.models)
+    return mean_client_distance(shares_of(data), jnp.maximum(index, 0), count, valid, l1)
+
+
 def evaluate_all(
     algorithm: Algorithm,
     task: Task,
@@ -163,10 +176,11 @@ def evaluate_block(
     data: FederatedData,
     with_auxiliary: bool,
     first: Any = None,
+    with_distance: bool = False,
 ) -> tuple:
     """Returns the per-client table and, on all test samples of the clients of `data`,
     the counts of classes, of the auxiliary model, and of the clients whose model is not
-    finite.
+    finite; and the mean client distance, NaN without.
 
     These are by default everybody, otherwise the clients from number `first` on.
     """
@@ -183,7 +197,8 @@ def evaluate_block(
         else (jnp.zeros((), jnp.int32),) * 2
     )
     bad = ~is_finite(models)[jnp.maximum(index, 0)] & (index >= 0) & (data.test.size > 0)
-    return table, (counts, right, bad.sum(dtype=jnp.int32))
+    distance = evaluate_distance(served, data) if with_distance else jnp.float32(jnp.nan)
+    return table, (counts, right, bad.sum(dtype=jnp.int32), distance)
 
 
 def is_finite(models: Params) -> jax.Array:
@@ -198,7 +213,7 @@ def empty(num_clients: int, num_classes: int) -> tuple:
     """Returns what `evaluate_block` would of nobody, for all clients."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
     table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
-    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero), zero)
+    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero), zero, jnp.zeros(()))
 
 
 def merge(found: Any, more: Any, first: Any) -> tuple:
@@ -223,14 +238,16 @@ def finalize(
     tested on a model that is not finite, or if nobody's loss is finite: such a model
     does not predict.
     """
-    counts, (right, held), bad = counts
+    counts, (right, held), bad, distance = counts
     xp, has_model = index.__array_namespace__(), index >= 0
     found = metrics.summarize_clients(table, counts)
     found["test_loss"] = found.pop("loss")
     found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[
         :num_models
     ]
+    found["groups"] = (found["group_sizes"] > 0).sum()
     found["ari"] = metrics.ari(index, concept, has_model)
+    found["mean_client_distance"] = distance
     found["evaluated_clients"] = has_model.sum()
     found["auxiliary_accuracy"] = xp.where(held > 0, right / held.clip(1), xp.nan)
     tested = table.samples > 0

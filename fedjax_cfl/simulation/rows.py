@@ -113,6 +113,7 @@ def metrics_row(
         "cold_clients": int(infos.cold.sum()),
         "shifted_clients": int(infos.shifted.sum()),
         "migrated_clients": int(infos.migrated.sum()),
+        "reclusterings": int(infos.reclustered.sum()),
         "dropped_clients": int(infos.fault_counts.dropped.sum()),
         "nonfinite_clients": int(infos.fault_counts.nonfinite.sum()),
         "hostile_clients": int(infos.fault_counts.byzantine.sum()),

@@ -1,0 +1,58 @@
+"""A run beside the baseline's run of the same seed (Fielding, https://arxiv.org/abs/2411.01580,
+section 3): how much more accurate it is in the end, and how much sooner it is as accurate.
+
+Accuracies are means over clients. The target is the baseline's accuracy in the end; it is
+reached once every later test reaches it, too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fedjax_cfl.runs.results import tail_macro_accuracy
+
+RELATIVE = ("accuracy_gain", "speedup")  # measures that need a baseline
+
+Rows = list[dict[str, Any]]  # of metrics.jsonl
+
+
+def time_to_keep(rows: Rows, target: float) -> float | None:
+    """Returns the simulated seconds, without a clock the rounds, after which every test has
+    an accuracy of at least `target`; None if the last one has not.
+    """
+    reached = None
+    for row in reversed(rows):
+        if not (row.get("macro_accuracy") or 0.0) >= target:
+            break
+        reached = row.get("sim_time_s") or row["round"]
+    return reached
+
+
+def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
+    """Returns the measures `RELATIVE` of a run: a difference of fractions, and the
+    baseline's time to its own final accuracy divided by the run's.
+
+    The speed-up is None if the run does not reach it.
+    """
+    if rows is baseline:
+        return {"accuracy_gain": 0.0, "speedup": 1.0}
+    own, target = tail_macro_accuracy(rows), tail_macro_accuracy(baseline)
+    if own is None or target is None:
+        return dict.fromkeys(RELATIVE)
+    ours, theirs = time_to_keep(rows, target), time_to_keep(baseline, target)
+    # the baseline's last tests may be below their own mean: then its time is the whole run
+    theirs = theirs or baseline[-1].get("sim_time_s") or baseline[-1]["round"]
+    return {"accuracy_gain": own - target, "speedup": theirs / ours if ours else None}
+
+
+def measure_beside(
+    numbers: dict[Path, dict], cells: list[Path], baseline: list[Path]
+) -> list[dict]:
+    """Returns the measures of the `cells`, folders of runs, whose seed the baseline has run,
+    too: their `numbers`, and those that are relative to it.
+    """
+    base = {folder.name: numbers[folder]["rows"] for folder in baseline}
+    return [
+        numbers[folder] | compare_to_baseline(numbers[folder]["rows"], base[folder.name])
+        for folder in cells
+        if folder.name in base
+    ]
