@@ -1,13 +1,13 @@
 """What programs are compiled with."""
 
 import jax
-import jaxlib
+import jaxlib.version
 import pytest
 
 import fedjax_cfl as cfl
 from fedjax_cfl.simulation.compiler import QUICK, compiler_options
 
-ONE_KIND = not jaxlib.__version__.startswith("0.10.")
+ONE_KIND = not jaxlib.version.__version__.startswith("0.10.")
 pytestmark = pytest.mark.skipif(ONE_KIND, reason="this XLA has one kind of emitter only")
 
 

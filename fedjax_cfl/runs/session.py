@@ -58,6 +58,7 @@ def measure_nothing(result: Result) -> Extras:
     """Measures nothing besides."""
     return Extras({}, {}, {})
 
+
 # of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 

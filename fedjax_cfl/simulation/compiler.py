@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.datasets.download import cache_dir
@@ -43,7 +43,7 @@ def compiler_options(mesh: Mesh, task: Task | None = None) -> dict[str, bool | i
     They do not depend on the length of a run, so that an extended run goes on with the
     same numbers. What XLA_FLAGS names stays as it says there.
     """
-    if not jaxlib.__version__.startswith("0.10.") or not is_cpu(mesh):
+    if not jaxlib.version.__version__.startswith("0.10.") or not is_cpu(mesh):
         return {}  # later versions have only one kind of emitter
     if task and task.first_layer and math.prod(task.first_layer.shape) > SMALL_KERNEL:
         return {}
