@@ -314,10 +314,10 @@ def test_other_key_types_are_refused(tmp_path):
 
 
 def test_a_later_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    monkeypatch.setattr(checkpoint, "FORMAT", 4)
     save(tmp_path, 1)
     monkeypatch.undo()
-    assert "has format 3, this version reads 2" in refused(tmp_path, small(0), IDENTITY)
+    assert "has format 4, this version reads 3" in refused(tmp_path, small(0), IDENTITY)
 
 
 def test_leaves_are_found_by_name_not_by_position(tmp_path):

@@ -27,7 +27,8 @@ from fedjax_cfl.runs.compare_inputs import find_runs, load_run
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.plot import draw_curves
 from fedjax_cfl.runs.plot_costs import COSTS, draw_costs, last_cost
-from fedjax_cfl.runs.plot_groups import draw_alluvial, draw_final_groups
+from fedjax_cfl.runs.plot_found import draw_final_groups
+from fedjax_cfl.runs.plot_groups import draw_alluvial
 from fedjax_cfl.runs.results import atomic_write, read_clients, read_settings, to_plain
 from fedjax_cfl.runs.statistics import LEVEL, Estimate, bootstrap_mean, compare_pairs
 from fedjax_cfl.validation import flatten_settings
