@@ -9,7 +9,7 @@ from conftest import FEATURES, matrix, spent
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, md_icfl, present_shares
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model, md_icfl, present_shares
 from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import back_search, class_labels, generator
 from fedjax_cfl.errors import InputError
@@ -163,7 +163,7 @@ def test_back_searched_samples_are_classified_by_a_trained_lenet(local):
     images, y = load_digits(return_X_y=True)
     x = np.pad(np.kron(images.reshape(-1, 8, 8), np.ones((3, 3))), ((0, 0), (2, 2), (2, 2)))
     x = (x[:100] / 8 - 1).astype(np.float32)
-    task = cfl.as_task(cfl.models.LeNet(10), (28, 28), 10, l2=0.0)
+    task = cfl.as_task(cfl.models.LeNet(10, pytorch_init=False), (28, 28), 10, l2=0.0)
     model = fit(task, KEY, x, y[:100], 60, 0.1)
     assert np.mean(np.argmax(task.predict(model, x), -1) == y[:100]) > 0.8
     models = jax.tree.map(lambda leaf: leaf[None], model)
@@ -330,6 +330,17 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     np.testing.assert_array_equal(
         runs[0][-1].memory.labels.share, np.where(known[:, None], share, 0)
     )
+
+
+def test_groups_start_from_different_models_unless_one_is_asked_for(linear, toy, local):
+    def starts(**settings):
+        method = md_icfl(
+            linear, local, full_participation(), m=3, sampling=back_search(**QUICK), **settings
+        )
+        kernel = np.asarray(method.init(KEY, toy).groups["head"]["kernel"])
+        return len({row.tobytes() for row in kernel})
+
+    assert (starts(), starts(start=common_model)) == (3, 1)
 
 
 def test_one_group_is_fedavg(linear, toy, local):

@@ -8,6 +8,7 @@ steps, H and W height and width, h hidden units.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,26 +24,34 @@ def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float3
     return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
 
 
-def uniform_fan_in(fan_in: int) -> Callable[..., jax.Array]:
-    """Returns PyTorch's default initialiser of kernels and biases: uniform in +-1 /
+class Init(NamedTuple):
+    """How the parameters of a layer are drawn, each by (key, shape, dtype)."""
+
+    kernel: Callable[..., jax.Array]
+    bias: Callable[..., jax.Array]
+
+
+KERAS = Init(glorot, nn.initializers.zeros)
+
+
+def pytorch(fan_in: int) -> Init:
+    """Returns what PyTorch's layers do by default: kernels and biases are uniform in +-1 /
     sqrt(fan_in), the inputs of one output.
     """
     reach = 1 / math.sqrt(fan_in)
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
 
-    return init
+    return Init(draw, draw)
 
 
 orthogonal = nn.initializers.orthogonal()
 
 
-def dense(features: int, name: str, **init: Callable[..., jax.Array]) -> nn.Dense:
-    """Returns a fully connected layer, to be called on [..., in]; with Keras' initialisation
-    if `init` (kernel_init, bias_init) names no other.
-    """
-    return nn.Dense(features, **{"kernel_init": glorot} | init, name=name)
+def dense(features: int, name: str, init: Init = KERAS) -> nn.Dense:
+    """Returns a fully connected layer, to be called on [..., in]."""
+    return nn.Dense(features, kernel_init=init.kernel, bias_init=init.bias, name=name)
 
 
 def flatten(x: jax.Array) -> jax.Array:
@@ -187,18 +196,17 @@ class Conv(nn.Module):
     padding: str = "same"
     method: str = "auto"
     use_bias: bool = True
-    kernel_init: Callable[..., jax.Array] = glorot
-    bias_init: Callable[..., jax.Array] = nn.initializers.zeros
+    initial: Init = KERAS
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the convolution and adds the bias."""
         size, strides = _pair(self.kernel), _pair(self.strides)
-        kernel = self.param("kernel", self.kernel_init, (*size, x.shape[-1], self.features))
+        kernel = self.param("kernel", self.initial.kernel, (*size, x.shape[-1], self.features))
         out = convolve(x, kernel, strides, self.padding, self.method)
         if not self.use_bias:
             return out
-        return out + self.param("bias", self.bias_init, (self.features,))
+        return out + self.param("bias", self.initial.bias, (self.features,))
 
 
 class DepthwiseConv(nn.Module):

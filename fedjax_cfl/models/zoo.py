@@ -25,14 +25,16 @@ import jax.numpy as jnp
 
 from fedjax_cfl.models.layers import (
     GRU,
+    KERAS,
     LSTM,
     BatchStatNorm,
     Conv,
+    Init,
     add_channel_axis,
     dense,
     flatten,
     max_pool,
-    uniform_fan_in,
+    pytorch,
 )
 
 
@@ -174,18 +176,17 @@ class LeNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W] or [B, H, W, channels] -> [B, C]."""
 
-        def init(fan_in: int) -> dict[str, Callable[..., jax.Array]]:
-            draw = uniform_fan_in(fan_in)
-            return {"kernel_init": draw, "bias_init": draw} if self.pytorch_init else {}
+        def init(fan_in: int) -> Init:
+            return pytorch(fan_in) if self.pytorch_init else KERAS
 
         x = add_channel_axis(x)
         for features in (6, 16):
-            conv = Conv(features, 5, padding="valid", **init(25 * x.shape[-1]))
+            conv = Conv(features, 5, padding="valid", initial=init(25 * x.shape[-1]))
             x = max_pool(nn.relu(conv(x)))
         x = flatten(x)
         for i, features in enumerate((120, 84)):
-            x = nn.relu(dense(features, f"hidden_{i}", **init(x.shape[-1]))(x))
-        return dense(self.num_classes, "head", **init(x.shape[-1]))(x)
+            x = nn.relu(dense(features, f"hidden_{i}", init(x.shape[-1]))(x))
+        return dense(self.num_classes, "head", init(x.shape[-1]))(x)
 
 
 class BiGRU(nn.Module):

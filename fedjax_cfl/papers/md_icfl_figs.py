@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedjax_cfl.clustering.model_distance import class_distances
 from fedjax_cfl.clustering.synthesis import back_search, generator
@@ -163,7 +164,7 @@ def draw_progress(table: dict, found: Found, shown: dict[str, GroupPicture], pat
         zip(shown, make_palette(len(shown)), strict=True), found.values(), strict=True
     ):
         for i, folder in enumerate(folders):
-            rows = read_metrics(folder)
+            rows = [row for row in read_metrics(folder) if row.get("ari") is not None]
             rounds, index = series(rows, "round"), series(rows, "ari")
             label = column if i == 0 else None
             panels[0].plot(rounds, index, color=colour, linewidth=1.6, alpha=0.85, label=label)
@@ -171,7 +172,7 @@ def draw_progress(table: dict, found: Found, shown: dict[str, GroupPicture], pat
     panels[0].set_ylim(-0.1, 1.05)
     panels[0].legend(frameon=False, fontsize=10, loc="lower right")
     most = max(float(each.distance.max()) for each in shown.values())
-    image = None
+    image: Any = None
     for axes, (column, each) in zip(panels[1:], shown.items(), strict=True):
         rank = np.argsort(each.truth, kind="stable")
         image = draw_grid(axes, each.distance[rank], most, "group", "", column)
@@ -193,7 +194,7 @@ def draw_confidence(shown: dict[str, GroupPicture], path: Path) -> None:
     title = "Probabilities that new models give pseudo-samples (MD-ICFL, Figs. 5 and 6)"
     figure = new_figure(1.2 + 2.7 * m, 0.9 + 2.9 * len(shown), title)
     grid = figure.subplots(len(shown), m, squeeze=False)
-    image = None
+    image: Any = None
     for line, (column, each) in zip(grid, shown.items(), strict=True):
         for j, axes in enumerate(line):
             label = f"{column}\ntheir label" if j == 0 else ""
@@ -214,7 +215,7 @@ def draw_samples(shown: dict[str, GroupPicture], path: Path) -> None:
         0.6 + 0.78 * sum(len(each.samples) for each in shown.values()),
         "Pseudo-samples of every group and class (MD-ICFL, Fig. 7)",
     )
-    for part, (column, each) in zip(_parts(figure, shown), shown.items(), strict=True):
+    for part, (column, each) in zip(_split(figure, len(shown)), shown.items(), strict=True):
         grid = part.subplots(*each.samples.shape[:2], squeeze=False)
         for j, line in enumerate(grid):
             for k, axes in enumerate(line):
@@ -229,8 +230,11 @@ def draw_samples(shown: dict[str, GroupPicture], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _parts(figure: Figure, shown: dict[str, GroupPicture]) -> list[Any]:
-    return list(figure.subfigures(len(shown), 1, squeeze=False)[:, 0])
+def _split(figure: Figure, parts: int) -> list[Any]:
+    layout = figure.get_layout_engine()
+    assert isinstance(layout, ConstrainedLayoutEngine)  # that of `new_figure`
+    layout.set(w_pad=0.02, h_pad=0.02, wspace=0.0, hspace=0.0)
+    return list(figure.subfigures(parts, 1, squeeze=False)[:, 0])
 
 
 def draw_figures(
