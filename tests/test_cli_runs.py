@@ -38,6 +38,7 @@ def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
     for name in ("one", "two"):
         status, out, error = fedjax_cfl(
             f"{SMALL} rounds=5 eval_every=2 concept=rotate concept.groups=2 run_dir={name}"
+            " 'partition.seed=${seed}'"
         )
         assert status == 0 and error == ""
     assert (
@@ -50,6 +51,7 @@ def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
     )
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert set(SUMMARY.split()) <= set(summary)
+    assert "partition.seed=${seed}" in summary["overrides"]  # as it was asked for
     assert (
         summary["algorithm"] == "flexcfl"
         and summary["partition"] == "power_law"

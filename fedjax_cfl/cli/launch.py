@@ -68,7 +68,7 @@ def remove_unused_sweep(run_dir: Path) -> None:
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
     algorithm, _, data, drift, mesh = parts = build(resolved)
-    asked = list(HydraConfig.get().overrides.task)
+    asked = list_overrides()
     with contextlib.ExitStack() as locks:
 
         def begin():
@@ -81,6 +81,13 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
         extras = build_extras(resolved, parts)
         member = Member(resolved, asked, run_dir, build_trackers(resolved), extras)
         return train_run(member, HydraConfig.get().runtime.choices, parts, start)
+
+
+def list_overrides() -> list[str]:
+    """Returns the overrides as they were asked for: `${...}` in one is not resolved."""
+    asked = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(asked, list)
+    return [str(text) for text in asked]
 
 
 def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
@@ -124,7 +131,7 @@ def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> li
     """Returns the runs of a grid with the settings that each would have alone."""
     shared = [
         text
-        for text in HydraConfig.get().overrides.task
+        for text in list_overrides()
         if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")
     ]
     members = []
