@@ -241,3 +241,24 @@ def test_discard_met_says_when_it_counts():
     said = describe_met_rule(1000, 20, 300)
     assert "within 300 rounds in about 0.097 of all runs" in said and "\n" not in said
     assert "in half of them by round 36" in said and "round robin it is round 50" in said
+
+
+def test_gain_and_speedup_over_a_baseline_of_the_same_seed(tmp_path, capsys):
+    """The baseline ends at 0.5, which it keeps from second 20 on, the other from second 10."""
+
+    def rows(*accuracies):
+        return "".join(
+            json.dumps(ROW | {"round": t, "macro_accuracy": value, "sim_time_s": 10.0 * t}) + "\n"
+            for t, value in enumerate(accuracies, 1)
+        )
+
+    run_of(tmp_path / "a", SUMMARY, rows(0.1, 0.6, 0.5))
+    run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"}, rows(0.55, 0.6, 0.7))
+    run_of(tmp_path / "c", SUMMARY | {"algorithm": "ifca", "seed": 9}, rows(0.1, 0.1, 0.1))
+    fedavg, ifca = compare.compare([tmp_path], baseline="fedavg")
+    assert fedavg["accuracy_gain"] == (0, pytest.approx(math.nan, nan_ok=True), 1)
+    assert ifca["accuracy_gain"][0] == pytest.approx(0.2) and ifca["speedup"][0] == 2.0
+    assert ifca["speedup"][2] == 1, "nobody to compare seed 9 with"
+    assert "speed-up" in capsys.readouterr().out
+    with pytest.raises(InputError, match="--baseline cfl: must name one of"):
+        compare.compare([tmp_path], baseline="cfl")

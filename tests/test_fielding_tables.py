@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.papers import cells, fielding_server, report, runner
-from fedjax_cfl.papers.relative import compare_to_baseline, time_to_keep
+from fedjax_cfl.runs.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_row
-from fedjax_cfl.papers.relative import RELATIVE, measure_beside
+from fedjax_cfl.runs.relative import RELATIVE, measure_beside
 from fedjax_cfl.runs.results import atomic_write, compute_measures, read_metrics
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 

@@ -36,6 +36,8 @@ MEASURES = {
     "worst10_accuracy": ("worst 10 %", 100, 2),
     "ari": ("ARI", 1, 3),
     "rounds_to_target": ("rounds to target", 1, 1),
+    "accuracy_gain": ("gain %", 100, 2),
+    "speedup": ("speed-up", 1, 2),
     "units": ("models down + up", 1, 0),
     "wall_s": ("wall s", 1, 1),
 }

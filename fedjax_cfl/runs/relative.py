@@ -8,6 +8,7 @@ reached once every later test reaches it, too.
 from pathlib import Path
 from typing import Any
 
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import tail_macro_accuracy
 
 RELATIVE = ("accuracy_gain", "speedup")  # measures that need a baseline
@@ -56,3 +57,21 @@ def measure_beside(
         for folder in cells
         if folder.name in base
     ]
+
+
+def add_baseline(sets: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Returns sets of runs (see `compare.merge_seeds`) whose runs have the measures
+    `RELATIVE` beside the run of their seed in the set called `name`, by its label or
+    algorithm. Raises InputError unless there is one such set.
+    """
+    chosen = [one for one in sets if name in (one["label"], one["algorithm"])]
+    if len(chosen) != 1:
+        labels = ", ".join(one["label"] for one in sets)
+        raise InputError(f"--baseline {name}: must name one of the sets of runs: {labels}")
+    base = {run.get("seed"): run["rows"] for run in chosen[0]["members"] if run["rows"]}
+
+    def beside(run: dict[str, Any]) -> dict[str, Any]:
+        rows = base.get(run.get("seed"))
+        return run | compare_to_baseline(run["rows"], rows) if rows else run
+
+    return [one | {"members": [beside(run) for run in one["members"]]} for one in sets]
