@@ -11,6 +11,7 @@ import pytest
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.papers import cells, fielding_server, report, runner
+from fedjax_cfl.papers.report_plot import choose_across
 from fedjax_cfl.runs.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
 
@@ -170,3 +171,10 @@ def test_the_servers_seconds_are_a_table(tmp_path, monkeypatch):
     labels, _, _ = small["updates"](0)
     assert len({(int(label), i % 3) for i, label in enumerate(labels)}) == 3
     assert sum(fielding_server.RESNET18) == 11_166_912  # without norms and the last layer
+
+
+@pytest.mark.parametrize(("measures", "across"), [(2, 2), (4, 4), (6, 3), (7, 7), (8, 4), (9, 3)])
+def test_measures_of_the_same_runs_fill_whole_lines_of_the_plot(measures, across):
+    rows = {"burst": {"overrides": []}}
+    rows |= {f"measure {i}": {"runs": "burst", "measure": "ari"} for i in range(1, measures)}
+    assert choose_across({"rows": rows}, list(rows), 2 * measures, True) == across

@@ -63,10 +63,12 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
 
 def choose_across(table: dict, rows: list[str], panels: int, by_row: bool) -> int:
     """Returns how many panels stand side by side: short lists stay in one line, long
-    ones are folded; the measures of the same runs stand side by side.
+    ones are folded; the measures of the same runs stand side by side, or in whole lines.
     """
     owners = [source_row(table, row) for row in rows]
     together = max(map(owners.count, owners)) if by_row else 1
+    if together > 4:
+        together = next((line for line in (4, 3, 5) if together % line == 0), together)
     return min(together if together > 1 else PANELS_PER_LINE, panels)
 
 
