@@ -120,7 +120,7 @@ def case(request, build):
 
 def test_catalogue():
     assert {"fedavg", "fedprox", "flexcfl", "ifca"} <= set(ALGORITHMS)
-    assert PRESETS == ["clean", "paper", "ref"]
+    assert PRESETS == ["clean", "fedscale", "paper", "plain", "ref"]
 
 
 def test_finite(case):

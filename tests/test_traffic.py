@@ -75,10 +75,10 @@ def test_ifca_mig_charges_every_swapped_client_met():
 
 
 def test_bytes_are_right_up_to_1e15():
-    """IFCA of 5 models and a million clients a round, a thousand rounds: 5e9 models down."""
-    clients, rounds, model_bytes = 1_000_000, 1_000, 200_000
+    """50 models to each of 100,000 clients a round, a thousand rounds: 5e9 models down."""
+    clients, rounds, model_bytes = 100_000, 1_000, 200_000
     one_round = traffic.make_traffic(
-        units_down=jnp.full(clients, 5), units_up=jnp.ones(clients, int), words_up=7
+        units_down=jnp.full(clients, 50), units_up=jnp.full(clients, 10), words_up=7
     )
 
     @jax.jit
