@@ -100,6 +100,14 @@ def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, loca
     assert float(infos[-1].loss) < float(infos[0].loss)
 
 
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_the_first_cut_may_come_in_the_round_that_ends_the_warm_up(concepts, cutting, warm_up):
+    limits = {"eps1": 1e9, "eps2": 0.0, "gamma_max": 0.0, "warm_up": warm_up}
+    states, _ = cutting(concepts, 4, **limits)
+    counts = [int(state.active.sum()) for state in states]
+    assert counts[: warm_up + 1] == [1] * (warm_up + 1) and counts[warm_up + 1] == 2
+
+
 def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutting):
     states, infos = cutting(concepts, 12)
     final = states[-1]
@@ -366,6 +374,16 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
         chex.assert_trees_all_close(
             state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME
         )
+
+
+def test_fl_hc_uses_no_more_groups_than_it_found(concepts, linear, local):
+    """Everybody is one group below a threshold this high; the other four hold nobody."""
+    options = {"warm_up": 1, "newcomers": "nearest", "threshold": 1e9}
+    last = play(
+        build(fl_hc, linear, local, select.full_participation(), m=5, **options), concepts, 2
+    )[-1]
+    assert last.active.tolist() == [True, False, False, False, False]
+    assert set(last.assignment.tolist()) == {0}
 
 
 def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):

@@ -29,6 +29,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import faults, select
@@ -38,8 +39,12 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
+from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.engine import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.types import State
 
 K = 14  # clients of the toy problem
 
@@ -358,3 +363,22 @@ def score(algorithm, task, local, state, data):
             )
         )(state)
     )
+
+
+def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
+    """F_k of client 1 at one model, by hand: cross-entropy and penalty."""
+    model = linear.init(jax.random.key(3))
+    cohort = make_cohort(jnp.array([1]), toy, local)
+    groups = jax.tree.map(lambda leaf: leaf[None], model)
+    state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
+    work = full_work(jnp.zeros(1, jnp.int32))
+    prepared = weigh_by_loss(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    rows = np.flatnonzero(np.asarray(toy.owner) == 1)
+    rows = rows[np.isin(rows, np.asarray(toy.train.order))]
+    each = [
+        linear.loss(model, toy.x[row][None], toy.y[row][None], None, jnp.array([1]))[0]
+        for row in rows
+    ]
+    np.testing.assert_allclose(prepared.client_extra, [np.mean(each)], rtol=1e-5)
+    plain = np.mean([cross_entropy(linear.predict(model, toy.x[rows]), toy.y[rows])])
+    assert np.mean(each) > plain * (1 + 1e-4)
