@@ -24,11 +24,11 @@ seconds; the first call includes compilation:
     EDC, 100 clients x FashionMNIST-CNN (3.27 M)             1.3      0.67   scikit-learn's TruncatedSVD 9.3
     EDC, 302 clients x ResNet-18 (11.2 M)                   13.6      11.5   published 37.9
 
-On 2026-11-25, beside other work that took most of both cores:
+On 2026-11-25, by `fedjax-cfl paper fielding_server`, with nothing beside it:
 
-    drift event, moves, 5,078 x 100                          3.8     0.009   published 2.0
-    drift event, clustering, 5,078 x 100                     8.4       1.0   published 15.6
-    labels of the start, 302 x 62                            5.2     0.017   published 0.05; FlexCFL 37.92
+    drift event, moves, 5,078 x 100                          1.2     0.003   published 2.0
+    drift event, clustering, 5,078 x 100                     3.3      0.38   published 15.6
+    labels of the start, 302 x 62                            1.8     0.015   published 0.05; FlexCFL 37.92
 
 The published seconds are from other machines. EDC's cost is the Gram matrix: 302^2 x
 11.2 M multiply-adds run at 177 GFLOP/s here, close to what two cores can do.
