@@ -5,6 +5,7 @@ where they go, whom they are compared with from then on, what is sent, and the m
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, ledger
@@ -22,6 +23,7 @@ from test_reference import (
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
+from fedjax_cfl.clustering.migrate import charge_swapped
 from fedjax_cfl.round import select
 from fedjax_cfl.round.engine import ASSIGN, MIGRATE, SELECT, TRAIN, derive_key
 from fedjax_cfl.simulation.compilation import init_data_state, run_round
@@ -171,3 +173,11 @@ def test_what_is_sent(rounds):
     for each in rounds:
         sent = ledger(each["state"].traffic)
         assert (sent.units_down, sent.units_up) == each["sent"]
+
+
+def test_only_clients_met_pay_for_a_swap(toy):
+    """Fig. 6 counts clients met whose data changed, whether the shift was detected or not."""
+    met = jnp.arange(toy.num_clients) % 2 == 0
+    changed = toy.replace(shifted=jnp.arange(toy.num_clients) < 5)
+    paying = charge_swapped(jnp.zeros_like(met), met, changed)
+    assert np.flatnonzero(paying).tolist() == [0, 2, 4]
