@@ -22,7 +22,8 @@ from fedjax_cfl.runs.plot import (
     save_figure,
     style_axes,
 )
-from fedjax_cfl.runs.results import atomic_write, series
+from fedjax_cfl.runs.plot_costs import ROUNDS, Cost, mean_curve
+from fedjax_cfl.runs.results import atomic_write
 
 # name in the CSV -> heading, factor and decimals of the printed table
 MEASURES = {
@@ -97,25 +98,6 @@ def write_markdown(path: Path, header: list[str], lines: list[list[str]]) -> Non
         temporary.write_text(text, encoding="utf-8")
 
 
-def mean_curve(
-    members: list[dict[str, Any]], cost: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns round, communication, mean accuracy and its sd, each [R], at the rounds
-    that every run has evaluated.
-    """
-    by_round = [{row["round"]: row for row in run["rows"]} for run in members]
-    rounds = sorted(set.intersection(*map(set, by_round)))
-
-    def table(names: list[str]) -> np.ndarray:  # [runs, R]
-        found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
-        return np.array(found).sum(axis=1)
-
-    accuracy = table(["accuracy"])
-    sd = accuracy.std(axis=0, ddof=1) if len(members) > 1 else np.zeros(len(rounds))
-    sent = table([f"{cost}_down", f"{cost}_up"]).mean(axis=0)
-    return np.array(rounds, float), sent, accuracy.mean(axis=0), sd
-
-
 def choose_cost(groups: list[dict[str, Any]]) -> str:
     """Returns what communication is counted in: bytes where every run knows them, else
     units (models).
@@ -142,13 +124,17 @@ def draw(path: Path, groups: list[dict[str, Any]]) -> None:
     a band of one sd per set.
     """
     cost = choose_cost(groups)
-    drawn = [mean_curve(group["members"], cost) for group in groups]
-    largest = max((float(np.nanmax(curve[1], initial=0.0)) for curve in drawn), default=0.0)
+    sums = Cost((f"{cost}_down", f"{cost}_up"), 1, cost, 0)
+    drawn = [
+        (*mean_curve(group["members"], ROUNDS), mean_curve(group["members"], sums)[0])
+        for group in groups
+    ]
+    largest = max((float(np.nanmax(sent, initial=0.0)) for *_, sent in drawn), default=0.0)
     scale, heading = scale_cost(cost, largest)
     figure = new_figure(13, 5.0)
     left, right = figure.subplots(1, 2, sharey=True)
     palette, dashes = make_palette(7), ("-", "--", ":", "-.")  # yellow is too pale for a line
-    for position, (rounds, sent, mean, sd) in enumerate(drawn):
+    for position, (rounds, mean, sd, sent) in enumerate(drawn):
         color, dash = palette[position % 7], dashes[position // 7 % 4]
         for axes, x in ((left, rounds), (right, sent / scale)):
             marker = "o" if len(x) <= 20 else ""

@@ -24,6 +24,7 @@ from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs import compare, flows
 from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
 from fedjax_cfl.runs.compare_inputs import find_runs, load_run
+from fedjax_cfl.runs.compare_outputs import MEASURES
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.plot import draw_curves
 from fedjax_cfl.runs.plot_costs import COSTS, draw_costs, last_cost
@@ -36,14 +37,9 @@ from fedjax_cfl.validation import flatten_settings
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
 DPI, COLOURS = 110, 256  # of the pictures: PNG with a palette
-# name -> heading, factor, decimals
-SCORES = {
-    "best_accuracy": ("best %", 100, 2),
-    "shared_best_accuracy": ("best % of shared tests", 100, 2),
-    "final_accuracy": ("final %", 100, 2),
-    "worst10_accuracy": ("worst 10 %", 100, 2),
-    "ari": ("ARI", 1, 3),
-}
+# measures of a comparison that the page shows
+SHOWN = ("best_accuracy", "shared_best_accuracy", "final_accuracy", "worst10_accuracy", "ari")
+SCORES = {name: MEASURES[name] for name in SHOWN}
 PAIRED = ("final_accuracy", "shared_best_accuracy", "worst10_accuracy", "ari")
 
 
