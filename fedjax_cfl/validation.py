@@ -31,6 +31,7 @@ class Rule(NamedTuple):
     allowed: str  # completes "must be ..."
     holds: Callable[[Any], bool]
     options: tuple = ()  # the values allowed, where they can be listed
+    may_be_traced: bool = False  # an array is allowed too, so that a program can take it as input
 
 
 # kinds of rules
@@ -114,7 +115,10 @@ def rule_of(annotation: Any) -> Rule | None:
     if origin in (typing.Union, types.UnionType):
         rules = [rule for rule in map(rule_of, parts) if rule]
         if len(rules) == 1:
-            return or_none(rules[0]) if type(None) in parts else rules[0]
+            rule = or_none(rules[0]) if type(None) in parts else rules[0]
+            # by its module: --help needs the rules, but not JAX
+            traced = any(part.__module__.partition(".")[0] == "jax" for part in parts)
+            return rule._replace(may_be_traced=traced)
     return None
 
 

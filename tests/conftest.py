@@ -57,7 +57,13 @@ jit_as_users_do = functools.partial(jax.jit, compiler_options=OPTIMIZED)
 
 # What may differ between two runs that are the same, in metrics.jsonl and summary.json.
 VARYING = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s"}
-VARYING |= {"peak_memory_bytes", "planned_memory_bytes", "overrides"}
+VARYING |= {
+    "peak_memory_bytes",
+    "planned_memory_bytes",
+    "overrides",
+    "programs",
+    "programs_from_cache",
+}
 
 SIZES = (
     7,

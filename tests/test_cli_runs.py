@@ -25,8 +25,8 @@ SUMMARY = (
     " best_of last10_evals_accuracy last10_evals_best_accuracy macro_accuracy weighted_macro_f1"
     " macro_f1 worst10_accuracy ari group_sizes nonfinite_model_clients units_up"
     " units_down bytes_up bytes_down client_updates local_steps client_updates_per_s"
-    " local_steps_per_s compile_s train_s eval_s planned_memory_bytes peak_memory_bytes width"
-    " devices versions"
+    " local_steps_per_s compile_s train_s eval_s programs programs_from_cache"
+    " planned_memory_bytes peak_memory_bytes width devices versions"
 )
 
 
@@ -162,6 +162,29 @@ def test_what_was_asked_for_is_written_down_as_values(fedjax_cfl, tmp_path):
     written = OmegaConf.create(text)
     assert "${" not in text and "paper" not in written
     assert (written.rounds, written.partition.clients) == (2, 8)
+
+
+def test_runs_that_differ_in_numbers_share_their_programs(fedjax_cfl, tmp_path):
+    kept = "jax_persistent_cache_min_compile_time_secs"
+    seconds = getattr(jax.config, kept)
+    jax.config.update(kept, 0.0)  # programs as small as these are kept, too
+    default = "seed=0 local.lr=0.1 algorithm.mu=0.3 algorithm.eta_g=0.02"
+    first = f"{default} drift.p=0.5"
+    other = "seed=1 local.lr=0.2 algorithm.mu=0.1 algorithm.eta_g=0.01 drift.p=0.9"
+    try:
+        for name, numbers in (("first", first), ("other", other), ("default", default)):
+            status, _, error = fedjax_cfl(
+                f"{SMALL} algorithm=fedgrouprox partition.seed=0 drift=swap_all discard=none"
+                f" {numbers} run_dir={name}"
+            )
+            assert (status, error) == (0, "")
+    finally:
+        jax.config.update(kept, seconds)
+    for name in ("other", "default"):
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["programs"] == summary["programs_from_cache"] == 3
+    ends = {name: rows(tmp_path / name)[-1]["accuracy"] for name in ("first", "other", "default")}
+    assert len(set(ends.values())) > 1  # they are other runs nevertheless
 
 
 def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, tmp_path):

@@ -91,7 +91,9 @@ def build(toy_pool, tmp_path_factory):
         assert resolved["algorithm"]["name"] == algorithm
         algorithm, task, data, *_, mesh = parts.build(resolved)
         return (
-            parts.build_algorithm(resolved, task, data, mesh, {}) if members else algorithm,
+            parts.build_algorithm(resolved, task, data, mesh, vmap_runs=True)
+            if members
+            else algorithm,
             task,
             data,
             mesh,

@@ -3,8 +3,10 @@
 import functools
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import hydra
@@ -19,14 +21,18 @@ from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_sizes
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.rules import PACKAGE, resolve_target
+from fedjax_cfl.cli.rules import PACKAGE, collect_rules, resolve_target
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
+from fedjax_cfl.simulation.compilation import Inputs
 from fedjax_cfl.simulation.personalize import check_rule, hold_out, take_clients
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import check_arguments, flatten_settings
+
+INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -123,20 +129,15 @@ def build_algorithm(
     task: Task,
     data: FederatedData,
     mesh: Mesh,
-    values: dict[str, Any] | None = None,
+    values: Mapping[str, Any] = NOTHING,
     select: Selection | None = None,
+    vmap_runs: bool = False,
 ) -> Algorithm:
-    """Returns the algorithm; `values` replace those of the settings in which the runs
-    of a grid differ, and may be traced; `select` replaces the selection.
+    """Returns the algorithm; `values` replace those of settings, and may be traced;
+    `select` replaces the selection; `vmap_runs` as in `Local`.
     """
-    local = build_local(config, task, data, mesh)
-    if values is not None:
-        local = local._replace(vmap_runs=True, lr=values.get("local.lr", local.lr))
-    own = {
-        name.partition(".")[2]: value
-        for name, value in (values or {}).items()
-        if name.startswith("algorithm.")
-    }
+    local = build_local(config, task, data, mesh)._replace(vmap_runs=vmap_runs)
+    local = local._replace(lr=values.get("local.lr", local.lr))
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
     draw = node.pop("select")
     # a table of all rounds; not in the settings, so that a run can be asked for more of them
@@ -146,7 +147,36 @@ def build_algorithm(
     if function and {"task", "local"} <= set(inspect.signature(function).parameters):
         given = {"task": task, "local": local}  # it tries models on clients' data
     select = select or instantiate_target("algorithm.select", draw, **given)
+    own = values_of("algorithm", values)
     return instantiate_target("algorithm", node, task, local, select, **own)
+
+
+def find_inputs(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Inputs:
+    """Returns what a run's programs are given: the numbers of the settings that may be
+    traced, see `Rule`. 0 and null often leave a part out, and are compiled in.
+    """
+    rules, given = collect_rules(config), dict(flatten_settings(config))
+    values = {
+        name: float(given[name])
+        for name, rule in rules.items()
+        if rule.may_be_traced and INPUT.fullmatch(name) and given.get(name)
+    }
+
+    def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
+        own = values_of("drift", values)
+        drift = instantiate_target("drift", config["drift"], **own)
+        return build_algorithm(config, task, data, mesh, values), drift
+
+    return Inputs(values, build_with)
+
+
+def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the settings of one node, without its name."""
+    return {
+        name.removeprefix(f"{node}."): value
+        for name, value in values.items()
+        if name.startswith(f"{node}.")
+    }
 
 
 def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:

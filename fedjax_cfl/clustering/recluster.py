@@ -90,7 +90,7 @@ def mean_center_distance(moves: Moves) -> jax.Array:
     return jnp.sum(jnp.where(pairs, apart, 0)) / jnp.sum(pairs)
 
 
-def center_shift(tau: NonNegativeFloat = 1 / 3) -> Trigger:
+def center_shift(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
     """Fires when a center has moved in this event by at least `tau` times theta, the mean
     distance between centers (Algorithm 2, lines 4-5). It never fires with one group.
     """
@@ -102,7 +102,7 @@ def center_shift(tau: NonNegativeFloat = 1 / 3) -> Trigger:
     return Trigger(lambda centers: (), fires, lambda memory, fired, centers: memory)
 
 
-def center_shift_since_clustering(tau: NonNegativeFloat = 1 / 3) -> Trigger:
+def center_shift_since_clustering(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
     """As `center_shift`, with centers compared to those of the last clustering of all
     clients, so that slow drift adds up.
     """

@@ -85,7 +85,7 @@ def none() -> Drift:
     return Drift(keep_nothing, apply, moves=False)
 
 
-def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
+def swap_all(p: validation.Fraction | jax.Array = 0.05, pool: str = "all") -> Drift:
     """Pairs the pool's clients at random; each pair exchanges all its training and test
     samples with probability p.
     """
@@ -115,7 +115,7 @@ def swap_all(p: validation.Fraction = 0.05, pool: str = "all") -> Drift:
 
 
 def swap_part(
-    p: validation.Fraction = 0.05, pool: str = "all", on_impossible: str = "skip"
+    p: validation.Fraction | jax.Array = 0.05, pool: str = "all", on_impossible: str = "skip"
 ) -> Drift:
     """Pairs the pool's clients at random; with probability p each gives the other all
     its samples of one label the other lacks.
@@ -303,8 +303,8 @@ def _most_by_label(data: FederatedData) -> int:
     return max(data.max_client_samples, int(min(most.max(), counts.sum())))
 
 
-def _check_swap(p: float, pool: str) -> None:
-    if not _is_number(p) or not 0 <= p <= 1:
+def _check_swap(p: float | jax.Array, pool: str) -> None:
+    if not isinstance(p, jax.Array) and not (_is_number(p) and 0 <= p <= 1):
         raise InputError(f"drift.p={p}: expected a number from 0 to 1")
     require("drift.pool", pool, POOLS)
 

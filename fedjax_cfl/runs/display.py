@@ -177,9 +177,8 @@ def format_summary(summary: dict) -> dict:
         ),
         "local steps": "{local_steps} ({local_steps_per_s:,.0f} /s)".format(**summary | words),
         "seconds": (
-            "compiling {compile_s:.2f}, training {train_s:.2f}, evaluating {eval_s:.2f}".format(
-                **summary
-            )
+            "compiling {compile_s:.2f} ({programs_from_cache} of {programs} programs were compiled"
+            " before), training {train_s:.2f}, evaluating {eval_s:.2f}".format(**summary)
         ),
         "peak memory": words["peak_memory_bytes"],
         "devices": summary["devices"],

@@ -111,7 +111,7 @@ def train_grid(
     as `session.train_run` does.
 
     Args: `parts` (algorithm, task, data, drift, mesh) of each seed; `make(values)` ->
-    Algorithm; `starts` of the members, or Nones.
+    (Algorithm, Drift); `starts` of the members, or Nones.
     """
     console, config = make_console(), members[0].config
     _, task, data, drift, mesh = parts[0]

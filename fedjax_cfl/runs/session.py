@@ -29,7 +29,7 @@ from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.trackers import Opener, open_trackers
 from fedjax_cfl.simulation import memory
-from fedjax_cfl.simulation.compilation import Plan, Program, compile_run
+from fedjax_cfl.simulation.compilation import Inputs, Plan, Program, compile_run
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
@@ -73,10 +73,12 @@ class Member(NamedTuple):
     extras: Callable[[Result], Extras] = measure_nothing
 
 
-def train_run(member: Member, choices: dict, parts: tuple, start: Snapshot | None) -> int:
+def train_run(
+    member: Member, choices: dict, parts: tuple, inputs: Inputs, start: Snapshot | None
+) -> int:
     """Runs, or goes on with, one run of the `parts` (algorithm, task, data, drift,
     mesh), and writes its files; returns the exit status: 0, or 128 + the signal that
-    stopped it.
+    stopped it. Its programs are given the `inputs`.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last
     checkpoint can be resumed.
@@ -88,7 +90,7 @@ def train_run(member: Member, choices: dict, parts: tuple, start: Snapshot | Non
     key, fresh = jax.random.key(config["seed"]), start is None
 
     def compile_program(plan: Plan) -> Program:
-        return compile_run(algorithm, task, data, key, plan, drift, mesh, fresh)
+        return compile_run(algorithm, task, data, key, plan, drift, mesh, fresh, inputs)
 
     status, summaries = train_members(
         [member], choices, [parts], compile_program, None if start is None else [start]
@@ -297,6 +299,7 @@ def build_summary(
         "client_updates_per_s": numbers["client_updates"] / seconds,
         "local_steps_per_s": numbers["local_steps"] / seconds,
         **result.times,
+        **result.programs,
         "planned_memory_bytes": result.memory,
         "peak_memory_bytes": memory.peak_memory_bytes(),
         "width": memory.choose_width(config["local"], task, result.data, mesh),

@@ -4,7 +4,7 @@ runs at once, in `vectorize` they are compiled.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
-from fedjax_cfl.simulation.compiler import compiler_options, parallel_compiler
+from fedjax_cfl.simulation.compiler import compiler_options, count_cache_hits, parallel_compiler
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -75,6 +75,15 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
         )
 
 
+class Inputs(NamedTuple):
+    """Numbers that a run's programs are given instead of holding them: runs that differ in
+    nothing else share what is compiled.
+    """
+
+    values: Mapping[str, float]  # by setting
+    build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]]  # with traced values
+
+
 Carry = tuple[State, Any]  # what goes from round to round: (state, data_state)
 
 
@@ -87,6 +96,7 @@ class Compiled(NamedTuple):
     shapes: Any  # of the carry
     memory: dict[str, int]  # bytes that each device was planned to hold, see `plan_memory`
     seconds: float  # of compiling
+    programs: dict[str, int]  # how many there are, and how many of them the cache had
 
 
 class Program(NamedTuple):
@@ -210,8 +220,12 @@ def compile_run(
     drift: Drift,
     mesh: Mesh,
     fresh: bool = True,
+    inputs: Inputs | None = None,
 ) -> Program:
     """Compiles one run: its start if it is `fresh`, its rounds, its evaluation.
+
+    `inputs.build` makes the same algorithm and drift of traced values; None: the programs
+    hold all numbers.
 
     Raises InputError for data without test samples, for data on the host that the
     algorithm cannot use, and for a run that does not fit into memory.
@@ -224,42 +238,47 @@ def compile_run(
     else:
         on_device = sharding.replicate(data, mesh)
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
-    rounds = make_rounds_fn(algorithm, drift, feed.length)
+    values, build = inputs or Inputs({}, lambda values: (algorithm, drift))
+    values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    functions = make_functions(build, task, mesh, plan, feed.length, feed.streamed)
+    given = sharding.replicate(values, mesh), key
+    compiled = compile_functions(functions, given, feed, mesh, task, fresh)
+    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
 
-    def train(key, data, state, data_state, done, count):
-        if data_state:
+
+def make_functions(
+    build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]],
+    task: Task,
+    mesh: Mesh,
+    plan: Plan,
+    block: int,
+    streamed: bool,
+) -> tuple[Callable, Callable, Callable]:
+    """Returns the functions of a run, of its values, key and data: its start; up to `block`
+    rounds; the evaluation of a part of the test data, from client `first` on.
+    """
+
+    def begin(values, key, data):
+        return make_init(*build(values), streamed)(key, data)
+
+    def train(values, key, data, state, data_state, done, count):
+        rounds = make_rounds_fn(*build(values), block)
+        if not streamed:
             return rounds(key, state, data_state, data, count)
         # a block of a population on the host
         state, _, infos = rounds(key, state, data_state_of(data, ()), data, count)
         return state, (), infos
 
-    def test(key, data, state, data_state, found, first):
-        data = data_state.apply_to(data) if data_state else data
-        return test_block(algorithm, task, mesh, plan, state, data, found, first)
+    def test(values, key, data, state, data_state, found, first):
+        algorithm, _ = build(values)
+        data = data if streamed else data_state.apply_to(data)
+        more = evaluate.evaluate_block(
+            algorithm, task, mesh, state, data, plan.with_auxiliary, first, plan.with_distance
+        )
+        found = more if found is None else evaluate.merge(found, more, first)
+        return found, algorithm.serve(state).model_index
 
-    functions = make_init(algorithm, drift, feed.streamed), train, test
-    compiled = compile_functions(functions, (key,), feed, mesh, task, fresh)
-    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
-
-
-def test_block(
-    algorithm: Algorithm,
-    task: Task,
-    mesh: Mesh,
-    plan: Plan,
-    state: State,
-    data: FederatedData,
-    found: Any,
-    first: Any,
-) -> tuple:
-    """Returns (`found` and the evaluation of a further part of the test data, from
-    client `first` on; index of the served models [K]).
-    """
-    more = evaluate.evaluate_block(
-        algorithm, task, mesh, state, data, plan.with_auxiliary, first, plan.with_distance
-    )
-    found = more if found is None else evaluate.merge(found, more, first)
-    return found, algorithm.serve(state).model_index
+    return begin, train, test
 
 
 def compile_functions(
@@ -277,7 +296,7 @@ def compile_functions(
         empty = evaluate.empty(feed.data.num_clients, feed.data.num_classes)
         nothing = sharding.replicate(empty, mesh)
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
-    with parallel_compiler() as compiled:
+    with count_cache_hits() as hits, parallel_compiler() as compiled:
         begin = jit(functions[0]).lower(*given, feed.shapes("train"))
         shapes = replicated_shapes(begin.out_info, mesh)
         begin = compiled(begin, quick) if fresh else None
@@ -287,6 +306,7 @@ def compile_functions(
         score = jit(functions[2]).lower(*given, feed.shapes("test"), *shapes, nothing, first)
         score = compiled(score, quick).result()
         train, begin = train.result(), begin and begin.result()
+    made = [program for program in (begin, train, score) if program]
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
@@ -304,8 +324,7 @@ def compile_functions(
             found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
         return index, *found, carry[1].concept if carry[1] else np.full(index.shape, -1)
 
-    planned = memory.plan_memory(
-        shapes[0], feed.peak_shapes(), [program for program in (begin, train, score) if program]
-    )
+    planned = memory.plan_memory(shapes[0], feed.peak_shapes(), made)
     memory.check_memory(planned, mesh)
-    return Compiled(start, step, test, shapes, planned, time.perf_counter() - began)
+    counts = {"programs": len(made), "programs_from_cache": hits()}
+    return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)

@@ -106,6 +106,7 @@ class Result(NamedTuple):
     clients: ClientMetrics  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
     memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan`
+    programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache
 
 
 def run(
@@ -239,4 +240,5 @@ def make_result(program: Program, member: int, ends: Snapshot, rows: list, teste
         jax.tree.map(lambda leaf: leaf[place], tested[1]),
         {name: ends.counters[name] for name in TIMES},
         program.compiled.memory,
+        program.compiled.programs,
     )

@@ -7,7 +7,6 @@ values of settings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,8 @@ from fedjax_cfl.simulation.compilation import (
     Program,
     check_plan,
     compile_functions,
-    make_init,
-    make_rounds_fn,
+    make_functions,
     state_shapes,
-    test_block,
 )
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
 
@@ -94,7 +91,7 @@ def row_numbers(data: FederatedData) -> np.ndarray:
 
 
 def compile_members(
-    build: Callable[[dict[str, jax.Array]], Any],
+    build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]],
     task: Task,
     data: Sequence[FederatedData],
     keys: jax.Array,
@@ -105,8 +102,8 @@ def compile_members(
 ) -> Program:
     """Compiles a grid of runs, key by key and inside a key in the order of the values.
 
-    Args: `build(values)` -> Algorithm made with `Local(vmap_runs=True)`, given one
-    member's values, scalars which may be traced; `data` one data set per key, or one
+    Args: `build(values)` -> (Algorithm made with `Local(vmap_runs=True)`, Drift), given
+    one member's values, scalars which may be traced; `data` one data set per key, or one
     for all; `keys` [D] typed keys; `values` name -> [H] values of a setting, several
     settings in step. Raises what `compile_run` raises; InputError if the data sets do
     not fit together.
@@ -118,11 +115,11 @@ def compile_members(
     own = [bound_client_samples(one, drift) for one in data]
     held = replicate(stack_data(own) if len(own) > 1 else own[0], mesh)
     lift = make_lift(points, len(own) > 1)
-    functions = member_functions(build, task, plan, drift, mesh)
+    functions = member_functions(build, task, mesh, plan)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
     compiled = compile_functions(lifted, (settings, keys), feed, mesh, task)
-    algorithm = build({name: each[0] for name, each in settings.items()})
+    algorithm, _ = build({name: each[0] for name, each in settings.items()})
     alone = [
         state_shapes(algorithm, drift, mesh, own[s % len(own)], key) for s, key in enumerate(keys)
     ]
@@ -134,27 +131,21 @@ LIFTED = (0, 0), (2, 2), (2, 2)  # how many arguments after the data are mapped,
 
 
 def member_functions(
-    build: Callable[..., Algorithm], task: Task, plan: Plan, drift: Drift, mesh: Mesh
+    build: Callable[..., tuple[Algorithm, Drift]], task: Task, mesh: Mesh, plan: Plan
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns the functions of one member, of its values, key and data: its start, its
-    rounds, its evaluation.
+    """Returns the functions of one member, of its values, key and data: see
+    `make_functions`.
     """
     block = min(plan.eval_every, plan.rounds)
+    begin, train, test = make_functions(build, task, mesh, plan, block, streamed=False)
 
-    def begin(values, key, data):
-        return make_init(build(values), drift, streamed=False)(key, data)
-
-    def train(values, key, data, state, data_state, done, count):
+    def train_together(values, key, data, state, data_state, done, count):
         # one round number for all: mapped, a branch that is due in some rounds only would be
         # run in every round
         state = state.replace(round=lax.convert_element_type(done, state.round.dtype))
-        return make_rounds_fn(build(values), drift, block)(key, state, data_state, data, count)
+        return train(values, key, data, state, data_state, done, count)
 
-    def test(values, key, data, state, data_state, found, first):
-        data = data_state.apply_to(data)
-        return test_block(build(values), task, mesh, plan, state, data, found, first)
-
-    return begin, train, test
+    return begin, train_together, test
 
 
 def make_lift(points: int, several: bool) -> Callable:
