@@ -3,6 +3,7 @@
 report.png is a photograph: the page of the sweep in docs/tutorials/report.md, in a browser.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedjax_cfl as cfl
-from fedjax_cfl.runs.plot_groups import draw_alluvial
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, GREY, PINK = "#0072b2", "#d55e00", "#009e73", "#777777", "#cc79a7"
@@ -116,19 +116,19 @@ def draw_round() -> None:
 MOVES = (
     "algorithm=flexcfl algorithm.m=4 dataset.groups=4 partition=iid concept=rotate model=mlp"
     " dataset.clients=60 clients_per_round=20 drift=swap_all drift.p=0.02 rounds=60"
+    " evaluate.similarity=60"
 )
 
 
 def draw_moves() -> None:
-    """Who moves where while pairs of clients exchange their data."""
+    """Who moves where while pairs of clients exchange their data, and who is like whom."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "fedjax_cfl", *MOVES.split(), f"run_dir={folder}/run"]
-        subprocess.run(command, check=True)
-        run = cfl.load_run(f"{folder}/run")
-    assert run.assignments is not None
-    figure = draw_alluvial(run.assignments, run.rows, run.table["labels"], "")
-    assert figure is not None
-    figure.savefig(FOLDER / "alluvial.png", dpi=110)
+        command, run = [sys.executable, "-m", "fedjax_cfl"], f"{folder}/run"
+        subprocess.run([*command, *MOVES.split(), f"run_dir={run}"], check=True)
+        out = [f"--out={folder}/report.html", f"--pictures={folder}"]
+        subprocess.run([*command, "report", run, *out], check=True)
+        shutil.copy(f"{folder}/0-alluvial.png", FOLDER / "alluvial.png")
+        shutil.copy(f"{folder}/0-groups.png", FOLDER / "similarity.png")
 
 
 if __name__ == "__main__":

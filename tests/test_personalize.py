@@ -8,10 +8,14 @@ from conftest import build, call
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import read_summary
+from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.runs.results import SIMILARITY_FILE, read_clients, read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.personalize import (
     check_rule,
+    compare_updates,
     extend_state,
     finetune_clients,
     hold_out,
@@ -43,6 +47,29 @@ def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
     untrained = np.asarray(toy.train.size) == 0
     both = tested & untrained
     np.testing.assert_allclose(found.loss[both], np.asarray(plain.loss)[both], rtol=1e-6)
+
+
+def test_updates_are_compared_from_the_mean_of_the_models(toy, linear, local, models):
+    """As by hand: each client alone, from the mean over clients."""
+    index = np.arange(toy.num_clients) % 4 - 1  # every fourth client has no model
+    served, key = ServedModels(models, jax.numpy.asarray(index)), jax.random.key(3)
+    clients, alike = compare_updates(linear, local, served, toy, key, most=99)
+    able = (index >= 0) & (np.asarray(toy.train.size) > 0)
+    np.testing.assert_array_equal(clients, np.flatnonzero(able))
+    mean = jax.tree.map(lambda leaf: leaf[index[able]].mean(0)[None], models)
+    resolved = local.resolve()
+    train = over_clients(sgd(linear, resolved), resolved)
+    flat = []
+    for client in clients:
+        cohort = make_cohort(jax.numpy.array([client]), toy, resolved)
+        work = full_work(jax.numpy.zeros_like(cohort.ids))
+        slot = int(np.flatnonzero(np.asarray(cohort.ids) == client)[0])
+        delta = train(cohort, toy, (key, mean), work).delta
+        flat.append(np.concatenate([np.ravel(leaf[slot]) for leaf in jax.tree.leaves(delta)]))
+    unit = np.array([row / np.linalg.norm(row) for row in flat])
+    np.testing.assert_allclose(alike, unit @ unit.T, atol=2e-5)
+    some, part = compare_updates(linear, local, served, toy, key, most=4)
+    assert some.size == 4 and np.isin(some, clients).all() and part.shape == (4, 4)
 
 
 def test_rows_of_clients_are_filled_up():
@@ -92,7 +119,10 @@ def test_only_clients_that_can_be_scored_are_held_out(toy):
 
 @pytest.mark.parametrize(
     "method",
-    ["ifca algorithm.m=2 evaluate.finetune=2", pytest.param("fedavg", marks=pytest.mark.slow)],
+    [
+        "ifca algorithm.m=2 evaluate.finetune=2 evaluate.similarity=9",
+        pytest.param("fedavg", marks=pytest.mark.slow),
+    ],
 )
 def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -110,6 +140,12 @@ def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatc
         return
     assert 0 <= summary["finetuned_accuracy"] <= 1
     assert table["finetuned_accuracy"].shape == (14,) and len(new["finetuned_accuracy"]) == 6
+    alike = read_clients("run", SIMILARITY_FILE)
+    assert alike["client"].shape == (9,) and alike["similarity"].shape == (9, 9)
+    # permuted labels are trained in other directions
+    own = table["concept"][alike["client"]]
+    same = own[:, None] == own
+    assert alike["similarity"][same].mean() > alike["similarity"][~same].mean() + 0.3
     # lowest loss finds the group whose labels are theirs
     pairs = set(zip(new["group"], new["concept"], strict=True))
     old = set(zip(table["group"].tolist(), table["concept"].tolist(), strict=True))

@@ -97,8 +97,10 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
     for extra, name, wrong, allowed in (
         ("finetune", "resident", config["resident"] == "host", "device"),
         ("new_clients", "resident", config["resident"] == "host", "device"),
+        ("similarity", "resident", config["resident"] == "host", "device"),
         ("finetune", "coordinator", config["coordinator"] is not None, "null"),
         ("new_clients", "coordinator", config["coordinator"] is not None, "null"),
+        ("similarity", "coordinator", config["coordinator"] is not None, "null"),
         ("new_clients", "drift", drift.moves, "none"),
     ):
         asked = config["evaluate"][extra]

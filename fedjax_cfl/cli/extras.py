@@ -1,5 +1,5 @@
-"""Builds what a run measures once, at its end: `evaluate.finetune` and
-`evaluate.new_clients`.
+"""Builds what a run measures once, at its end: `evaluate.finetune`,
+`evaluate.new_clients` and `evaluate.similarity`.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,13 @@ import jax
 import numpy as np
 
 from fedjax_cfl.cli.build import build_algorithm, build_local, build_population
+from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.runs.session import Extras, measure_nothing
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.personalize import (
     assign_newcomers,
+    compare_updates,
     finetune_clients,
     hold_out,
     next_key,
@@ -27,9 +29,10 @@ def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Ext
     """Returns what measures the extras that the settings ask for, of a run of the `parts`
     (algorithm, task, data, drift, mesh).
     """
-    epochs, share = (config["evaluate"][name] for name in ("finetune", "new_clients"))
+    names = "finetune", "new_clients", "similarity"
+    epochs, share, compared = (config["evaluate"][name] for name in names)
     algorithm, task, data, _, mesh = parts
-    if not epochs and not share:
+    if not (epochs or share or compared):
         return measure_nothing
     local, at_once = build_local(config, task, data, mesh), config["clients_per_round"]
 
@@ -45,6 +48,10 @@ def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Ext
             found.numbers["finetuned_accuracy"] = mean_accuracy(tuned)
         if share:
             add_newcomers(found, result)
+        if compared:
+            served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
+            clients, alike = compare_updates(task, local, served, result.data, key, compared)
+            found.tables[SIMILARITY_FILE] = {"client": clients, "similarity": alike}
         return found
 
     def add_newcomers(found: Extras, result: Result) -> None:
@@ -63,14 +70,14 @@ def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Ext
             "test_samples": np.asarray(everybody.test.size)[held],
             "accuracy": new.metrics.accuracy,
         }
-        found.new_clients.update(columns)
+        found.tables[NEW_CLIENTS_FILE] = columns
         found.numbers["new_clients"] = len(held)
         found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
         found.numbers["new_clients_accuracy"] = mean_accuracy(new.metrics)
         if epochs:
             tuned = finetune(new.served, population, result)
             tuned = jax.tree.map(lambda leaf: leaf[len(kept) :], tuned)
-            found.new_clients["finetuned_accuracy"] = tuned.accuracy
+            columns["finetuned_accuracy"] = tuned.accuracy
             found.numbers["new_clients_finetuned_accuracy"] = mean_accuracy(tuned)
 
     return measure

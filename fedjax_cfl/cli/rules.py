@@ -68,6 +68,7 @@ class EvaluateSettings(NamedTuple):
 
     finetune: NaturalInt  # epochs
     new_clients: BelowOne
+    similarity: NaturalInt  # clients
 
 
 class WidthSetting(NamedTuple):

@@ -3,6 +3,7 @@ group are.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,25 +16,41 @@ from fedjax_cfl.runs.plot import new_figure
 SHOWN_CLIENTS = 300  # of a matrix of similarities
 
 
-def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None:
-    """Draws found against true groups, and how alike clients' training labels are, as far as
-    either is known; None where a method has no groups or neither is known.
+class Likeness(NamedTuple):
+    """How alike clients are, two and two."""
+
+    clients: np.ndarray  # [n] int, their rows of clients.parquet
+    values: np.ndarray  # [n, n]
+    title: str
+    unit: str
+    least: float  # that a value can be
+
+
+def draw_final_groups(
+    table: dict[str, np.ndarray], title: str, similarity: dict[str, np.ndarray] | None = None
+) -> Figure | None:
+    """Draws found against true groups, and how alike clients' training labels and updates
+    are, as far as each is known; None where a method has no groups or nothing is known.
+
+    `table` is clients.parquet, `similarity` similarity.parquet.
     """
     group, concept = table["group"], table["concept"]
     if not flows.has_groups(group[None]):
         return None
     known = bool(((concept >= 0) & (group >= 0)).any())
-    labels = table.get("labels")
-    panels = [name for name, have in (("true", known), ("alike", labels is not None)) if have]
-    if not panels:
+    alike = [] if table.get("labels") is None else [compare_labels(group, table["labels"])]
+    if similarity is not None:
+        rows, cosines = similarity["client"], similarity["similarity"]
+        alike.append(Likeness(rows, cosines, "updates from one model", "cosine of updates", -1.0))
+    if not known and not alike:
         return None
-    figure = new_figure(6.2 * len(panels), 5.4, title)
-    for name, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        if name == "true":
-            _draw_contingency(axes, group, concept)
-        elif labels is not None:
-            _draw_similarity(axes, group, concept, labels)
-    return figure
+    panels = known + len(alike)
+    axes = new_figure(6.2 * panels, 5.4, title).subplots(1, panels, squeeze=False)[0]
+    if known:
+        _draw_contingency(axes[0], group, concept)
+    for own, likeness in zip(axes[int(known) :], alike, strict=True):
+        _draw_likeness(own, group, concept, table.get("labels"), likeness)
+    return axes[0].figure
 
 
 def _draw_contingency(axes: Axes, group: np.ndarray, concept: np.ndarray) -> None:
@@ -77,15 +94,31 @@ def measure_similarity(labels: np.ndarray) -> np.ndarray:
     return np.stack([1 - np.abs(shares - own).sum(1) / 2 for own in shares])
 
 
-def _draw_similarity(
-    axes: Axes, group: np.ndarray, concept: np.ndarray, labels: np.ndarray
-) -> None:
+def compare_labels(group: np.ndarray, labels: np.ndarray) -> Likeness:
+    """Returns how alike the training labels [K, C] of clients with a group are; of many,
+    some are drawn.
+    """
     met = np.flatnonzero((group >= 0) & (labels.sum(1) > 0))
     if met.size > SHOWN_CLIENTS:
         met = np.sort(np.random.default_rng(0).choice(met, SHOWN_CLIENTS, replace=False))
-    met = met[np.lexsort((labels[met].argmax(1), concept[met], group[met]))]
-    alike, own = measure_similarity(labels[met]), group[met]
-    image = axes.imshow(alike, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    unit = "1 - total variation distance of label shares"
+    return Likeness(met, measure_similarity(labels[met]), "training labels", unit, 0.0)
+
+
+def _draw_likeness(
+    axes: Axes,
+    group: np.ndarray,
+    concept: np.ndarray,
+    labels: np.ndarray | None,
+    likeness: Likeness,
+) -> None:
+    met = likeness.clients
+    frequent = np.zeros(met.size) if labels is None else labels[met].argmax(1)
+    order = np.lexsort((frequent, concept[met], group[met]))
+    alike, own = likeness.values[order][:, order], group[met][order]
+    image = axes.imshow(alike, cmap="viridis", vmax=1, interpolation="nearest")
+    # cosines are seldom negative: the scale goes no lower than they do
+    image.set_clim(vmin=max(likeness.least, float(np.floor(10 * alike.min(initial=0)) / 10)))
     edges = np.flatnonzero(np.diff(own)) + 0.5
     for edge in edges:
         axes.axhline(edge, color="white", linewidth=1)
@@ -98,12 +131,11 @@ def _draw_similarity(
     inside, outside = alike[same & ~np.eye(len(met), dtype=bool)], alike[~same]
     means = [f"{part.mean():.2f}" if part.size else "-" for part in (inside, outside)]
     axes.set_title(
-        f"Likeness of training labels ({len(met):,} of {group.size:,} clients)\n"
+        f"Likeness of {likeness.title} ({len(met):,} of {group.size:,} clients)\n"
         f"mean within groups {means[0]}, between them {means[1]}",
         loc="left",
         fontsize=11,
     )
     axes.set_xlabel("clients, by group")
     axes.set_ylabel("clients, by group")
-    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8)
-    bar.set_label("1 - total variation distance of label shares")
+    axes.figure.colorbar(image, ax=axes, shrink=0.8).set_label(likeness.unit)

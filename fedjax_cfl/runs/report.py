@@ -30,7 +30,13 @@ from fedjax_cfl.runs.plot import draw_curves
 from fedjax_cfl.runs.plot_costs import COSTS, draw_costs, last_cost
 from fedjax_cfl.runs.plot_found import draw_final_groups
 from fedjax_cfl.runs.plot_groups import draw_alluvial
-from fedjax_cfl.runs.results import atomic_write, read_clients, read_settings, to_plain
+from fedjax_cfl.runs.results import (
+    SIMILARITY_FILE,
+    atomic_write,
+    read_clients,
+    read_settings,
+    to_plain,
+)
 from fedjax_cfl.runs.statistics import LEVEL, Estimate, bootstrap_mean, compare_pairs
 from fedjax_cfl.validation import flatten_settings
 
@@ -156,12 +162,14 @@ def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     """Returns the pictures of a run, None where there is nothing to draw."""
     found, table = read_groups(run)
     labels = None if table is None or found is None else table.get("labels")
+    compared = (run["run_dir"] / SIMILARITY_FILE).is_file()
+    alike = read_clients(run["run_dir"], SIMILARITY_FILE) if compared else None
     if found is not None and labels is not None:
         labels = labels[found.clients]
     return {
         "curves": draw_curves(run["rows"], ""),
         "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
-        "groups": None if table is None else draw_final_groups(table, ""),
+        "groups": None if table is None else draw_final_groups(table, "", alike),
     }
 
 

@@ -23,7 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
-NEW_CLIENTS_FILE = "new_clients.parquet"
+NEW_CLIENTS_FILE, SIMILARITY_FILE = "new_clients.parquet", "similarity.parquet"
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
@@ -189,9 +189,9 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     return summary
 
 
-def read_clients(run_dir: str | Path) -> dict[str, np.ndarray]:
-    """Reads clients.parquet: a column [K] each, labels [K, C]."""
-    path = Path(run_dir) / CLIENTS_FILE
+def read_clients(run_dir: str | Path, name: str = CLIENTS_FILE) -> dict[str, np.ndarray]:
+    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C]."""
+    path = Path(run_dir) / name
     try:
         columns = pyarrow.parquet.read_table(path).to_pydict()
         return {name: np.asarray(column) for name, column in columns.items()}

@@ -38,6 +38,7 @@ RESUME_MAY_CHANGE = (
     "checkpoint.",
     "logger",
     "evaluate.finetune",
+    "evaluate.similarity",
 )
 RESUME_MAY_CHANGE += (
     "local.width",

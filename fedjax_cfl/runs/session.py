@@ -50,7 +50,7 @@ class Extras(NamedTuple):
     """What is measured besides, once, when a run has ended."""
 
     columns: dict[str, Any]  # [K], for clients.parquet
-    new_clients: dict[str, Any]  # [H], for new_clients.parquet
+    tables: dict[str, dict[str, Any]]  # columns of further files, by name
     numbers: dict[str, Any]  # for summary.json
 
 
@@ -253,8 +253,8 @@ def finish(
         columns["labels"] = count_labels(held)
     extras = member.extras(result)
     results.write_clients(run_dir, columns | extras.columns)
-    if extras.new_clients:
-        results.write_clients(run_dir, extras.new_clients, results.NEW_CLIENTS_FILE)
+    for name, table in extras.tables.items():
+        results.write_clients(run_dir, table, name)
     finish_assignments(run_dir, member.config, held.num_clients)
     save_final(run_dir, algorithm, result.state, result.data)
     rows = results.read_metrics(run_dir)

@@ -1,5 +1,5 @@
 """What personalised federated learning reports besides: clients that train on from their
-group's model, and clients that the run never met.
+group's model, how alike they train, and clients that the run never met.
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.data.federated import build_client_index
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -76,6 +77,34 @@ def finetune_clients(
         )
     assert found is not None
     return found
+
+
+def compare_updates(
+    task: Task, local: Local, served: ServedModels, data: FederatedData, key: Key, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns clients [n] int32 that have a model and training samples, all or `most` drawn
+    by `key`, and the cosines [n, n] of their updates.
+
+    All train from the same model, the mean of those that they are served, for as long as in
+    a round; so their updates differ by their data alone. All updates are in memory at once.
+    """
+    local = local._replace(schedule=None, clock=None, faults=Faults()).resolve()
+    train = over_clients(sgd(task, local), local)
+    able = np.flatnonzero((np.asarray(served.model_index) >= 0) & (np.asarray(data.train.size) > 0))
+    drawn = np.asarray(jax.random.permutation(key, able.size))[:most]
+    ids = np.sort(able[drawn]).astype(np.int32)
+
+    @jax.jit
+    def compare(ids, served, data, key):
+        groups = served.model_index[ids]
+        mean = jax.tree.map(lambda leaf: jnp.mean(leaf[groups], axis=0)[None], served.models)
+        cohort = make_cohort(ids, data, local)
+        upload = train(cohort, data, (key, mean), full_work(jnp.zeros_like(cohort.ids)))
+        rows = jnp.argsort(cohort.rank)[: ids.size]  # in the order of `ids`
+        delta = jax.tree.map(lambda leaf: leaf[rows], upload.delta)
+        return cosine(delta, delta)
+
+    return ids, np.asarray(compare(ids, served, data, key)) if ids.size else np.zeros((0, 0))
 
 
 def split_clients(ids: np.ndarray, at_once: int, num_clients: int) -> np.ndarray:
