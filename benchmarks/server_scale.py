@@ -1,0 +1,97 @@
+"""What does clustering cost the server with 1,000 to 10,000 updates, and is any of it copied?
+
+Seconds of the second call, and the memory that the compiled program takes besides its
+input, as XLA plans it. The updates [S, P] of a size class have 4 GB at most; a copy of
+them would show as `x input` of 1.
+
+    python benchmarks/server_scale.py
+    python benchmarks/server_scale.py --quick     small sizes, under a minute
+"""
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.clustering import distances
+from fedjax_cfl.clustering.features import edc, edc_randomized, madc
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.kmeans import kmeans, silhouette
+
+SIZES = (1_000, 1_000_000), (3_000, 300_000), (10_000, 100_000)
+QUICK = (100, 10_000), (300, 3_000)
+GROUPS = 5
+
+
+def draw_updates(key: jax.Array, clients: int, parameters: int) -> jax.Array:
+    """Returns updates [S, P] of `GROUPS` groups."""
+    keys = jax.random.split(key, 2)
+    centers = jax.random.normal(keys[0], (GROUPS, parameters))
+    noise = jax.random.normal(keys[1], (clients, parameters))
+    return noise + centers[jnp.arange(clients) % GROUPS]
+
+
+def measure(function: Callable, *arguments: Any) -> tuple[Any, float, float, float]:
+    """Returns (result, seconds, MB of work space, that relative to the arguments)."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    jax.block_until_ready(compiled(*arguments))
+    began = time.perf_counter()
+    result = jax.block_until_ready(compiled(*arguments))
+    seconds = time.perf_counter() - began
+    work = compiled.memory_analysis().temp_size_in_bytes
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "nbytes"))
+    return result, seconds, work / 1e6, work / held
+
+
+def measure_server(clients: int, parameters: int, write: Callable) -> None:
+    """Measures every step of a clustering of `clients` updates of `parameters` numbers."""
+
+    def step(name: str, function: Callable, *arguments: Any) -> Any:
+        result, *numbers = measure(function, *arguments)
+        write([clients, parameters, name, *(f"{number:.3g}" for number in numbers)])
+        return result
+
+    key = jax.random.key(0)
+    delta = {"w": draw_updates(key, clients, parameters)}
+    step("EDC, randomized", lambda k, d: edc_randomized(k, d, GROUPS), key, delta)
+    gram = step("Gram matrix", distances.gram, delta)
+    centers = {"w": delta["w"][:GROUPS]}
+    step("cosines with the groups", distances.cosine, delta, centers)
+    del delta
+    points = step("EDC of the Gram matrix", partial(edc, m=GROUPS), gram)
+    labels = step(
+        "K-means++, 10 seedings", lambda k, x: kmeans(k, x, GROUPS, 10).labels, key, points
+    )
+    step("silhouette", lambda x, y: silhouette(x, y, GROUPS), points, labels)
+    apart = step("MADC of the Gram matrix", madc, gram)
+    merged = step("complete linkage", lambda d: agglomerate(d, GROUPS), apart)
+    for found in (labels, merged):
+        pairs = {(int(a), b % GROUPS) for b, a in enumerate(found)}
+        assert len(pairs) == GROUPS, f"{clients} x {parameters}: groups not found"
+
+
+def main() -> None:
+    """Writes the table as CSV."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    table = csv.writer(sys.stdout)
+    table.writerow(["updates", "parameters", "step", "seconds", "work space, MB", "x input"])
+
+    def write(row: list) -> None:
+        table.writerow(row)
+        sys.stdout.flush()
+
+    for clients, parameters in QUICK if parser.parse_args().quick else SIZES:
+        measure_server(clients, parameters, write)
+
+
+if __name__ == "__main__":
+    main()
