@@ -181,3 +181,36 @@ def test_only_clients_met_pay_for_a_swap(toy):
     changed = toy.replace(shifted=jnp.arange(toy.num_clients) < 5)
     paying = charge_swapped(jnp.zeros_like(met), met, changed)
     assert np.flatnonzero(paying).tolist() == [0, 2, 4]
+
+
+def test_a_client_trains_in_four_places(toy, linear, local):
+    """The start, newcomers, shifted clients, the round: each is compiled for each branch of
+    `choose_train`, and compiling is what a short run waits for.
+    """
+    traced = []
+
+    def loss(*arguments):
+        traced.append(1)
+        return linear.loss(*arguments)
+
+    counted = linear._replace(loss=loss, first_layer=None)  # trained directly: one branch
+
+    def count(function, *arguments):
+        traced.clear()
+        found = jax.eval_shape(function, *arguments)
+        return len(traced), found
+
+    methods = {"flexcfl": {"m": 2}, "fedgroup": {"m": 2}, "fedavg": {}}
+    found = {}
+    for name, options in methods.items():
+        method = getattr(algorithms, name)(counted, local, select.uniform(4), **options)
+        moving = init_data_state(DRIFT, KEY, toy)
+        start, state = count(method.init, KEY, toy)
+        rounds, _ = count(
+            lambda state, method=method, moving=moving: run_round(
+                method, DRIFT, KEY, state, moving, toy
+            ),
+            state,
+        )
+        found[name] = start, rounds
+    assert found == {"flexcfl": (1, 3), "fedgroup": (1, 2), "fedavg": (0, 1)}
