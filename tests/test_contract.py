@@ -75,7 +75,8 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def build(toy_pool, tmp_path_factory):
     """Composes a configuration on the toy data: build(algorithm, preset) -> (algorithm,
-    task, data, mesh).
+    task, data, mesh); with `members` instead of the algorithm what makes one of a grid, and
+    the values that it is made of.
     """
     path = tmp_path_factory.mktemp("toy") / "toy.npz"
     np.savez(
@@ -90,14 +91,11 @@ def build(toy_pool, tmp_path_factory):
         resolved = check_overrides([*settings, f"algorithm={algorithm}", f"preset={preset}"])
         assert resolved["algorithm"]["name"] == algorithm
         algorithm, task, data, *_, mesh = parts.build(resolved)
-        return (
-            parts.build_algorithm(resolved, task, data, mesh, vmap_runs=True)
-            if members
-            else algorithm,
-            task,
-            data,
-            mesh,
-        )
+        if members:
+            given = resolved, task, data, mesh
+            make = functools.partial(parts.build_algorithm, *given, vmap_runs=True)
+            algorithm = make, parts.find_inputs(*given).values
+        return algorithm, task, data, mesh
 
     with (
         hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)),
@@ -165,13 +163,17 @@ def test_a_round_never_retraces(case):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_runs_can_be_mapped(name, build):
-    algorithm, _, data, _ = build(name, members=True)
+    """Over keys, and over the values of all settings that a grid or a program can be given."""
+    (make, values), _, data, _ = build(name, members=True)
+    assert values["local.lr"] == SETTINGS["local.lr"]
 
-    def begun(key):
+    def begun(key, values):
+        algorithm = make(values=values)
         return algorithm.round(key, algorithm.init(key, data), data)
 
-    keys = jax.random.split(jax.random.key(0), (2, 3))
-    state, _ = jax.eval_shape(jax.vmap(jax.vmap(begun)), keys)
+    grid = {name: value * jnp.array([0.5, 1.0, 2.0]) for name, value in values.items()}
+    mapped = jax.vmap(jax.vmap(begun, (None, 0)), (0, None))
+    state, _ = jax.eval_shape(mapped, jax.random.split(jax.random.key(0), 2), grid)
     chex.assert_tree_shape_prefix(state, (2, 3))
 
 
