@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_cfl.models.statistics import STATISTICS
+
 
 def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """Returns a Glorot-uniform kernel [..., in, out]; drawn flat: over a short last
@@ -306,6 +308,46 @@ class BatchStatNorm(nn.Module):
         x = jnp.where(real[:, None, None, None], x, 0)
         x = x - client_mean(x)
         return x * lax.rsqrt(client_mean(jnp.square(x)) + self.epsilon) * scale + bias
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation of [B, H, W, C] with running statistics (Ioffe and Szegedy, ICML
+    2015, https://arxiv.org/abs/1502.03167).
+
+    In training a batch is normalised by its own mean and variance, over its real samples
+    (`owner` -1: padding), and the running ones move towards these by 1 - momentum; in test,
+    and wherever a model only answers, by the running ones, so that a sample is alone. The
+    statistics are averaged with the model, see `models/statistics`. Differs from PyTorch:
+    the running variance is not multiplied by n / (n - 1).
+    """
+
+    momentum: float = 0.9
+    epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
+        """Normalises each channel, then scales and shifts it."""
+        shape = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, shape)
+        bias = self.param("bias", nn.initializers.zeros, shape)
+        running = (
+            self.variable(STATISTICS, "mean", jnp.zeros, shape),
+            self.variable(STATISTICS, "var", jnp.ones, shape),
+        )
+        mean, variance = (each.value for each in running)
+        # `as_task` makes the statistics mutable in training only
+        if self.is_mutable_collection(STATISTICS) and not self.is_initializing():
+            real = jnp.ones(x.shape[0], bool) if owner is None else owner >= 0
+            x = jnp.where(real[:, None, None, None], x, 0)
+            count = jnp.maximum(real.sum(), 1) * x.shape[1] * x.shape[2]
+            mean = x.sum((0, 1, 2)) / count
+            gaps = jnp.where(real[:, None, None, None], jnp.square(x - mean), 0)
+            variance = gaps.sum((0, 1, 2)) / count
+            for each, new in zip(running, (mean, variance), strict=True):
+                each.value = self.momentum * each.value + (1 - self.momentum) * new
+        # a server may have mixed models by more than averages
+        variance = jnp.maximum(variance, 0)
+        return (x - mean) * lax.rsqrt(variance + self.epsilon) * scale + bias
 
 
 class GroupNorm(nn.Module):
