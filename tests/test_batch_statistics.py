@@ -1,5 +1,8 @@
-"""A model that normalises over a batch sees a client's own real samples and nothing else."""
+"""A model that normalises over a batch sees a client's own real samples and nothing else; running
+statistics are averaged with the model, and are no part of a direction.
+"""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +11,23 @@ from conftest import matrix
 from test_layers import close, normal
 
 import fedjax_cfl as cfl
+from fedjax_cfl.algorithms.auxo import last_tenth
+from fedjax_cfl.algorithms.fedfomo import l1_norm
+from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.clustering.assign import training_loss
-from fedjax_cfl.models import CelebaCNN, GroupNorm
+from fedjax_cfl.clustering.distances import gram, manhattan
+from fedjax_cfl.clustering.features import edc, edc_randomized
+from fedjax_cfl.models import BatchNorm, CelebaCNN, GroupNorm, count_params, model_bytes
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.faults import guard_nonfinite
 from fedjax_cfl.round.local import full_work
+from fedjax_cfl.round.objective import cross_entropy, erm, penalty, proximal
+from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import gradient_step, sgd
+from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels
+from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels, Upload
 
 SHAPE, BATCH, CLIENT = (4, 5, 3), 10, 1  # CLIENT is the one looked at
 TRAIN, TEST = (6, 8, 70), (3, 4, 2)  # samples: CLIENT's one batch is padded by two
@@ -88,3 +101,125 @@ def test_padding_is_not_there(task):
     grad = jax.grad(lambda model: task.loss(model, data.x[own[0]], data.y[own[0]]).mean())(model)
     for delta, _ in steps:
         close(delta, -0.1 * matrix(jax.tree.map(lambda leaf: leaf[None], grad))[0], 1e-4)
+
+
+# running statistics
+
+
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, x, owner=None):
+        x = nn.relu(BatchNorm()(nn.Conv(3, (3, 3), use_bias=False)(x), owner))
+        return nn.Dense(2, name="head")(x.reshape(len(x), -1))
+
+
+RUNNING, MU = Small(), 0.3
+
+
+@pytest.fixture(scope="module")
+def running():
+    return cfl.as_task(RUNNING, SHAPE, 2)
+
+
+def change_statistics(params, change):
+    return {**params, "batch_stats": jax.tree.map(change, params["batch_stats"])}
+
+
+def train_by_hand(start, x, y, steps, local, mu):
+    """Steps on one batch, with Flax's own way to keep statistics; returns the parameters."""
+    weights, statistics = drop_statistics(start), start["batch_stats"]
+
+    def loss(weights, statistics):
+        both = {"params": weights, "batch_stats": statistics}
+        out, new = RUNNING.apply(both, x, mutable="batch_stats")
+        pull = penalty(mu, weights, drop_statistics(start))
+        return cross_entropy(out, y).mean() + pull, new["batch_stats"]
+
+    velocity = jax.tree.map(jnp.zeros_like, weights)
+    for _ in range(steps):
+        grad, statistics = jax.grad(loss, has_aux=True)(weights, statistics)
+        velocity = jax.tree.map(
+            lambda v, g, p: local.momentum * v + g + local.weight_decay * p, velocity, grad, weights
+        )
+        weights = jax.tree.map(lambda p, v: p - local.lr * v, weights, velocity)
+    return {**weights, "batch_stats": statistics}
+
+
+def test_a_client_keeps_running_statistics_as_flax_does(running):
+    """In padded batches; neither penalty nor momentum nor weight decay touches them."""
+    data, mesh = faces(1.0), cfl.make_mesh(1)
+    local = cfl.Local(0.1, 3, BATCH, 1, mesh, momentum=0.5, weight_decay=0.1)
+    plain = cfl.Local(0.1, 1, BATCH, 1, mesh)
+    start = change_statistics(running.init(KEY), lambda leaf: leaf + 0.5)
+    models = jax.tree.map(lambda leaf: leaf[None], start)
+    ids = jnp.arange(3, dtype=jnp.int32)
+    ways = (
+        (sgd(running, local, proximal(MU, erm(running))), local, 3, MU),
+        (gradient_step(running, plain), plain, 1, 0.0),
+    )
+    work = full_work(jnp.zeros(3, jnp.int32))
+    view = jax.device_get(data.train)
+    own = view.order[view.start[CLIENT] :][: view.size[CLIENT]]  # fewer than a batch
+    for solve, local, steps, mu in ways:
+        run = over_clients(solve, local)
+        upload = jax.jit(lambda run=run: run(Cohort(ids, ids), data, (KEY, models), work))()
+        found = jax.tree.map(lambda leaf, old: leaf[CLIENT] + old, upload.delta, start)
+        expected = train_by_hand(start, data.x[own], data.y[own], steps, local, mu)
+        close(found, expected, 1e-3)
+        moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), found, start)["batch_stats"]
+        assert min(map(float, jax.tree.leaves(moved))) > 1e-3
+
+
+def test_running_statistics_are_averaged_by_samples_whatever_the_server_does(running):
+    data, select = faces(1.0), full_participation()
+    local = cfl.Local(0.1, 1, BATCH, 1, cfl.make_mesh(1))
+    method = cfl.algorithms.fedadam(running, local, select, server_lr=0.05)
+    alone = cfl.algorithms.nonfed(running, local, select)
+    state, own = method.init(KEY, data), alone.init(KEY, data)
+    common = jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), state.groups)
+    after, _ = jax.jit(method.round)(KEY, state, data)
+    each, _ = jax.jit(alone.round)(KEY, own.replace(groups=common), data)
+    mean = jax.tree.map(lambda leaf: np.average(leaf, 0, weights=TRAIN)[None], each.groups)
+    close(after.groups["batch_stats"], mean["batch_stats"], 1e-4)
+    head, expected = (tree["head"]["kernel"] for tree in (after.groups, mean))
+    assert not np.allclose(head, expected, atol=1e-3), "weights are stepped by the server's rule"
+
+
+def test_a_model_answers_by_its_running_statistics(running):
+    data = faces(1.0)
+    params = change_statistics(running.init(KEY), lambda leaf: leaf + 0.2 * jnp.arange(leaf.size))
+    x, y = data.x[:4], data.y[:4]
+    whole = running.predict(params, x)
+    close(whole, jnp.concatenate([running.predict(params, x[i : i + 1]) for i in range(4)]))
+    assert not np.allclose(running.predict(running.init(KEY), x), whole, atol=1e-2)
+    assert not np.allclose(running.loss(params, x, y, KEY), running.loss(params, x, y), atol=1e-2)
+    still = jax.grad(lambda params: running.loss(params, x, y).sum())(params)["batch_stats"]
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(still))
+
+
+def test_no_feature_of_an_update_has_statistics_in_it(running):
+    updates = jax.vmap(running.init)(jax.random.split(KEY, 5))
+    other = change_statistics(updates, lambda leaf: 9 * leaf - 3)
+    for measure in (
+        gram,
+        manhattan,
+        squared_norms,
+        last_tenth,
+        l1_norm,
+        lambda tree: edc(gram(tree), 3),
+        lambda tree: edc_randomized(KEY, tree, 3),
+        lambda tree: penalty(MU, tree, jax.tree.map(jnp.zeros_like, tree)),
+        lambda tree: nearest_center(tree, updates),
+    ):
+        np.testing.assert_array_equal(measure(other), measure(updates))
+    bare = drop_statistics(updates)
+    assert model_bytes(updates) - model_bytes(bare) == 4 * 5 * 2 * 3
+    assert count_params(updates) == count_params(bare)
+
+
+def test_statistics_that_are_not_finite_are_dropped(running):
+    updates = jax.vmap(running.init)(jax.random.split(KEY, 3))
+    broken = change_statistics(updates, lambda leaf: leaf.at[1].set(jnp.nan))
+    ones = jnp.ones(3)
+    upload = Upload(broken, ones, ones, ones, ones.astype(jnp.int32), jnp.zeros(3, jnp.int32))
+    assert guard_nonfinite("drop", upload)[1].tolist() == [False, True, False]

@@ -17,6 +17,7 @@ from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.select import full_participation, uniform
+from fedjax_cfl.round.traffic import count_bytes
 from fedjax_cfl.simulation.metrics import ari
 
 KEY = jax.random.key(3)
@@ -195,6 +196,41 @@ def test_samples_do_not_depend_on_devices(make, reader, rotated, trained, local)
     assert (confidence(reader, three, drawn[1]) < 0.3).all()
 
 
+@pytest.mark.parametrize("mean,squared", [(0.0, False), (0.5, True)])
+def test_back_search_is_adam_on_each_sample(linear, toy, models, local, mean, squared):
+    """Of a linear model, step by step in NumPy: samples know nothing of each other."""
+    settings = {"samples": 3, "prior_mean": mean, "squared": squared, "search_lr": 0.1}
+    start, found = (
+        np.asarray(
+            back_search(**settings, prior_weight=0.8, search_steps=steps)(
+                linear, local.resolve()
+            ).sample(KEY, (), models, toy)[0],
+            np.float64,
+        )
+        for steps in (1, 12)
+    )
+    bias, kernel = (np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(models))
+
+    def twin(x, model, label, steps):
+        first = second = np.zeros_like(x)
+        for step in range(1, steps + 1):
+            error = softmax(x @ kernel[model] + bias[model]) - np.eye(toy.num_classes)[label]
+            gap = x - mean
+            pull = 0.8 * gap if squared else 0.4 * gap / np.linalg.norm(gap)
+            slope = kernel[model] @ error + pull
+            first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
+            scale = np.sqrt(second / (1 - 0.999**step)) + 1e-8
+            x = x - 0.1 * first / (1 - 0.9**step) / scale
+        return x
+
+    noise = np.asarray(jax.random.normal(KEY, (toy.num_classes * 3, 3, FEATURES)), np.float64)
+    noise = noise.swapaxes(0, 1).reshape(3, toy.num_classes, 3, FEATURES)
+    for model, label, number in np.ndindex(noise.shape[:3]):
+        for steps, got in ((1, start), (12, found)):
+            expected = twin(noise[model, label, number], model, label, steps)
+            np.testing.assert_allclose(got[model, label, number], expected, atol=1e-4)
+
+
 def test_samples_side_by_side_are_those_one_after_another(reader, rotated, trained, local):
     drawn = []
     for width in (1, 3):
@@ -330,6 +366,20 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     np.testing.assert_array_equal(
         runs[0][-1].memory.labels.share, np.where(known[:, None], share, 0)
     )
+
+
+def test_bytes_of_the_baselines_are_those_of_closed_forms(linear, toy, local):
+    """A participant receives one model of FedAvg, m of IFCA and none of Local, and sends the
+    number of its group to IFCA alone; FedFomo's and ClusteredFL's are in their own tests.
+    """
+    size, others, selected = cfl.models.model_bytes(linear.init(KEY)), cfl.algorithms, 14
+    for method, down, up in (
+        (others.fedavg(linear, local, full_participation()), size, size),
+        (others.ifca(linear, local, full_participation(), m=3), 3 * size, size + 4),
+        (others.nonfed(linear, local, full_participation()), 0, 0),
+    ):
+        state, _ = jax.jit(method.round)(KEY, method.init(KEY, toy), toy)
+        assert count_bytes(state.traffic, size) == (selected * down, selected * up)
 
 
 def test_groups_start_from_different_models_unless_one_is_asked_for(linear, toy, local):

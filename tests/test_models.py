@@ -41,6 +41,8 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("lenet", (32, 32, 3), 10, 62_006),
     ("resnet18", (32, 32, 3), 10, 11_173_962),
     ("mobilenet_v2", (32, 32, 3), 10, 2_296_922),
+    ("resnet18_bn", (32, 32, 3), 10, 11_173_962),
+    ("mobilenet_v2_bn", (32, 32, 3), 10, 2_296_922),
     ("shufflenet_v2", (32, 32, 3), 100, 5_549_896),
     ("vit_b16", (224, 224, 3), 10, 85_798_656 + 769 * 10),
 ]
@@ -49,7 +51,9 @@ OTHER_SIZES = [
     (MobileNetV2(10, small_images=False), (224, 224, 3), 10, 2_236_682),
     (ShuffleNetV2(100, features=(116, 232, 464, 1024)), (32, 32, 3), 100, 1_356_104),
 ]
-LARGE = {"resnet18", "mobilenet_v2", "shufflenet_v2", "vit_b16"}  # at small width: test_residual
+STATISTICS = {"resnet18_bn": 9_600, "mobilenet_v2_bn": 35_088}
+# at small width: test_residual
+LARGE = {"resnet18", "mobilenet_v2", "shufflenet_v2", "vit_b16", *STATISTICS}
 SMALL = [  # every conf file once, on the smallest sample it takes, to keep the compilation short
     *(
         (name, (4, 4), 3)
@@ -88,7 +92,7 @@ def started(task):
 def test_the_number_of_parameters_is_the_published_one(name, shape, classes, size):
     params = jax.eval_shape(as_task(build(name, classes), shape, classes).init, KEY)
     assert count_params(params) == size
-    assert model_bytes(params) == 4 * size
+    assert model_bytes(params) == 4 * (size + STATISTICS.get(name, 0))
 
 
 @pytest.mark.parametrize(("module", "shape", "classes", "size"), OTHER_SIZES)
@@ -239,10 +243,20 @@ class Trained(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(nn.Dense(self.num_classes)(x))
 
 
-class Running(nn.Module):
+class Counting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.variable("counts", "calls", np.zeros, ())
+        return nn.Dense(4)(x)
+
+
+class Running(Plain):
+    first_layer = "Dense_0"
+
     @nn.compact
     def __call__(self, x, train=False):
-        return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+        x = nn.Dense(self.num_classes)(x)
+        return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
 
 
 class Misspelt(Plain):
@@ -260,6 +274,12 @@ def test_a_users_module_works_with_and_without_train():
         np.full(3, 0.001 * np.square(params["Dense_0"]["kernel"]).sum()),
         1e-4,
     )
+    task = as_task(Running(), (5,), 4)
+    assert task.first_layer is None, "statistics have no sample-space form"
+    params = started(task)
+    gradient = jax.grad(lambda params: task.loss(params, x, y, KEY).mean())(params)
+    mean = (x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]).mean(0)
+    close(gradient["batch_stats"]["BatchNorm_0"]["mean"], 0 - 0.5 * mean)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +292,7 @@ def test_a_users_module_works_with_and_without_train():
         (StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
         (MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
         (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
-        (Running(), (5,), 4, "Running .*batch_stats.*use models.GroupNorm"),
+        (Counting(), (5,), 4, "Counting .*keeps .'counts'. besides params and batch_stats"),
         (LeNet(10), (3, 32, 32), 10, "LeNet .*come first here: store numpy.moveaxis"),
         (
             nnx.Linear(5, 4, rngs=nnx.Rngs(0)),

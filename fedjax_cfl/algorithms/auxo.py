@@ -21,6 +21,7 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import _dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
@@ -159,7 +160,7 @@ def one_group(task: Task, m: int) -> StartFn:
 
 def last_tenth(delta: Params) -> jax.Array:
     """Returns the last tenth [S, p] of the parameters of the updates `delta` [S, ...]."""
-    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(delta)]
+    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(drop_statistics(delta))]
     wanted = max(sum(row.shape[1] for row in rows) // 10, 1)
     taken, left = [], wanted
     for row in reversed(rows):

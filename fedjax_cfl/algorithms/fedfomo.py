@@ -22,6 +22,7 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.alone import assign_client_id, client_delta, shared_model
 from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.cohort import client_range, over_clients
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import ClientFn, Hooks, PrepareFn, Start, StartFn
@@ -71,7 +72,10 @@ class Mixture(struct.PyTreeNode):
 def l1_norm(tree: Params) -> jax.Array:
     """Returns the sums [n] of the absolute values of `tree` [n, ...]."""
     return sum(
-        (jnp.sum(jnp.abs(leaf).reshape(len(leaf), -1), axis=1) for leaf in jax.tree.leaves(tree)),
+        (
+            jnp.sum(jnp.abs(leaf).reshape(len(leaf), -1), axis=1)
+            for leaf in jax.tree.leaves(drop_statistics(tree))
+        ),
         jnp.zeros(()),
     )
 

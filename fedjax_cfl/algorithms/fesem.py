@@ -24,6 +24,7 @@ from fedjax_cfl.clustering.assign import ChooseFn, met_groups
 from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import (
@@ -189,7 +190,9 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
     )
     usable = jnp.isfinite(finite)
     centers = jax.tree.map(partial(jax.vmap(lambda ok, c: jnp.where(ok, c, 0.0)), usable), centers)
-    gap = sum(jax.tree.leaves(jax.tree.map(part, models, centers)))
+    gap = sum(
+        jax.tree.leaves(jax.tree.map(part, drop_statistics(models), drop_statistics(centers)))
+    )
     return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
 
 

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -193,8 +194,8 @@ def trimmed_inertia(
     own = nearest_center(models, centers)
     gaps = jax.tree.map(
         lambda model, center: jnp.sum((model - center[own]) ** 2, axis=tuple(range(1, model.ndim))),
-        models,
-        centers,
+        drop_statistics(models),
+        drop_statistics(centers),
     )
     ascending = jnp.sort(jnp.where(known, sum(jax.tree.leaves(gaps)), jnp.inf))
     count = jnp.sum(known)

@@ -21,7 +21,7 @@ from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import squared_norms
+from fedjax_cfl.round.tree import leaf_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Report, State, Task
 
 
@@ -160,7 +160,7 @@ def nearest_direction(pretrain: TrainFn) -> ChooseFn:
         memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
         upload, faults = pretrain(cohort, data, (key, memory.initial), work)
         similarity = cosine(upload.delta, memory.directions)
-        finite = jnp.isfinite(squared_norms(memory.directions).sum(0))
+        finite = jnp.isfinite(leaf_norms(memory.directions).sum(0))
         usable = memory.has_founders & finite & jnp.isfinite(similarity)
         return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), faults
 

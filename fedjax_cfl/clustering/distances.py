@@ -9,6 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.types import Params
 
 
@@ -17,8 +18,8 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _rows(tree: Params) -> list[jax.Array]:
-    """Returns the leaves as matrices [S, P of the leaf]."""
-    return [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)]
+    """Returns the leaves as matrices [S, P of the leaf], without running statistics."""
+    return [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(drop_statistics(tree))]
 
 
 def _sum(parts: list[jax.Array]) -> jax.Array:

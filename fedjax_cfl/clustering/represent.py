@@ -14,6 +14,7 @@ from jax import lax
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
 from fedjax_cfl.data.federated import gather, label_counts
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local, full_work
@@ -184,7 +185,9 @@ def gradient(
 
         def client_direction(client, bucket, data, shared, work):
             upload = solve(client, bucket, data, (jax.random.key(0), shared), work)
-            flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(upload.delta)])
+            flat = jnp.concatenate(
+                [leaf.reshape(-1) for leaf in jax.tree.leaves(drop_statistics(upload.delta))]
+            )
             norm = jnp.sqrt(jnp.sum(jnp.square(flat)))
             unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
             return project(unit, length)

@@ -276,68 +276,6 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where((a > b) | jnp.isnan(a), a, b)
 
 
-class BatchStatNorm(nn.Module):
-    """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in
-    training and in test; it keeps no running ones (LEAF's code).
-
-    Statistics are taken per client, over its real samples in the batch: `owner` [B]
-    int32 says whose each sample is, -1 for padding, None: all are one client's. In
-    training a batch is one mini-batch, in a client's training loss a block of
-    `cohort.SAMPLE_BLOCK` samples, in test the client's samples that stand in one block
-    of `evaluate.EVAL_BLOCK`: a prediction depends on that client's other samples there.
-    """
-
-    epsilon: float = 1e-3  # TensorFlow's default
-
-    @nn.compact
-    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
-        """Normalises each channel, then scales and shifts it."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        owner = jnp.zeros(x.shape[0], jnp.int32) if owner is None else owner
-        real = owner >= 0
-        same = ((owner[:, None] == owner) & real)[..., None]  # [B, B, 1]
-
-        def client_mean(values: jax.Array) -> jax.Array:
-            # a choice and a sum, no matrix product: 0 times another client's NaN would be NaN
-            total = jnp.where(same, values.mean((1, 2)), 0).sum(axis=1)
-            return (total / jnp.maximum(same.sum(axis=1), 1))[:, None, None]
-
-        x = jnp.where(real[:, None, None, None], x, 0)
-        x = x - client_mean(x)
-        return x * lax.rsqrt(client_mean(jnp.square(x)) + self.epsilon) * scale + bias
-
-
-class GroupNorm(nn.Module):
-    """Group normalisation of [B, H, W, C], each sample by itself (Wu and He, "Group
-    Normalization", ECCV 2018, https://arxiv.org/abs/1803.08494).
-
-    `groups` divides C; of fewer channels each is a group. `owner` is not read: it is
-    there so that a model can take this or `BatchStatNorm`.
-    """
-
-    groups: int = 2
-    epsilon: float = 1e-5
-
-    @nn.compact
-    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
-        """Normalises each group of channels of each sample, then scales and shifts each channel."""
-        channels = x.shape[-1]
-        groups = min(self.groups, channels)
-        if self.groups < 1 or channels % groups:
-            raise ValueError(
-                f"groups={self.groups}: a divisor of the {channels} channels is allowed"
-            )
-        # [groups, channels of a group], no vectors: channels must not be permuted across groups
-        shape = (groups, channels // groups)
-        scale = self.param("scale", nn.initializers.ones, shape)
-        bias = self.param("bias", nn.initializers.zeros, shape)
-        parts = x.reshape(*x.shape[:-1], *shape)
-        parts = parts - parts.mean((1, 2, 4), keepdims=True)
-        variance = jnp.square(parts).mean((1, 2, 4), keepdims=True)
-        return (parts * lax.rsqrt(variance + self.epsilon) * scale + bias).reshape(x.shape)
-
-
 def _over_time(
     step: Callable, carry: jax.Array | tuple, inputs: jax.Array, reverse: bool, sequences: bool
 ) -> jax.Array:

@@ -12,6 +12,12 @@ from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
+from fedjax_cfl.models.statistics import (
+    STATISTICS,
+    as_variables,
+    drop_statistics,
+    pull_statistics,
+)
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
@@ -49,22 +55,23 @@ def as_task(
         key: Key | None = None,
         owner: jax.Array | None = None,
     ) -> jax.Array:
-        each = _cross_entropy(logits(params, x, key, owner), y)
+        out, pull = logits(params, x, key, owner)
+        each = _cross_entropy(out, y) if pull is None else _cross_entropy(out, y) + pull
         return each + l2 * _squared_kernels(params, decayed) if decayed else each
 
     def predict(params: Params, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
-        return logits(params, x, None, owner)
+        return logits(params, x, None, owner)[0]
 
     task = Task(_init_of(module, sample_shape), loss, predict)
     params = _check(task, type(module).__name__, sample_shape, num_classes, decayed, first)
-    if not first:
+    if not first or STATISTICS in params:  # nor of statistics
         return task
     others = tuple(name for name in decayed if name != first)
 
     def loss_from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
         x = jnp.zeros((z.shape[0], *sample_shape))
         with nn.intercept_methods(_give_output(first, params, z)):
-            out = logits(params, x, key, None)
+            out, _ = logits(params, x, key, None)
         return _cross_entropy(out, y) + l2 * _squared_kernels(params, others)
 
     return task._replace(
@@ -88,27 +95,43 @@ def _init_of(module: nn.Module, sample_shape: tuple[int, ...]) -> Callable[[Key]
     flags: dict[str, Any] = {"train": False} if _takes(module, "train") else {}
 
     def init(key: Key) -> Params:
-        variables = module.init(key, jnp.zeros((1, *sample_shape)), **flags)
-        if extra := sorted(set(variables) - {"params"}):
+        variables = cast(dict, module.init(key, jnp.zeros((1, *sample_shape)), **flags))
+        if extra := sorted(set(variables) - {"params", STATISTICS}):
             raise ValueError(
-                f"it keeps {extra} besides params, which no client would train or send: use"
-                " models.GroupNorm (or flax.linen.GroupNorm) in place of BatchNorm"
+                f"it keeps {extra} besides params and {STATISTICS}, which no client would train"
+                " or send"
             )
-        return variables.get("params", {})
+        params = variables.get("params", {})
+        return {**params, STATISTICS: variables[STATISTICS]} if STATISTICS in variables else params
 
     return init
 
 
-def _logits_of(module: nn.Module) -> Callable[..., jax.Array]:
-    """Returns f(params, x [B, ...], key or None, owner [B] or None) -> [B, C]."""
+def _logits_of(module: nn.Module) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    """Returns f(params, x [B, ...], key or None, owner [B] or None) -> (logits [B, C], None or a
+    term [] of the loss that moves running statistics).
+    """
     takes_train, takes_owner = _takes(module, "train"), _takes(module, "owner")
 
-    def logits(params: Params, x: jax.Array, key: Key | None, owner: jax.Array | None) -> jax.Array:
+    def logits(
+        params: Params, x: jax.Array, key: Key | None, owner: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         flags: dict[str, Any] = {"train": key is not None} if takes_train else {}
         if takes_owner:
             flags["owner"] = owner
         rngs = None if key is None else {"dropout": key}
-        return cast(jax.Array, module.apply({"params": params}, as_float(x), rngs=rngs, **flags))
+        moves = key is not None and STATISTICS in params
+        found = module.apply(
+            as_variables(params),
+            as_float(x),
+            rngs=rngs,
+            mutable=[STATISTICS] if moves else False,
+            **flags,
+        )
+        if not moves:
+            return cast(jax.Array, found), None
+        out, changed = cast(tuple[jax.Array, dict], found)
+        return out, pull_statistics(params, changed[STATISTICS])
 
     return logits
 
@@ -179,10 +202,12 @@ def _check(
 
 
 def count_params(params: Params) -> int:
-    """Returns the number of parameters, of arrays or of their shapes."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    """Returns the number of parameters, of arrays or of their shapes; running statistics are
+    none.
+    """
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(drop_statistics(params)))
 
 
 def model_bytes(params: Params) -> int:
-    """Returns the bytes one model takes, in memory and on the wire."""
+    """Returns the bytes one model takes, in memory and on the wire, with running statistics."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))

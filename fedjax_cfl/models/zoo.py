@@ -27,7 +27,6 @@ from fedjax_cfl.models.layers import (
     GRU,
     KERAS,
     LSTM,
-    BatchStatNorm,
     Conv,
     Init,
     add_channel_axis,
@@ -36,6 +35,7 @@ from fedjax_cfl.models.layers import (
     max_pool,
     pytorch,
 )
+from fedjax_cfl.models.norms import BatchStatNorm
 
 
 class MCLR(nn.Module):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round import clock, faults, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -400,6 +401,8 @@ def apply_server_optimizer(
         jax.tree.map(jnp.negative, step), state.server, state.groups
     )
     updated = jax.vmap(optax.apply_updates)(state.groups, updates)
+    # running statistics are averaged, whatever the optimizer does with weights
+    updated = copy_statistics(updated, jax.tree.map(jnp.add, state.groups, step))
 
     keep = partial(jax.vmap(jnp.where), changed)
     return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import require
-from fedjax_cfl.round.tree import squared_norms
+from fedjax_cfl.round.tree import leaf_norms, squared_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
@@ -124,9 +124,8 @@ def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax
     An update whose squared norm is beyond float32 counts as not finite. Returns (upload,
     bad [S] bool, number of the first bad leaf [S], -1 for none).
     """
-    each = squared_norms(upload.delta)
-    finite, whole = jnp.isfinite(each), each.sum(0)
-    bad = ~jnp.isfinite(whole)
+    each = leaf_norms(upload.delta)
+    finite, bad = jnp.isfinite(each), ~jnp.isfinite(each.sum(0))
     losses = (
         jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss)
     )
@@ -138,7 +137,7 @@ def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax
         whole = squared_norms(delta).sum(0)
     else:
         delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
-        whole = jnp.where(bad, 0.0, whole)
+        whole = jnp.where(bad, 0.0, squared_norms(upload.delta).sum(0))
     loss, last_loss = losses
     return (
         upload.replace(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.counts import make_count, sum_counts
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.tree import group_mean, squared_norms
@@ -20,7 +21,9 @@ def deviation(
     the update's squared norm; a distance below 1/300 of the update's norm is returned as 0.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
-    pairs = zip(jax.tree.leaves(upload.delta), jax.tree.leaves(step), strict=True)
+    pairs = zip(
+        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, step)), strict=True
+    )
     product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
     own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
     step_square = squared_norms(step).sum(0)[gid]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.tree_util import Partial
 
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.types import Key, Params, Task
 
 ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
@@ -23,7 +24,9 @@ ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, ke
 
 def penalty(mu: float | jax.Array, params: Params, start: Params) -> float | jax.Array:
     """Returns mu / 2 * ||params - start||^2, []."""
-    squares = jax.tree.map(lambda p, s: jnp.sum((p - s) ** 2), params, start)
+    squares = jax.tree.map(
+        lambda p, s: jnp.sum((p - s) ** 2), drop_statistics(params), drop_statistics(start)
+    )
     return 0.5 * mu * jax.tree.reduce(jnp.add, squares)
 
 
@@ -84,7 +87,8 @@ def add_linear_term(direction: Callable[[Any], Params], objective: ObjectiveFn) 
 
 def _linear_term_loss(direction, objective, params, start, client_extra, x, y, key, owner):
     terms = jax.tree.map(
-        lambda d, p, s: jnp.sum(d * (p - s)), direction(client_extra), params, start
+        lambda d, p, s: jnp.sum(d * (p - s)),
+        *(drop_statistics(tree) for tree in (direction(client_extra), params, start)),
     )
     return objective(params, start, client_extra, x, y, key, owner) + sum(jax.tree.leaves(terms))
 

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import move_statistics
 from fedjax_cfl.round import dual_sgd
 from fedjax_cfl.round.cohort import (
     MIN_BUCKET,
@@ -171,13 +172,14 @@ def make_direct_train(
                 return total / jnp.sum(owner >= 0), total
 
             (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
+            before, raw = params, grad
             if local.weight_decay:
                 grad = jax.tree.map(lambda g, p: g + local.weight_decay * p, grad, params)
             if local.momentum:
                 grad = velocity = jax.tree.map(lambda v, g: local.momentum * v + g, velocity, grad)
             params = jax.tree.map(lambda p, g: p - local.lr * g, params, grad)
             return (
-                params,
+                move_statistics(params, before, raw),
                 velocity,
                 losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch]),
             )
@@ -235,6 +237,7 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
         loss, grad = ragged_fori_loop(-(-count // SAMPLE_BLOCK), block, zeros)
         delta = jax.tree.map(lambda g: -lr * work.lr_scale * g, grad)
+        delta = move_statistics(delta, zeros[1], grad)
         return Upload(
             delta=delta,
             weight=count.astype(jnp.float32),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.types import Params
 
 
@@ -31,7 +32,14 @@ def group_mean(
 
 
 def squared_norms(tree: Params) -> jax.Array:
-    """Returns the squared norms [L, S] of the L leaves [S, ...] of a tree.
+    """Returns the squared norms [L, S] of the L leaves [S, ...] of a model or an update;
+    running statistics are left out.
+    """
+    return leaf_norms(drop_statistics(tree))
+
+
+def leaf_norms(tree: Params) -> jax.Array:
+    """Returns the squared norms [L, S] of all L leaves [S, ...] of a tree.
 
     A product is several times faster than a reduction.
     """
