@@ -163,7 +163,8 @@ class Upload(struct.PyTreeNode):
 class FaultCounts(struct.PyTreeNode):
     """What went wrong in a round; of each client [S] before it is added up."""
 
-    dropped: jax.Array  # [] int32, clients that trained but never answered
+    # [] int32, clients that trained but never answered, or were offline before they could
+    dropped: jax.Array
     nonfinite: jax.Array  # [] int32, clients whose update was not finite
     byzantine: jax.Array  # [] int32, clients that attacked
     # [2] int32, the first client with an update that was not finite and the number of the leaf;
@@ -209,7 +210,8 @@ class State(struct.PyTreeNode):
     traffic: Traffic  # everything sent so far
     memory: Any  # the algorithm's own pytree, () if it has none
     selection: Any  # what the selection remembers, () if nothing
-    clock_ms: jax.Array  # [2] uint32 (high, low), simulated milliseconds so far
+    # [2] uint32 (high, low), simulated milliseconds so far; [m, 2] with a clock for each group
+    clock_ms: jax.Array
     # [K, ...], the model that each client last received, before that the one it is served at the
     # start; () unless `Local.keep_received`
     received: Params
@@ -249,6 +251,13 @@ class ServedModels(NamedTuple):
     model_index: jax.Array
 
 
+class Asked(NamedTuple):
+    """What clients do before it is settled who takes part."""
+
+    traffic: Traffic  # [K] each client's; whoever got a model trains that one if it is selected
+    samples: jax.Array  # [K] int32, that a client infers
+
+
 class Selection(NamedTuple):
     """Which clients take part in a round, and what is remembered of it from round to round."""
 
@@ -260,8 +269,9 @@ class Selection(NamedTuple):
     update: Callable[..., Any]
     # (key, round, K) -> ids, where nothing is remembered, so that cohorts are known before the run
     draw: Callable[..., jax.Array] | None = None
-    # (state, data, cohort) -> Traffic, what was sent to choose this cohort; None: nothing
-    traffic: Callable[..., Traffic] | None = None
+    # (key, state, data) -> Asked, what `select` of the same arguments asks of clients before it
+    # selects; None: nothing
+    ask: Callable[..., Asked] | None = None
 
 
 class Algorithm(NamedTuple):

@@ -6,14 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, call
+from conftest import build, call, spent
+from flax import struct
 
 from fedjax_cfl import algorithms
+from fedjax_cfl.algorithms import power_of_choice
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import device_clock, select, select_by_group
+from fedjax_cfl.round import availability, device_clock, select, select_by_group, timing
 from fedjax_cfl.round.clock import device_profiles, end_round
 from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.types import Cohort
+from fedjax_cfl.round.engine import SELECT, derive_key
+from fedjax_cfl.types import Cohort, Traffic
+
+
+class SimpleState(struct.PyTreeNode):
+    """What of a state the clocks of groups read."""
+
+    assignment: jax.Array
+    active: jax.Array
+    clock_ms: jax.Array
 
 
 def test_stand_ins_give_the_means_that_the_paper_reports():
@@ -60,7 +71,7 @@ def test_parquet_equals_csv(tmp_path):
         ("d.csv", "computation,communication\n1,2\n0,3\n", "column computation .* > 0 in row 2"),
         ("d.csv", "computation,communication\n1,many\n", "column communication must hold numbers"),
         ("d.csv", "computation,communication\n", "has no column computation"),
-        ("d.csv", "computation,communication\n1\n", "column communication must hold numbers"),
+        ("d.csv", "computation,communication\n1\n", "column communication must hold finite"),
         ("d.parquet", "no parquet", ""),
     ],
 )
@@ -100,32 +111,94 @@ def test_rounds_grow_with_participants_and_over_commitment_never_lengthens_them(
     assert device_clock.fedscale_clock(30, 5, 26).wait_for is None
 
 
-def test_clients_are_online_in_their_intervals_and_these_repeat():
-    table = np.array([[[0, 10], [50, 60]], [[5, 100], [0, 0]]], float)
-    online = device_clock.online_by_intervals(table, 100.0)
-    for now in (0, 7, 10, 55, 99.9, 100, 107, 4_294_967.296 + 9.0, 3 * 4_294_967.296 + 0.5):
-        milliseconds = round(now * 1000)
-        state = SimpleNamespace(
-            clock_ms=jnp.asarray([milliseconds >> 32, milliseconds % 2**32], jnp.uint32)
-        )
-        place = milliseconds % 100_000 / 1000
-        wanted = [any(a <= place < b for a, b in own) for own in table]
-        assert online(state).tolist() == wanted, now
-    for bad in (table[0], table[..., ::-1], table * 2, np.full((1, 1, 2), np.nan)):
-        with pytest.raises(InputError, match=r"^clock\.intervals: "):
-            device_clock.online_by_intervals(bad, 100.0)
+def counts_of(milliseconds):
+    """Returns times [k] as counts [k, 2]."""
+    return jnp.asarray([[now >> 32, now % 2**32] for now in milliseconds], jnp.uint32)
 
 
-def test_clients_that_are_offline_are_not_selected(toy, linear, local):
+def test_who_is_online_equals_a_twin_that_walks_on():
+    """Random intervals, some touching, some beyond the end of the period, some everything: stay
+    and absence of a loop over seconds, at times up to ten years.
+    """
+    rng = np.random.default_rng(3)
+    clients, period = 40, 23
+    table = np.sort(rng.integers(0, period + 1, (clients, 3, 2)), axis=2).astype(float)
+    table[0, 0], table[1] = [0, period], 4.0  # always; never
+    presence = jax.jit(availability.online_by_intervals(table, float(period)))
+    on = np.zeros((clients, period), bool)
+    for client, intervals in enumerate(table):
+        for begin, end in intervals:
+            on[client, int(begin) : int(end)] = True
+    for second in [*range(period), 10 * 365 * 86400 + 5, 2**32 // 1000 + 1]:
+        found = presence(jnp.broadcast_to(counts_of([1000 * second + 250])[0], (clients, 2)))
+        for client in range(clients):
+            ahead = np.tile(on[client], 3)[second % period :]
+            gone, back = (np.flatnonzero(ahead == state) for state in (False, True))
+            here = ahead[0]
+            stay = (gone[0] - 0.25 if gone.size else np.inf) if here else 0
+            absent = 0 if here else (back[0] - 0.25 if back.size else np.inf)
+            assert found.stay[client] == pytest.approx(stay), (second, client)
+            assert found.absent[client] == pytest.approx(absent), (second, client)
+    assert np.isinf(found.stay[0]) and np.isinf(found.absent[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "repeat", "said"),
+    [
+        ("client,begin\n0,1\n", None, "has no column end"),
+        ("client,begin,end\n0.5,1,2\n", None, "column client must hold 0, 1, ..., not 0.5"),
+        ("client,begin,end\n7,1,2\n", None, "column client has 7, of 3 clients"),
+        ("client,begin,end\n0,1,2\n1,3,2\n", None, "client 1 is online from 3.0 to 2.0"),
+        ("client,begin,end\n0,1,2\n", 1.5, "from 1.0 to 2.0: must be 0 <= from <= to <= 1.5"),
+        ("client,begin,end\n0,1,2e6\n", None, "clock.repeat=2000000.0: must be a number from"),
+        ("client,begin,end\n0,0,inf\n", None, "column end must hold finite numbers in row 1"),
+    ],
+)
+def test_intervals_that_cannot_be_are_refused_in_one_line(tmp_path, text, repeat, said):
+    path = tmp_path / "online.csv"
+    path.write_text(text)
+    given = availability.Availability(str(path), repeat)
+    with pytest.raises(InputError, match=said) as error:
+        device_clock.fedscale_clock(3, 5, 3, online=given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_period_without_a_table_is_refused():
+    with pytest.raises(InputError, match=r"clock.repeat=3.0: needs a table, clock.availability"):
+        device_clock.fedscale_clock(3, 5, 3, online=availability.Availability(None, 3.0))
+
+
+def test_clients_of_a_table_serve_all(tmp_path):
+    """Client 1 has no line; clients 2 and 3 have those of 0 and 1."""
+    (tmp_path / "online.csv").write_text("client,begin,end\n2,5,10\n0,0,4\n2,1,2\n")
+    given = availability.Availability(str(tmp_path / "online.csv"), 20.0)
+    clock = device_clock.fedscale_clock(5, 5, 3, online=given)
+    found = clock.presence(jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
+    np.testing.assert_allclose(found.stay, [0, 0, 3.5, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
+
+
+@pytest.mark.parametrize("selection", [select_by_group.random_by_group, select.uniform])
+def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local):
+    """Five are online by day, of whom one has no samples; a night without anybody passes at
+    once, so that the next round is in the morning.
+    """
     hours = np.zeros((14, 1, 2))
     hours[:, 0, 1] = np.where(np.arange(14) < 5, 3600, 0)
-    online = device_clock.online_by_intervals(hours, 7200.0)
-    algorithm = algorithms.fedavg(linear, local, select_by_group.by_group(6, online=online))
+    clock = device_profiles(np.zeros(14), np.ones(14))
+    clock = clock._replace(presence=availability.online_by_intervals(hours, 7200.0))
+    algorithm = algorithms.fedavg(linear, local._replace(clock=clock), selection(6))
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
     step = jax.jit(algorithm.round)
-    assert step(jax.random.key(0), state, toy)[1].selected == 4  # client 2 has no samples
+    day = step(jax.random.key(0), state, toy)[1]
+    ids = select.uniform(6).draw(derive_key(jax.random.key(0), SELECT, 0), 0, 14)
+    drawn = int(jnp.sum(ids < 5))
+    assert day.selected == (drawn if selection is select.uniform else 4) > 0
     night = state.replace(clock_ms=jnp.asarray([0, 4_000_000], jnp.uint32))
-    assert step(jax.random.key(0), night, toy)[1].selected == 0
+    after, info = step(jax.random.key(0), night, toy)
+    assert info.seconds == pytest.approx(3200)
+    assert info.selected == 0 and info.fault_counts.dropped == 0
+    assert count_to_int(after.clock_ms) == 7_200_000
 
 
 def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
@@ -133,7 +206,7 @@ def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
     rate = np.full(14, 16.0)
     rate[7] = 2.0
     clock = device_profiles(np.zeros(14), rate)._replace(
-        event_seconds=device_clock.report_seconds(rate, 3.0)
+        ask_seconds=device_clock.asking_seconds(rate, np.zeros(14)), server_seconds=3.0
     )
     y = np.where(np.isin(np.asarray(toy.owner), [1, 7]), 3, np.asarray(toy.y))
     shifted = jnp.asarray(np.isin(np.arange(14), [1, 7]))
@@ -159,16 +232,80 @@ def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
 
     still, event, after = durations(clock)
     assert event - still == pytest.approx(8 + 3, rel=1e-4) and after == still
-    assert durations(clock._replace(event_seconds=None)) == [still] * 3
+    assert durations(clock._replace(ask_seconds=None)) == [still] * 3
+
+
+@pytest.mark.parametrize("variant", ["pow_d", "cpow_d"])
+def test_a_round_waits_for_the_losses_of_all_candidates(variant, toy, linear, local):
+    """By hand: the slowest candidate gets the model, infers its samples and sends a number; then
+    the slowest of those selected trains, and sends its model.
+    """
+    rng = np.random.default_rng(5)
+    rate, sample = rng.uniform(20, 200, 14), rng.uniform(0.1, 2, 14)
+    clock = device_profiles(rng.uniform(0.1, 1, 14), rate)
+    timed = clock._replace(ask_seconds=device_clock.asking_seconds(rate, sample))
+    make, key = getattr(power_of_choice, variant), jax.random.key(1)
+    found = []
+    for own in (clock, timed):
+        chosen = make(linear, local, 3, 9)
+        algorithm = algorithms.fedavg(linear, local._replace(clock=own), chosen)
+        state = jax.jit(algorithm.init)(key, toy)
+        after, info = jax.jit(algorithm.round)(key, state, toy)
+        found.append((float(info.seconds), spent(state, after)))
+    drawing = jax.random.split(derive_key(key, SELECT, 0))[0]
+    ids = np.asarray(power_of_choice.draw_candidates(drawing, state, toy, 9))
+    size = np.asarray(toy.train.size)[ids]
+    inferred = size if variant == "pow_d" else np.minimum(size, local.batch_size)
+    asking = np.max((24 * 4 + 4) / rate[ids] + inferred * sample[ids])
+    assert found[1][0] - found[0][0] == pytest.approx(asking, rel=1e-5)
+    cohort = np.asarray(chosen.select(derive_key(key, SELECT, 0), (), state, toy))
+    steps = 2 * -(-np.asarray(toy.train.size)[cohort] // local.batch_size)
+    step = np.asarray(clock.seconds(Cohort(jnp.arange(14), ()), SimpleNamespace(steps=1), 0.0))
+    training = np.max(steps * step[cohort] + 24 * 4 / rate[cohort])
+    assert found[0][0] == pytest.approx(training, rel=1e-5), "they have the model already"
+    assert found[0][1] == found[1][1] == Traffic(9, 3, 0, 9)
+
+
+def test_clocks_of_groups_equal_a_twin():
+    """Random groups before and after, some begun, some ended, now and then all made anew."""
+    rng = np.random.default_rng(0)
+    clock = device_profiles(np.ones(12), np.ones(12))._replace(per_group=True)
+    seen = set()
+    for case in range(60):
+        old, new = rng.integers(-1, 5, 12), rng.integers(0, 5, 12)
+        active, later = rng.random(5) < 0.7, rng.random(5) < 0.7
+        reclustered = case % 5 == 0
+        times = rng.integers(0, 2**34, 5)
+        before, after = (
+            SimpleState(jnp.asarray(group), jnp.asarray(live), counts_of(times.tolist()))
+            for group, live in ((old, active), (new, later))
+        )
+        wanted = []
+        for k in range(5):
+            fresh = reclustered or (later[k] and not active[k])
+            waits = [
+                times[max(old[i], 0)]
+                for i in range(12)
+                if new[i] == k and old[i] >= 0 and (fresh or not later[old[i]])
+            ]
+            waits += [] if fresh else [times[k]]
+            wanted.append(max(waits, default=max(times[active], default=0)))
+        found = timing.hand_on_clocks(clock, before, after, int(reclustered))
+        assert [count_to_int(each) for each in found.clock_ms] == wanted, case
+        seen.add(tuple(wanted) == tuple(times))
+    same = timing.hand_on_clocks(clock._replace(per_group=False), before, after, 1)
+    assert same is after and seen == {True, False}
 
 
 @pytest.mark.parametrize("selection", ["oort", pytest.param("pow_d", marks=pytest.mark.slow)])
 def test_selection_and_clock_from_the_command_line(selection, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "online.csv").write_text("client,begin,end\n0,0,5e5\n1,0,8e5\n")
     line = (
         f"run_dir=run rounds=2 eval_every=2 algorithm=fielding selection={selection} algorithm.m=2"
         " drift=swap_part clock=fedscale clock.overcommit=1.3 local.epochs=1"
-        " algorithm.cluster=k_center offline=true"
+        " algorithm.cluster=k_center offline=true clock.availability=online.csv clock.repeat=9e5"
+        " clock.per_group=true"
     )
     assert call(monkeypatch, line, devices=1) == 0
     (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

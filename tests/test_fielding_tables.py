@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.papers import cells, fielding_server, report, runner
+from fedjax_cfl.papers import cells, fielding_server, report, report_plot, runner
 from fedjax_cfl.papers.report_plot import choose_across
 from fedjax_cfl.runs.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
@@ -178,3 +178,19 @@ def test_measures_of_the_same_runs_fill_whole_lines_of_the_plot(measures, across
     rows = {"burst": {"overrides": []}}
     rows |= {f"measure {i}": {"runs": "burst", "measure": "ari"} for i in range(1, measures)}
     assert choose_across({"rows": rows}, list(rows), 2 * measures, True) == across
+
+
+def test_a_panel_lists_the_columns_that_its_row_has(monkeypatch, tmp_path):
+    table = {"title": "t", "measure": "ari", "scale": 1, "columns": {"A": [], "B": [], "C": []}}
+    table["rows"] = {name: {"title": name, "overrides": []} for name in ("one", "two", "none")}
+    values = {("one", "A"): 0.5, ("one", "C"): None, ("two", "B"): 0.1, ("none", "A"): None}
+    records = [
+        {"row": row, "column": column, "mean": mean, "sd": 0.0, "published": None, "runs": 1}
+        | {"rounds": 3, "of_rounds": 3}
+        for (row, column), mean in values.items()
+    ]
+    figures = []
+    monkeypatch.setattr(report_plot, "save_figure", lambda figure, path: figures.append(figure))
+    report_plot.plot(table, records, tmp_path / "plot.png")
+    lines = [[text.get_text() for text in axes.get_yticklabels()] for axes in figures[0].axes]
+    assert lines == [["A"], ["B"], ["A", "B", "C"]]

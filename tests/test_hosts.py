@@ -23,8 +23,14 @@ SMALL = [
     "checkpoint.every=2",
     "faults.dropout=0.2",
 ]
-SMALL += ["drift=swap_all", "drift.p=0.4"]
-FLEXCFL = ["algorithm=flexcfl", "algorithm.alpha=2", "algorithm.m=2", "algorithm.pretrain=iters:3"]
+SWAP = ["drift=swap_all", "drift.p=0.4"]
+FLEXCFL = [
+    *SWAP,
+    "algorithm=flexcfl",
+    "algorithm.alpha=2",
+    "algorithm.m=2",
+    "algorithm.pretrain=iters:3",
+]
 
 
 def begin(folder, processes: int, *more: str, last: tuple = ()) -> list[subprocess.Popen]:
@@ -107,6 +113,18 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
     assert [status for status, *_ in refused] == [2, 2]
     assert f"already holds this run, finished after {last + 2} rounds" in refused[0][2]
     assert "fedjax-cfl" not in refused[1][2]  # said once
+
+
+@pytest.mark.slow
+def test_a_stream_over_two_processes(tmp_path):
+    """Windows, drift events, representations and the clock: as in one process."""
+    stream = ["drift=stream_burst", "drift.intervals=6", "drift.period=1", "drift.retained=2"]
+    stream += ["drift.begin=2", "drift.end=4", "clock=fedscale", "rounds=6"]
+    both = ended(begin(tmp_path / "both", 2, "algorithm=fielding", *stream))
+    alone = ended(begin(tmp_path / "alone", 1, "algorithm=fielding", *stream))
+    assert [status for status, *_ in both + alone] == [0, 0, 0], both + alone
+    agree(tmp_path / "both", tmp_path / "alone")
+    assert sum(row["shifted_clients"] for row in rows(tmp_path / "both")) > 20
 
 
 def test_processes_with_other_settings_are_refused(tmp_path):

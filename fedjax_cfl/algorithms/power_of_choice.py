@@ -6,8 +6,8 @@ selected. pow-d asks for the loss of the whole training set, cpow-d for that of 
 mini-batch, rpow-d takes the last one known (see `round.select.power_of_choice`, where
 candidates are uniform and there are no groups).
 
-Candidates who are not selected get a model all the same, and all send their loss; the
-simulated clock does not count it.
+All candidates get their group's model and send their loss, and a round waits for the slowest
+of them before it begins to train; those that are selected have the model already.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.runs_as_one import CohortFn
-from fedjax_cfl.round.select_by_group import groups_of, share_quotas, take_quotas
+from fedjax_cfl.round.select_by_group import groups_of, take_quotas
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import (
+    Asked,
     Cohort,
     FederatedData,
     Key,
     Selection,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
@@ -67,9 +67,11 @@ def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int
 
 
 def select_highest(
-    losses: CohortFn, local: Local, clients_per_round: int, candidates: int, keyed: bool
+    losses: CohortFn, local: Local, clients_per_round: int, candidates: int, batch: int | None
 ) -> Selection:
-    """Selects the candidates whose group's model has the highest loss on their data."""
+    """Selects the candidates whose group's model has the highest loss on their data: on a
+    `batch` of them, None: on all.
+    """
     if candidates < clients_per_round:
         raise InputError(
             f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
@@ -79,7 +81,7 @@ def select_highest(
         drawing, trying = jax.random.split(key)
         ids = draw_candidates(drawing, state, data, candidates)
         cohort = make_cohort(ids, data, local)
-        each = losses(cohort, data, (trying, state.groups) if keyed else state.groups)
+        each = losses(cohort, data, (trying, state.groups) if batch else state.groups)
         own = groups_of(state)
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
         mine = jnp.take_along_axis(each, own[clients][:, None], axis=1)[:, 0]
@@ -88,19 +90,15 @@ def select_highest(
         drawn = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(True, mode="drop")
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
-    def sent(state: State, data: FederatedData, cohort: Cohort) -> Traffic:
-        own = jnp.where(data.train.size > 0, groups_of(state), state.active.size)
-        members = jnp.zeros(state.active.size, jnp.int32).at[own].add(1, mode="drop")
-        drawn = share_quotas(candidates, members).sum()
-        return make_traffic(
-            units_down=drawn - jnp.sum(cohort.ids < data.num_clients), words_up=drawn
-        )
+    def ask(key: Key, state: State, data: FederatedData) -> Asked:
+        drawing, _ = jax.random.split(key)
+        ids = draw_candidates(drawing, state, data, candidates)
+        drawn = jnp.zeros(data.num_clients, jnp.int32).at[ids].set(1, mode="drop")
+        inferred = jnp.minimum(data.train.size, batch or data.max_client_samples)
+        return Asked(make_traffic(units_down=drawn, words_up=drawn), drawn * inferred)
 
     return Selection(
-        lambda data: (),
-        select,
-        lambda memory, state, cohort, upload, seconds: memory,
-        traffic=sent,
+        lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory, ask=ask
     )
 
 
@@ -111,7 +109,7 @@ def pow_d(
     check_arguments(pow_d, locals())
     local = local.resolve()
     losses = over_clients(training_loss(task), local)
-    return select_highest(losses, local, clients_per_round, candidates, keyed=False)
+    return select_highest(losses, local, clients_per_round, candidates, batch=None)
 
 
 def cpow_d(
@@ -121,7 +119,7 @@ def cpow_d(
     check_arguments(cpow_d, locals())
     local = local.resolve()
     losses = over_clients(batch_loss(task, local.batch_size), local)
-    return select_highest(losses, local, clients_per_round, candidates, keyed=True)
+    return select_highest(losses, local, clients_per_round, candidates, local.batch_size)
 
 
 def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:

@@ -48,8 +48,9 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     grid = figure.subplots(down, across, squeeze=False).flat
     for panel, axes in zip(panels, grid, strict=False):
         shown = {record[inner]: record for record in records if record[outer] == panel}
-        draw_dots(axes, [shown.get(line) for line in lines], shades)
-        axes.set_yticks(range(len(lines)), list(map(escape_plot, names)), fontsize=9)
+        dots = [i for i, line in enumerate(lines) if has_dots(shown.get(line))] or range(len(lines))
+        draw_dots(axes, [shown.get(lines[i]) for i in dots], [shades[i] for i in dots])
+        axes.set_yticks(range(len(dots)), [escape_plot(names[i]) for i in dots], fontsize=9)
         cell = (rows[0], panel) if outer == "column" else (panel, columns[0])
         unit = describe_unit(table, cell_measure(table, *cell), list(shown.values()))
         name = panel if outer == "column" else row_title(table, panel)
@@ -59,6 +60,11 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         axes.remove()
     add_marks(figure, any(record["published"] is not None for record in records))
     save_figure(figure, path)
+
+
+def has_dots(record: dict | None) -> bool:
+    """Says whether there is something to draw for a cell."""
+    return record is not None and (record["mean"], record["published"]) != (None, None)
 
 
 def choose_across(table: dict, rows: list[str], panels: int, by_row: bool) -> int:

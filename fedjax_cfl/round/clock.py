@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.availability import PresenceFn
 from fedjax_cfl.types import Cohort, Upload
 
 
@@ -25,9 +26,12 @@ class Clock(NamedTuple):
     seconds: ClockFn
     # the answers that end a round; later ones have weight 0 (over-commitment); None: all
     wait_for: int | None = None
-    # (bytes [K] that each client sent or received before the round's selection) -> [] seconds
-    # that they add to the round; None: none
-    event_seconds: Callable[[jax.Array], jax.Array] | None = None
+    # (bytes [K], samples [K]) -> [K] seconds that a client takes to exchange so many bytes and to
+    # infer so many samples before training begins; None: that takes no time
+    ask_seconds: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    server_seconds: float = 0.0  # added to a round in which clients report drift
+    presence: PresenceFn | None = None  # who is online; None: everybody always
+    per_group: bool = False  # each group has a clock of its own, see `timing`
 
 
 def device_profiles(
@@ -70,7 +74,7 @@ def check_profiles(
 
 
 def end_round(
-    seconds: jax.Array, answers: jax.Array, wait_for: int | None
+    seconds: jax.Array, answers: jax.Array, wait_for: int | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (duration [] float32 seconds, late [S] bool) of a round whose clients take
     `seconds` [S].

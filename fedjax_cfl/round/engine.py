@@ -10,10 +10,9 @@ import optax
 from jax.typing import ArrayLike
 
 from fedjax_cfl.models.statistics import copy_statistics
-from fedjax_cfl.round import clock, faults, traffic
+from fedjax_cfl.round import faults, timing, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.counts import add_counts, make_count
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     Hooks,
@@ -29,6 +28,7 @@ from fedjax_cfl.round.sgd import client_cost
 from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.types import (
     Algorithm,
+    Asked,
     Cohort,
     FaultCounts,
     FederatedData,
@@ -128,15 +128,16 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         keys = derive_keys(key, state.round)
         state, migration = migrate(parts, keys, state, data)
-        cohort = draw_cohort(parts, keys, state, data)
-        choosing = select.traffic(state, data, cohort) if select.traffic else None
+        cohort, asked = draw_cohort(parts, keys, state, data)
         work, assignment = plan_work(parts, keys, state, data, cohort)
-        upload, answers = train_cohort(parts, key, keys, state, data, cohort, work, assignment)
-        answers = add_event_time(parts, state, migration, answers)
-        sent = state.groups
+        waited = timing.wait_before(local.clock, state, migration, asked, model_bytes_of(state))
+        upload, answers = train_cohort(
+            parts, key, keys, state, data, cohort, work, assignment, asked, waited
+        )
+        sent, trained = state.groups, state
         state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
-        besides = finishing if choosing is None else traffic.add_traffic(choosing, finishing)
+        besides = traffic.add_traffic(asked.traffic, finishing) if asked else finishing
         reports = add_reports(migration, assignment, answers.report, make_report(besides))
         info = make_info(state, after.groups, cohort, gid, upload, mass).replace(
             shifted=jnp.sum(data.shifted),
@@ -144,9 +145,10 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
             reclustered=reports.reclustered,
             fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
             late=answers.late,
-            seconds=answers.duration,
+            seconds=answers.duration.max(),
         )
-        return finish_round(parts, sent, after, cohort, work, upload, answers, reports), info
+        ended = finish_round(parts, sent, after, cohort, work, upload, answers, reports)
+        return timing.hand_on_clocks(local.clock, trained, ended), info
 
     return Algorithm(
         init,
@@ -189,7 +191,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         traffic=traffic.add_traffic(report.traffic),
         memory=initial.memory,
         selection=parts.select.init(data),
-        clock_ms=make_count(0),
+        clock_ms=timing.start_clock(parts.local.clock, num_groups),
         received=(),
         start_faults=report.fault_counts,
     )
@@ -206,14 +208,20 @@ def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple
     """Step 1: moves clients, or founds new groups, before anybody is selected."""
     if parts.hooks.migrate is None:
         return state, make_report()
-    return parts.hooks.migrate(keys[MIGRATE], state, data)
+    after, report = parts.hooks.migrate(keys[MIGRATE], state, data)
+    return timing.hand_on_clocks(parts.local.clock, state, after, report.reclustered), report
 
 
-def draw_cohort(parts: Parts, keys: Key, state: State, data: FederatedData) -> Cohort:
-    """Step 2: draws the clients, here and nowhere else, and gives them slots, longest first."""
-    ids = parts.select.select(keys[SELECT], state.selection, state, data)
+def draw_cohort(
+    parts: Parts, keys: Key, state: State, data: FederatedData
+) -> tuple[Cohort, Asked | None]:
+    """Step 2: draws the clients, here and nowhere else, and gives them slots, longest first.
+    Returns what was asked of any before, too.
+    """
+    clock, select = parts.local.clock, parts.select
+    ids, asked = timing.choose_clients(clock, select, keys[SELECT], state, data)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
-    return make_cohort(ids, data, parts.local, cost)
+    return make_cohort(ids, data, parts.local, cost), asked
 
 
 def plan_work(
@@ -236,7 +244,7 @@ class Answers(NamedTuple):
 
     report: Report  # models sent, and faults
     seconds: jax.Array | None  # [S] float32, how long each client took; None: no clock
-    duration: jax.Array  # [] float32, simulated seconds of the round
+    duration: jax.Array  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array  # [] int32, clients that answered after its end
 
 
@@ -249,11 +257,14 @@ def train_cohort(
     cohort: Cohort,
     work: Work,
     assignment: Report,
+    asked: Asked | None,
+    waited: jax.Array,
 ) -> tuple[Upload, Answers]:
-    """Step 4: trains every client from the model of its group.
+    """Step 4: trains every client from the model of its group, after `waited` [n] seconds.
 
-    A late client counts as one that never answered. Its time includes the traffic of the
-    `assignment`.
+    A late client, and one that is offline before it can answer, count as one that never
+    answered. A client's time includes the traffic of the `assignment`, but not a model that it
+    was sent when it was `asked`.
     """
     local = parts.local
     attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
@@ -261,32 +272,26 @@ def train_cohort(
     shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
     upload, counts = parts.train(cohort, train_data, shared, work)
     real = cohort.ids < data.num_clients
-    answered = real & (counts.dropped == 0)
-    sent = traffic.make_traffic(units_down=real, units_up=answered)
+    answered, served = real & (counts.dropped == 0), real
+    if asked is not None:
+        served &= asked.traffic.units_down[jnp.minimum(cohort.ids, data.num_clients - 1), 1] == 0
+    sent = traffic.make_traffic(units_down=served, units_up=answered)
     report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
     if local.clock is None:
-        return upload, Answers(report, None, jnp.zeros(()), jnp.zeros((), jnp.int32))
+        return upload, Answers(report, None, waited, jnp.zeros((), jnp.int32))
     model_bytes = model_bytes_of(state)
     slot_bytes = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(
         assignment.traffic, model_bytes
     )
     seconds = jnp.where(real, local.clock.seconds(cohort, upload, slot_bytes), 0.0)
-    duration, late = clock.end_round(seconds, answered, local.clock.wait_for)
-    upload = faults.drop_updates(late, upload)
-    return upload, Answers(report, seconds, duration, jnp.sum(late).astype(jnp.int32))
-
-
-def add_event_time(parts: Parts, state: State, migration: Report, answers: Answers) -> Answers:
-    """Adds the time of what clients reported before the round, where the clock has any and
-    the traffic of `migration` is known for each client.
-    """
-    clock, sent = parts.local.clock, migration.traffic
-    if clock is None or clock.event_seconds is None:
-        return answers
-    client_bytes = traffic.slot_bytes(sent, model_bytes_of(state))
-    if client_bytes.ndim == 0:
-        return answers
-    return answers._replace(duration=answers.duration + clock.event_seconds(client_bytes))
+    end = timing.end_round(local.clock, state, data, cohort, work.group, answered, seconds, waited)
+    counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
+    report = make_report(
+        traffic.make_traffic(units_down=served, units_up=answered & ~end.gone),
+        fault_counts=faults.sum_fault_counts(counts, cohort),
+    )
+    upload = faults.drop_updates(end.late | end.gone, upload)
+    return upload, Answers(report, seconds, end.duration, jnp.sum(end.late).astype(jnp.int32))
 
 
 def model_bytes_of(state: State) -> int:
@@ -377,13 +382,10 @@ def finish_round(
             received,
             sent,
         )
-    # no round takes longer than 2^32 - 1 milliseconds, 49 days
-    milliseconds = jnp.minimum(jnp.round(answers.duration * 1000.0), 2.0**32 - 256)
-    milliseconds = make_count(milliseconds.astype(jnp.uint32))
     return state.replace(
         round=state.round + 1,
         traffic=traffic.add_traffic(state.traffic, reports.traffic),
-        clock_ms=add_counts(state.clock_ms, milliseconds),
+        clock_ms=timing.advance_clock(state.clock_ms, answers.duration),
         selection=parts.select.update(state.selection, state, cohort, upload, answers.seconds),
         received=received,
         start_faults=faults.no_faults(),

@@ -3,7 +3,6 @@ use, and one more for the first M mod K of them (Fielding,
 https://arxiv.org/abs/2411.01580, Algorithm 1).
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -18,10 +17,6 @@ class ScoreFn(Protocol):
     """Scores all clients [K]; within a group those of highest score are selected."""
 
     def __call__(self, key: Key, state: State, data: FederatedData) -> jax.Array: ...
-
-
-# (state) -> [K] bool, who can be selected now
-OnlineFn = Callable[[State], jax.Array]
 
 
 def groups_of(state: State) -> jax.Array:
@@ -68,24 +63,17 @@ def take_quotas(
     return jnp.pad(ids, (0, slots - ids.size), constant_values=clients)
 
 
-def by_group(
-    clients_per_round: PositiveInt,
-    score: ScoreFn | None = None,
-    online: OnlineFn | None = None,
-) -> Selection:
+def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Selection:
     """Selects the clients of highest `score` within each group's quota, uniformly random
     ones if None.
 
-    Clients without training samples are never selected, nor those that are not `online`.
+    Clients without training samples are never selected.
     """
     check_arguments(by_group, locals())
     rank = score or (lambda key, state, data: jax.random.uniform(key, (data.num_clients,)))
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
-        candidates = data.train.size > 0
-        if online is not None:
-            candidates &= online(state)
-        own = groups_of(state)
+        candidates, own = data.train.size > 0, groups_of(state)
         return take_quotas(
             rank(key, state, data), own, candidates, state.active.size, clients_per_round
         )
