@@ -4,7 +4,7 @@ runs at once, in `vectorize` they are compiled.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -224,6 +224,17 @@ def compile_run(
     else:
         on_device = sharding.replicate(data, mesh)
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
+    functions = run_functions(algorithm, task, plan, drift, mesh, feed)
+    compiled = compile_functions(functions, (key,), feed, mesh, task, fresh)
+    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
+
+
+def run_functions(
+    algorithm: Algorithm, task: Task, plan: Plan, drift: Drift, mesh: Mesh, feed: Any
+) -> tuple[Callable, Callable, Callable]:
+    """Returns the functions of one run, of its key and data: its start, its rounds, its
+    evaluation.
+    """
     rounds = make_rounds_fn(algorithm, drift, feed.length)
 
     def train(key, data, state, data_state, done, count):
@@ -237,9 +248,7 @@ def compile_run(
         data = data_state.apply_to(data) if data_state else data
         return test_block(algorithm, task, mesh, plan, state, data, found, first)
 
-    functions = make_init(algorithm, drift, feed.streamed), train, test
-    compiled = compile_functions(functions, (key,), feed, mesh, task, fresh)
-    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
+    return make_init(algorithm, drift, feed.streamed), train, test
 
 
 def test_block(
@@ -262,6 +271,30 @@ def test_block(
     return found, algorithm.serve(state).model_index
 
 
+def found_before(feed: Any, mesh: Mesh) -> Any:
+    """Returns what tests begin with: nothing, where there is one part of the test data."""
+    if not feed.streamed:
+        return None
+    return sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh)
+
+
+def lower_programs(
+    functions: Any, given: tuple, feed: Any, mesh: Mesh
+) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """Yields (name, program) of begin, train and test, see `compile_functions`, each traced
+    when it is asked for. Of the arguments only shapes, types and shardings count.
+    """
+    jit, side = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh)), len(given) + 1
+    begin, train, test = functions
+    start = jit(begin).lower(*given, feed.shapes("train"))
+    yield "begin", start
+    shapes = replicated_shapes(start.out_info, mesh)
+    step = jit(train, donate_argnums=(side, side + 1))
+    yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
+    found, first = found_before(feed, mesh), 0 if feed.streamed else None
+    yield "test", jit(test).lower(*given, feed.shapes("test"), *shapes, found, first)
+
+
 def compile_functions(
     functions: Any, given: tuple, feed: Any, mesh: Mesh, task: Task, fresh: bool = True
 ) -> Compiled:
@@ -270,23 +303,17 @@ def compile_functions(
 
     Raises InputError for what does not fit into memory.
     """
-    began, side = time.perf_counter(), len(given) + 1
-    jit = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh))
-    nothing = None  # what tests begin with, and their first client: there is one part
-    if feed.streamed:
-        empty = evaluate.empty(feed.data.num_clients, feed.data.num_classes)
-        nothing = sharding.replicate(empty, mesh)
+    began = time.perf_counter()
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
+    lowered, futures, nothing = {}, {}, found_before(feed, mesh)
     with parallel_compiler() as compiled:
-        begin = jit(functions[0]).lower(*given, feed.shapes("train"))
-        shapes = replicated_shapes(begin.out_info, mesh)
-        begin = compiled(begin, quick) if fresh else None
-        train = jit(functions[1], donate_argnums=(side, side + 1))
-        train = compiled(train.lower(*given, feed.shapes("train"), *shapes, 0, 1), training)
-        first = 0 if feed.streamed else None
-        score = jit(functions[2]).lower(*given, feed.shapes("test"), *shapes, nothing, first)
-        score = compiled(score, quick).result()
-        train, begin = train.result(), begin and begin.result()
+        for name, program in lower_programs(functions, given, feed, mesh):
+            lowered[name] = program
+            if fresh or name != "begin":
+                futures[name] = compiled(program, training if name == "train" else quick)
+        programs = {name: future.result() for name, future in futures.items()}
+    shapes = replicated_shapes(lowered["begin"].out_info, mesh)
+    begin, train, score = (programs.get(name) for name in ("begin", "train", "test"))
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
@@ -304,8 +331,6 @@ def compile_functions(
             found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
         return index, *found, carry[1].concept if carry[1] else np.full(index.shape, -1)
 
-    planned = memory.plan_memory(
-        shapes[0], feed.peak_shapes(), [program for program in (begin, train, score) if program]
-    )
+    planned = memory.plan_memory(shapes[0], feed.peak_shapes(), programs.values())
     memory.check_memory(planned, mesh)
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began)
