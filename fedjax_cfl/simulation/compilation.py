@@ -313,7 +313,7 @@ def compile_functions(
                 futures[name] = compiled(program, training if name == "train" else quick)
         programs = {name: future.result() for name, future in futures.items()}
     shapes = replicated_shapes(lowered["begin"].out_info, mesh)
-    begin, train, score = (programs.get(name) for name in ("begin", "train", "test"))
+    begin, train, score = programs.get("begin"), programs["train"], programs["test"]
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
