@@ -109,7 +109,22 @@ MODELS = {
 
 
 def as_torch(name: str) -> Any:
-    """Returns the model in PyTorch, which takes channels first."""
+    """Returns the model in PyTorch, which takes channels first; it starts as ours does, from
+    Glorot-uniform kernels and no bias.
+    """
+    from torch import nn
+
+    module = torch_layers(name)
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+    return module
+
+
+def torch_layers(name: str) -> Any:
+    """Returns the layers of a model in PyTorch."""
     from torch import nn as torch
 
     shape, classes = MODELS[name].shape, MODELS[name].classes

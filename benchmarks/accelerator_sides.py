@@ -61,13 +61,8 @@ def make_algorithm(cell: Cell, data: Any, mesh: Any, width: int | None, table: n
 
 def draw_cohorts(cell: Cell, clients: int, rounds: int) -> np.ndarray:
     """Returns the clients [rounds, cohort] of each round, the same for all sides."""
-    count = min(cell.cohort, clients)
-    return np.stack(
-        [
-            np.random.RandomState(100 + r).choice(clients, count, replace=False)
-            for r in range(rounds)
-        ]
-    )
+    each = [np.random.RandomState(100 + number) for number in range(rounds)]
+    return np.stack([rng.choice(clients, cell.cohort, replace=False) for rng in each])
 
 
 def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
@@ -220,6 +215,8 @@ def run_torch(cell: Cell, given: argparse.Namespace) -> dict:
     from torch.nn.functional import cross_entropy
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as fast on matrices so small, and steady
     torch.backends.cuda.matmul.allow_tf32 = given.precision == "tensorfloat32"
     torch.backends.cudnn.allow_tf32 = given.precision == "tensorfloat32"
     data = jax.device_get(federate(cell))

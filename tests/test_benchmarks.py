@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SHARED = ("workloads.py", "hlo.py", "accelerator_models.py")  # what programs import
+SHARED = (
+    "workloads.py",
+    "hlo.py",
+    "accelerator_models.py",
+    "accelerator_sides.py",
+)  # what programs import
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in SHARED)
 LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a minute each
 
