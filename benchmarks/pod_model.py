@@ -91,16 +91,16 @@ def client_sizes(name: str) -> np.ndarray:
 
 def compile_steps(path: Path) -> None:
     """Writes what the TPU's compiler says of a step of several widths."""
+    import device_targets
     import hlo
     import jax
     import jax.numpy as jnp
-    import tpu_compile
     from accelerator_models import SmallCNN
     from jax.sharding import SingleDeviceSharding
 
     import fedjax_cfl as cfl
 
-    mesh = tpu_compile.make_topology_mesh("v5e:2x2")
+    mesh = device_targets.make_topology_mesh("v5e:2x2")
     place = SingleDeviceSharding(mesh.devices.flat[0])
     jax.config.update("jax_default_matmul_precision", "float32")
     modules = {"mlp": (cfl.models.MLP(10), (28, 28)), "cnn": (SmallCNN(62), (28, 28, 1))}
@@ -109,7 +109,7 @@ def compile_steps(path: Path) -> None:
         return jax.ShapeDtypeStruct(size, kind, sharding=place)
 
     rows = []
-    with tpu_compile.act_as_device(mesh, int(V5E.memory)):
+    with device_targets.act_as_device(mesh, int(V5E.memory)):
         for name, (module, sample) in modules.items():
             classes = 10 if name == "mlp" else 62
             task = cfl.as_task(module, sample, classes, l2=0.0)

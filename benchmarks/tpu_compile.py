@@ -24,57 +24,32 @@ Measured 2026-11-25 on 2 CPU cores (AMD EPYC), shared with other work, Python 3.
 """
 
 import argparse
-import contextlib
-import csv
 import hashlib
-import importlib.util
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}  # there is no chip to ask
-os.environ |= {"TPU_MIN_LOG_LEVEL": "4", "TPU_STDERR_LOG_LEVEL": "4"}
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several may compile: there is no chip to share
-
+import device_targets  # before JAX
 import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
+from compiled_table import COLUMNS, append_row, read_rows, write_markdown
 
-import fedjax_cfl as cfl
 from fedjax_cfl.cli import build
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.data.drift import bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import AXIS, replicated_shapes
+from fedjax_cfl.sharding import replicated_shapes
 from fedjax_cfl.simulation import compilation, memory, vectorize
 from fedjax_cfl.simulation.compiler import compiler_options
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 METHODS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
-GIB = 2**30
-CHIP_BYTES = {"v5e": 16 * GIB, "v4": 16 * GIB, "h100": 79 * GIB}  # of a device; a v4 chip is two
-# What XLA's compiler asks a GPU for: an H100 as NVIDIA specifies it, CUDA 12.8, cuDNN 9.8.
-H100 = """
-platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 8 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84929347584 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_core_limit: 2048 threads_per_block_limit: 1024 threads_per_warp: 32
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-}
-"""
 
 
 class Workload(NamedTuple):
@@ -85,15 +60,17 @@ class Workload(NamedTuple):
     per_device: int  # clients of a round on each device
     clients: int  # for each of a round
     samples: tuple[int, int]  # of training, and of testing, of each client
+    parameters: int
     settings: tuple[str, ...]
 
 
 # Sizes that are found again in a program's arrays: no two products of them are equal.
 WORKLOADS = {
-    "small": Workload((8, 8), 10, 4, 3, (23, 6), ("model=mlp", "model.module.hidden=[37]")),
-    "mnist_mlp": Workload((28, 28), 10, 16, 10, (60, 10), ("model=mlp",)),
-    "femnist_cnn": Workload((28, 28, 1), 62, 16, 10, (200, 25), ("model=leaf_cnn",)),
+    "small": Workload((8, 8), 10, 4, 3, (23, 6), 2_785, ("model=mlp", "model.module.hidden=[37]")),
+    "mnist_mlp": Workload((28, 28), 10, 16, 10, (60, 10), 101_770, ("model=mlp",)),
+    "femnist_cnn": Workload((28, 28, 1), 62, 16, 10, (200, 25), 6_603_710, ("model=leaf_cnn",)),
 }
+UPDATES = {name: 4 * work.parameters * work.per_device for name, work in WORKLOADS.items()}
 SETTINGS = ("dataset=npz", "partition=by_user", "rounds=10", "dataset.alpha=3", "local.epochs=2")
 
 
@@ -112,38 +89,6 @@ class Setting(NamedTuple):
         return [self.topology, self.workload, self.method, self.drift, "yes" if self.grid else ""]
 
 
-COLUMNS = (
-    "topology,workload,method,drift,grid,program,error,same_as,trace_s,compile_cpu_s,compile_s,"
-    "argument_bytes,output_bytes,alias_bytes,temp_bytes,plan_data,plan_models,plan_client_memory,"
-    "all_reduce,all_reduce_bytes,all_gather,all_gather_bytes,other_collectives,other_bytes,"
-    "collectives_in_loops,whole_cohort,host_transfers,step_ops,step_copies,flops,bytes_accessed,"
-    "estimated_cycles,fingerprint"
-).split(",")
-
-
-def make_topology_mesh(name: str) -> jax.sharding.Mesh:
-    """Returns the mesh over the devices of a topology, as v5e:2x2 or h100:8, that nobody has."""
-    kind, _, size = name.partition(":")
-    if kind == "h100":
-        given = {"target_config": H100, "topology": f"1x1x{size}"}
-        found = topologies.get_topology_desc(platform="cuda", **given)
-    else:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    return jax.sharding.Mesh(np.array(found.devices), (AXIS,))
-
-
-def compile_without_gpu() -> None:
-    """Lets XLA compile for a GPU where there is none, before JAX starts."""
-    flags = ["--xla_gpu_autotune_level=0"]
-    try:
-        spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    except ModuleNotFoundError:
-        spec = None
-    if spec and spec.submodule_search_locations:
-        flags.append(f"--xla_gpu_cuda_data_dir={spec.submodule_search_locations[0]}")
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-
-
 def write_samples(work: Workload, devices: int, path: Path) -> int:
     """Writes the samples of a workload, all of them 0; returns the clients of a round."""
     cohort = devices * work.per_device
@@ -155,21 +100,6 @@ def write_samples(work: Workload, devices: int, path: Path) -> int:
         path, x=np.zeros((client.size, *work.shape), np.uint8), y=label, client=client, split=split
     )
     return cohort
-
-
-@contextlib.contextmanager
-def act_as_device(mesh: jax.sharding.Mesh, chip_bytes: int) -> Iterator[None]:
-    """Makes the package choose what it would choose on these chips: its devices, its
-    convolutions, its width by the memory of a chip.
-    """
-    backend = "tpu" if mesh.devices.flat[0].platform == "tpu" else "gpu"
-    with (
-        mock.patch.object(cfl, "make_mesh", lambda devices=None: mesh),
-        mock.patch.object(cfl, "use_cpu_cores", lambda count=None: None),
-        mock.patch.object(jax, "default_backend", lambda: backend),
-        mock.patch.object(memory, "available_bytes", lambda mesh: chip_bytes),
-    ):
-        yield
 
 
 def describe(setting: Setting, folder: Path, devices: int) -> list[str]:
@@ -270,9 +200,11 @@ def compile_setting(
     """Yields a row for each program of a setting; one whose text is that of a program in
     `known`, fingerprint -> where, is not compiled again.
     """
-    mesh = make_topology_mesh(setting.topology)
+    mesh = device_targets.make_topology_mesh(setting.topology)
     base = dict(zip(COLUMNS, setting.given, strict=False))
-    with act_as_device(mesh, CHIP_BYTES[setting.topology.partition(":")[0]]):
+    with device_targets.act_as_device(
+        mesh, device_targets.CHIP_BYTES[setting.topology.partition(":")[0]]
+    ):
         assert compiler_options(mesh) == {}, "options of CPU compilers given to a TPU's"
         state, began = None, time.perf_counter()
         traced = lower(setting, describe(setting, folder, mesh.size), mesh)
@@ -297,25 +229,6 @@ def compile_setting(
                     (dump / f"{stem}.txt").write_text(compiled.as_text())
             yield row
             began = time.perf_counter()
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a table, none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Writes a row at the end of a table, with the head of a new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def compile_all(settings: list[Setting], path: Path, minutes: float, dump: Path | None) -> None:
@@ -351,6 +264,7 @@ def compile_all(settings: list[Setting], path: Path, minutes: float, dump: Path 
                     text = str(error)
                 append_row(path, dict(zip(COLUMNS, setting.given, strict=False)) | {"error": text})
                 print(*setting, "FAILED", text, flush=True)
+            write_markdown(path, UPDATES)
 
 
 def main() -> None:
@@ -369,9 +283,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="FedAvg for v5e:2x2, no file")
     given = parser.parse_args()
     if any(name.startswith("h100") for name in given.topologies):
-        compile_without_gpu()
+        device_targets.compile_without_gpu()
     try:
-        make_topology_mesh(given.topologies[0])
+        device_targets.make_topology_mesh(given.topologies[0])
     except Exception as error:
         sys.exit(f"no compiler for {given.topologies[0]}, see --help: {str(error).splitlines()[0]}")
     if given.quick:
@@ -387,6 +301,8 @@ def main() -> None:
         for method in given.methods
     ]
     compile_all(settings, given.results / "programs.csv", given.minutes, given.dump)
+    if (given.results / "programs.csv").exists():
+        write_markdown(given.results / "programs.csv", UPDATES)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SHARED = (
+SHARED = {  # what programs import
     "workloads.py",
     "hlo.py",
+    "device_targets.py",
+    "compiled_table.py",
     "accelerator_models.py",
     "accelerator_sides.py",
-)  # what programs import
+}
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in SHARED)
 LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a minute each
 
