@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "workloads.py")
+SHARED = {  # what programs import
+    "workloads.py",
+    "hlo.py",
+    "device_targets.py",
+    "compiled_table.py",
+    "accelerator_models.py",
+    "accelerator_sides.py",
+}
+PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in SHARED)
 LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a minute each
 
 

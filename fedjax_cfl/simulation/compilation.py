@@ -4,7 +4,7 @@ runs at once, in `vectorize` they are compiled.
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -281,6 +281,30 @@ def make_functions(
     return begin, train, test
 
 
+def found_before(feed: Any, mesh: Mesh) -> Any:
+    """Returns what tests begin with: nothing, where there is one part of the test data."""
+    if not feed.streamed:
+        return None
+    return sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh)
+
+
+def lower_programs(
+    functions: Any, given: tuple, feed: Any, mesh: Mesh
+) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """Yields (name, program) of begin, train and test, see `compile_functions`, each traced
+    when it is asked for. Of the arguments only shapes, types and shardings count.
+    """
+    jit, side = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh)), len(given) + 1
+    begin, train, test = functions
+    start = jit(begin).lower(*given, feed.shapes("train"))
+    yield "begin", start
+    shapes = replicated_shapes(start.out_info, mesh)
+    step = jit(train, donate_argnums=(side, side + 1))
+    yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
+    found, first = found_before(feed, mesh), 0 if feed.streamed else None
+    yield "test", jit(test).lower(*given, feed.shapes("test"), *shapes, found, first)
+
+
 def compile_functions(
     functions: Any, given: tuple, feed: Any, mesh: Mesh, task: Task, fresh: bool = True
 ) -> Compiled:
@@ -289,24 +313,17 @@ def compile_functions(
 
     Raises InputError for what does not fit into memory.
     """
-    began, side = time.perf_counter(), len(given) + 1
-    jit = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh))
-    nothing = None  # what tests begin with, and their first client: there is one part
-    if feed.streamed:
-        empty = evaluate.empty(feed.data.num_clients, feed.data.num_classes)
-        nothing = sharding.replicate(empty, mesh)
+    began = time.perf_counter()
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
+    lowered, futures, nothing = {}, {}, found_before(feed, mesh)
     with count_cache_hits() as hits, parallel_compiler() as compiled:
-        begin = jit(functions[0]).lower(*given, feed.shapes("train"))
-        shapes = replicated_shapes(begin.out_info, mesh)
-        begin = compiled(begin, quick) if fresh else None
-        train = jit(functions[1], donate_argnums=(side, side + 1))
-        train = compiled(train.lower(*given, feed.shapes("train"), *shapes, 0, 1), training)
-        first = 0 if feed.streamed else None
-        score = jit(functions[2]).lower(*given, feed.shapes("test"), *shapes, nothing, first)
-        score = compiled(score, quick).result()
-        train, begin = train.result(), begin and begin.result()
-    made = [program for program in (begin, train, score) if program]
+        for name, program in lower_programs(functions, given, feed, mesh):
+            lowered[name] = program
+            if fresh or name != "begin":
+                futures[name] = compiled(program, training if name == "train" else quick)
+        programs = {name: future.result() for name, future in futures.items()}
+    shapes = replicated_shapes(lowered["begin"].out_info, mesh)
+    begin, train, score = programs.get("begin"), programs["train"], programs["test"]
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
@@ -324,7 +341,7 @@ def compile_functions(
             found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
         return index, *found, carry[1].concept if carry[1] else np.full(index.shape, -1)
 
-    planned = memory.plan_memory(shapes[0], feed.peak_shapes(), made)
+    planned = memory.plan_memory(shapes[0], feed.peak_shapes(), programs.values())
     memory.check_memory(planned, mesh)
-    counts = {"programs": len(made), "programs_from_cache": hits()}
+    counts = {"programs": len(programs), "programs_from_cache": hits()}
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)
