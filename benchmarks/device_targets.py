@@ -49,7 +49,8 @@ def make_topology_mesh(name: str) -> jax.sharding.Mesh:
 
 def compile_without_gpu() -> None:
     """Lets XLA compile for a GPU where there is none, before JAX starts."""
-    flags = ["--xla_gpu_autotune_level=0"]
+    # untuned, some products of XLA's own cannot be tiled: those of cuBLAS always can
+    flags = ["--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"]
     try:
         spec = importlib.util.find_spec("nvidia.cuda_nvcc")
     except ModuleNotFoundError:

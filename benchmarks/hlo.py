@@ -148,6 +148,13 @@ PRODUCTS = ("dot", "convolution")
 MOVES = ("copy", "transpose")
 
 
+def is_product(each: Instruction) -> bool:
+    """Returns whether an instruction multiplies matrices, by a library of the GPU's perhaps."""
+    if each.op == "custom-call":
+        return re.search(r"gemm|matmul|__cudnn", each.rest) is not None
+    return each.op in PRODUCTS
+
+
 def find_step_loops(text: str) -> list[tuple[int, int]]:
     """Returns (operations, of them copies and transposes) of the body of each loop that
     multiplies matrices, as a step of training does, without those of loops within; a fusion
@@ -176,7 +183,7 @@ def find_step_loops(text: str) -> list[tuple[int, int]]:
 
     loops = []
     for body in bodies:
-        if any(each.op in PRODUCTS for name in reach(body) for each in own[name]):
+        if any(is_product(each) for name in reach(body) for each in own[name]):
             work = [each for each in own[body] if each.op not in FREE]
             loops.append((len(work), sum(map(moves, work))))
     return loops
