@@ -19,8 +19,8 @@ Every program is a line of results/tpu_compile/programs.csv as soon as it is com
 stands there is not compiled again, and --minutes ends early. What the columns mean, and what
 was found, stands in results/tpu_compile/README.md.
 
-Measured 2026-11-25 on 2 CPU cores (AMD EPYC), shared with other work, Python 3.11, jax
-0.10.2, libtpu 0.0.42.1: see the tables there.
+Measured 2026-11-25 on 2 CPU cores (AMD EPYC) with other work, Python 3.11, jax 0.10.2,
+libtpu 0.0.42.1: see the tables there.
 """
 
 import argparse
