@@ -23,6 +23,7 @@ from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation import compilation, memory
 from fedjax_cfl.simulation.compiler import compiler_options
+from fedjax_cfl.simulation.rounds import Plan, make_functions
 
 BLOCK, QUICK_BLOCK = 10, 1  # rounds in one program
 
@@ -71,8 +72,8 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     data = replicate(federate(cell), mesh)
     table = draw_cohorts(cell, data.num_clients, 1000)
     task, local, algorithm = make_algorithm(cell, data, mesh, width, table)
-    plan, feed = compilation.Plan(1000, block), DeviceFeed(data, 1000, block)
-    functions = compilation.make_functions(
+    plan, feed = Plan(1000, block), DeviceFeed(data, 1000, block)
+    functions = make_functions(
         lambda values: (algorithm, no_drift()), task, mesh, plan, block, streamed=False
     )
     key = replicate(jax.random.key(0), mesh)

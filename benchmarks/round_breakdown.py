@@ -50,7 +50,8 @@ from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.sharding import replicated_sharding
-from fedjax_cfl.simulation import compilation, evaluate
+from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.simulation.rounds import init_data_state, run_round
 
 COHORT, GROUPS = 20, 3
 
@@ -79,10 +80,10 @@ def measured(
     key, mesh = jax.random.key(0), trains.mesh
     data = drift.bound_client_samples(data, shift)
     carry = jax.jit(
-        lambda key, data: (algorithm.init(key, data), compilation.init_data_state(shift, key, data))
+        lambda key, data: (algorithm.init(key, data), init_data_state(shift, key, data))
     )(key, data)
     step = jax.jit(
-        lambda key, state, data_state, data: compilation.run_round(
+        lambda key, state, data_state, data: run_round(
             algorithm, shift, key, state, data_state, data
         )
     )

@@ -47,6 +47,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_shapes
 from fedjax_cfl.simulation import compilation, memory, vectorize
 from fedjax_cfl.simulation.compiler import compiler_options
+from fedjax_cfl.simulation.rounds import Plan, make_functions
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 METHODS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -136,7 +137,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
     config = build.resolve_settings(overrides)
     algorithm, task, data, drift, _ = build.build(config)
     data = replicated_shapes(bound_client_samples(data, drift), mesh)
-    plan, feed = compilation.Plan(config["rounds"]), DeviceFeed(data, config["rounds"], 1)
+    plan, feed = Plan(config["rounds"]), DeviceFeed(data, config["rounds"], 1)
     key = replicated_shapes(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     if setting.grid:
         keys = replicated_shapes(jax.eval_shape(lambda: jax.random.split(jax.random.key(0))), mesh)
@@ -151,7 +152,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
         values, make = build.find_inputs(config, task, data, mesh)
-        functions = compilation.make_functions(make, task, mesh, plan, feed.length, feed.streamed)
+        functions = make_functions(make, task, mesh, plan, feed.length, feed.streamed)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size

@@ -18,7 +18,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.data import stream
-from fedjax_cfl.simulation.compilation import make_init, run_round
+from fedjax_cfl.simulation.rounds import make_init, run_round
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 # Fielding with another trigger or ear, which test_fielding.py compares: the whole contract by hand

@@ -23,7 +23,7 @@ from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import init_data_state, run_round
+from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)

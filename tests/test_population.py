@@ -13,8 +13,9 @@ from fedjax_cfl.data.datasets import files
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.compilation import Plan, compile_run, state_shapes
+from fedjax_cfl.simulation.compilation import compile_run
 from fedjax_cfl.simulation.driver import Snapshot, drive
+from fedjax_cfl.simulation.rounds import Plan, state_shapes
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 

@@ -13,7 +13,7 @@ from fedjax_cfl.data import label_swap, perturb, stream, traces
 from fedjax_cfl.data.federated import federate, gather, label_counts
 from fedjax_cfl.data.stream import Window, find_oldest
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.simulation.compilation import make_init
+from fedjax_cfl.simulation.rounds import make_init
 from fedjax_cfl.types import Partition, Pool
 
 KEY = jax.random.key(3)

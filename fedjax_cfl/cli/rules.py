@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 from fedjax_cfl.cli.choices import CHOICES, algorithm_rules
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round import Faults, Local
-from fedjax_cfl.simulation.compilation import Plan
+from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.validation import (
     BelowOne,
     NaturalInt,

@@ -23,7 +23,8 @@ from fedjax_cfl.runs.session import (
     print_met_rule,
     train_members,
 )
-from fedjax_cfl.simulation.compilation import Plan, Program
+from fedjax_cfl.simulation.compilation import Program
+from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.vectorize import compile_members
 
 SETTINGS = (

@@ -18,8 +18,8 @@ from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, cut_metrics, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation.compilation import state_shapes
 from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 from fedjax_cfl.validation import flatten_settings

@@ -29,8 +29,9 @@ from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.trackers import Opener, open_trackers
 from fedjax_cfl.simulation import memory
-from fedjax_cfl.simulation.compilation import Inputs, Plan, Program, compile_run
+from fedjax_cfl.simulation.compilation import Inputs, Program, compile_run
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
+from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 PACKAGES = (

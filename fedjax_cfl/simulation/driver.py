@@ -19,16 +19,9 @@ from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import (
-    Carry,
-    DataState,
-    Plan,
-    Program,
-    compile_run,
-    make_init,
-    make_rounds_fn,
-)
+from fedjax_cfl.simulation.compilation import Program, compile_run
 from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 

@@ -9,7 +9,8 @@ from fedjax_cfl.errors import NonFiniteUpdate
 from fedjax_cfl.round import traffic
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import Plan, Program
+from fedjax_cfl.simulation.compilation import Program
+from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.types import Algorithm, Params
 
 TIMES = ("compile_s", "train_s", "eval_s")

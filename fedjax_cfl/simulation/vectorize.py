@@ -18,14 +18,8 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation.compilation import (
-    Plan,
-    Program,
-    check_plan,
-    compile_functions,
-    make_functions,
-    state_shapes,
-)
+from fedjax_cfl.simulation.compilation import Program, check_plan, compile_functions
+from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
 
 

@@ -1,0 +1,193 @@
+"""A run as pure functions of a key and data: its start, its rounds, and what is carried from
+one to the next.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from fedjax_cfl.data import prefetch
+from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.round.engine import DRIFT, derive_key
+from fedjax_cfl.sharding import replicated_shapes
+from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
+from fedjax_cfl.validation import PositiveInt
+
+
+class DataState(NamedTuple):
+    """What of the data a drift edits, and the drift's own memory: carried from round to
+    round, unlike the samples themselves.
+    """
+
+    owner: jax.Array
+    y: jax.Array
+    sample: jax.Array | None
+    turns: jax.Array | None
+    train: ClientIndex
+    test: ClientIndex
+    concept: jax.Array
+    shifted: jax.Array
+    memory: Any
+
+    def apply_to(self, data: FederatedData) -> FederatedData:
+        """Returns the data as edited so far."""
+        return data.replace(
+            **{name: value for name, value in self._asdict().items() if name != "memory"}
+        )
+
+
+class Plan(NamedTuple):
+    """How long a run is, and how it is tested: after every `eval_every` rounds and the
+    last.
+
+    `discard` (D17) hides a clustered method's accuracy while its first rounds do not
+    cover everybody: `rounds` in round t = 0, 1, ... while t < K / cohort (the FlexCFL
+    code), `met` while clients have not been met, `none` never.
+    """
+
+    rounds: PositiveInt
+    eval_every: PositiveInt = 1
+    discard: Literal["rounds", "met", "none"] = "rounds"
+    with_auxiliary: bool = True  # also test the mean of the models
+    # also the mean distance of clients that share a model; quadratic in the clients
+    with_distance: bool = False
+
+
+Carry = tuple[State, Any]  # what goes from round to round: (state, data_state)
+
+
+def init_data_state(drift: Drift, key: Key, data: FederatedData) -> DataState:
+    """Returns the data's moving part before round 0."""
+    data, memory = drift.init(derive_key(key, DRIFT), data)
+    return data_state_of(data, memory)
+
+
+def data_state_of(data: FederatedData, memory: Any) -> DataState:
+    """Takes the moving part out of the data."""
+    return DataState(
+        **{name: getattr(data, name) for name in DataState._fields if name != "memory"},
+        memory=memory,
+    )
+
+
+def run_round(
+    algorithm: Algorithm,
+    drift: Drift,
+    key: Key,
+    state: State,
+    data_state: DataState,
+    data: FederatedData,
+) -> tuple[State, DataState, Info]:
+    """One shift and one round; returns (state, data_state, info)."""
+    met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
+    now, memory, shifted = drift.apply(
+        derive_key(key, DRIFT), state.round, data_state.apply_to(data), data_state.memory, met
+    )
+    now = now.replace(shifted=shifted, has_drift=drift.moves)
+    state, info = algorithm.round(key, state, now)
+    return state, data_state_of(now, memory), info
+
+
+def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int) -> Callable:
+    """Returns f(key, state, data_state, data, count) -> (state, data_state, infos
+    [block]): `count` <= block rounds, the other infos 0.
+    """
+
+    def rounds(key, state, data_state, data, count):
+        @jax.jit  # traced once for its shapes and for the loop
+        def step(state, data_state):
+            return run_round(algorithm, drift, key, state, data_state, data)
+
+        if block == 1:  # no loop: compiles faster
+            state, data_state, info = step(state, data_state)
+            return state, data_state, jax.tree.map(lambda part: part[None], info)
+        infos = jax.tree.map(
+            lambda s: jnp.zeros((block, *s.shape), s.dtype),
+            jax.eval_shape(step, state, data_state)[2],
+        )
+
+        def body(i, carry):
+            state, data_state, infos = carry
+            state, data_state, info = step(state, data_state)
+            return (
+                state,
+                data_state,
+                jax.tree.map(
+                    lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, i, 0),
+                    infos,
+                    info,
+                ),
+            )
+
+        return lax.fori_loop(0, count, body, (state, data_state, infos))
+
+    return rounds
+
+
+def state_shapes(
+    algorithm: Algorithm, drift: Drift, mesh: Mesh, data: FederatedData, key: Key
+) -> tuple[State, DataState]:
+    """Returns shapes, types and shardings of a run's state and moving data: what a
+    checkpoint is restored into.
+    """
+    streamed = prefetch.is_on_host(data)
+    data = (
+        prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
+        if streamed
+        else bound_client_samples(data, drift)
+    )
+    return replicated_shapes(jax.eval_shape(make_init(algorithm, drift, streamed), key, data), mesh)
+
+
+def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
+    """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a
+    population on the host. The algorithm starts on what the drift shows at first.
+    """
+
+    def begin(key: Key, data: FederatedData) -> tuple[State, Any]:
+        if streamed:
+            return algorithm.init(key, data), ()
+        data_state = init_data_state(drift, key, data)
+        return algorithm.init(key, data_state.apply_to(data)), data_state
+
+    return begin
+
+
+def make_functions(
+    build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]],
+    task: Task,
+    mesh: Mesh,
+    plan: Plan,
+    block: int,
+    streamed: bool,
+) -> tuple[Callable, Callable, Callable]:
+    """Returns the functions of a run, of its values, key and data: its start; up to `block`
+    rounds; the evaluation of a part of the test data, from client `first` on.
+    """
+
+    def begin(values, key, data):
+        return make_init(*build(values), streamed)(key, data)
+
+    def train(values, key, data, state, data_state, done, count):
+        rounds = make_rounds_fn(*build(values), block)
+        if not streamed:
+            return rounds(key, state, data_state, data, count)
+        # a block of a population on the host
+        state, _, infos = rounds(key, state, data_state_of(data, ()), data, count)
+        return state, (), infos
+
+    def test(values, key, data, state, data_state, found, first):
+        algorithm, _ = build(values)
+        data = data if streamed else data_state.apply_to(data)
+        more = evaluate.evaluate_block(
+            algorithm, task, mesh, state, data, plan.with_auxiliary, first, plan.with_distance
+        )
+        found = more if found is None else evaluate.merge(found, more, first)
+        return found, algorithm.serve(state).model_index
+
+    return begin, train, test
