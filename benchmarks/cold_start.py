@@ -21,6 +21,24 @@ package before its programs were compiled by XLA's older emitters (see simulatio
 LeNet's convolutions changed in between, too. A warm start gains nothing: it imports, traces
 and reads what is compiled. The rounds of MNIST-MLP are compiled as before, for training
 behind a wide dense layer would be 10 to 14 % slower.
+
+Later on the same day and machine, beside the package before it stopped importing all of
+scikit-learn for the digits and searching what is imported for garbage:
+
+    digits, FlexCFL, before                           9.1        3.7       0.2      0.0     6.9
+    digits, FlexCFL, now                              7.3        3.7       0.2      0.1     5.1
+    MNIST-MLP, FlexCFL, swap_all, before             19.0       10.9       2.0      0.4    11.1
+    MNIST-MLP, FlexCFL, swap_all, now                17.0       10.1       1.9      0.3     9.7
+    48 x 1,000 images, LeNet, FlexCFL, before        18.6        7.9       1.4      2.0    14.4
+    48 x 1,000 images, LeNet, FlexCFL, now           18.2        7.6       1.3      2.0    13.1
+
+A run that differs from an earlier one in numbers alone starts warm, too.
+
+What is left of compiling is the training loop, which FlexCFL with a shift has in four places
+(`tests/test_flexcfl_drift.py`): FedAvg's rounds, with one, take 4.2 CPU seconds for MNIST-MLP,
+FlexCFL's under swap_all 8.2 and its start 3.1. Of 915 kernels 371 differ, but XLA clones what
+is called twice, also where it is told not to inline, so that only a round with a single
+place to train would save them. Threefry unrolled instead of five small loops made it slower.
 """
 
 import argparse
