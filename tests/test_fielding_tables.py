@@ -183,14 +183,20 @@ def test_measures_of_the_same_runs_fill_whole_lines_of_the_plot(measures, across
 def test_a_panel_lists_the_columns_that_its_row_has(monkeypatch, tmp_path):
     table = {"title": "t", "measure": "ari", "scale": 1, "columns": {"A": [], "B": [], "C": []}}
     table["rows"] = {name: {"title": name, "overrides": []} for name in ("one", "two", "none")}
-    values = {("one", "A"): 0.5, ("one", "C"): None, ("two", "B"): 0.1, ("none", "A"): None}
+    values = {
+        ("one", "A"): 0.5,
+        ("one", "B"): None,
+        ("one", "C"): None,
+        ("two", "B"): 0.1,
+        ("none", "C"): None,
+    }
     records = [
-        {"row": row, "column": column, "mean": mean, "sd": 0.0, "published": None, "runs": 1}
-        | {"rounds": 3, "of_rounds": 3}
+        {"row": row, "column": column, "mean": mean, "sd": 0.0, "published": None}
+        | {"rounds": 3, "of_rounds": 3, "runs": int(column != "C")}
         for (row, column), mean in values.items()
     ]
     figures = []
     monkeypatch.setattr(report_plot, "save_figure", lambda figure, path: figures.append(figure))
     report_plot.plot(table, records, tmp_path / "plot.png")
     lines = [[text.get_text() for text in axes.get_yticklabels()] for axes in figures[0].axes]
-    assert lines == [["A"], ["B"], ["A", "B", "C"]]
+    assert lines == [["A", "B"], ["B"]]

@@ -48,7 +48,7 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     grid = figure.subplots(down, across, squeeze=False).flat
     for panel, axes in zip(panels, grid, strict=False):
         shown = {record[inner]: record for record in records if record[outer] == panel}
-        dots = [i for i, line in enumerate(lines) if has_dots(shown.get(line))] or range(len(lines))
+        dots = [i for i, line in enumerate(lines) if is_known(shown.get(line))] or range(len(lines))
         draw_dots(axes, [shown.get(lines[i]) for i in dots], [shades[i] for i in dots])
         axes.set_yticks(range(len(dots)), [escape_plot(names[i]) for i in dots], fontsize=9)
         cell = (rows[0], panel) if outer == "column" else (panel, columns[0])
@@ -62,9 +62,9 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     save_figure(figure, path)
 
 
-def has_dots(record: dict | None) -> bool:
-    """Says whether there is something to draw for a cell."""
-    return record is not None and (record["mean"], record["published"]) != (None, None)
+def is_known(record: dict | None) -> bool:
+    """Says whether a cell was run, although perhaps to no number, or published."""
+    return record is not None and (record["runs"] > 0 or record["published"] is not None)
 
 
 def choose_across(table: dict, rows: list[str], panels: int, by_row: bool) -> int:
