@@ -40,15 +40,19 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     panels, lines = (columns, rows) if outer == "column" else (rows, columns)
     across = choose_across(table, rows, len(panels), outer == "row")
     down = math.ceil(len(panels) / across)
-    height = 1.5 + down * (1.0 + 0.3 * len(lines))
+    cells = [{r[inner]: r for r in records if r[outer] == panel} for panel in panels]
+    places = [
+        [i for i, line in enumerate(lines) if is_known(shown.get(line))] or list(range(len(lines)))
+        for shown in cells
+    ]
+    longest = [max(map(len, places[i : i + across])) for i in range(0, len(panels), across)]
+    height = 1.5 + sum(1.0 + 0.3 * length for length in longest)
     figure = new_figure(1.5 + 4.4 * across, height, table["title"])
     shade = make_palette(7)  # yellow, the eighth, is too pale; a line's name stands beside it
     shades = [shade[i % 7] for i in range(len(lines))]
     names = [row_title(table, line) if inner == "row" else line for line in lines]
-    grid = figure.subplots(down, across, squeeze=False).flat
-    for panel, axes in zip(panels, grid, strict=False):
-        shown = {record[inner]: record for record in records if record[outer] == panel}
-        dots = [i for i, line in enumerate(lines) if is_known(shown.get(line))] or range(len(lines))
+    grid = figure.subplots(down, across, squeeze=False, height_ratios=[n + 1 for n in longest]).flat
+    for panel, shown, dots, axes in zip(panels, cells, places, grid, strict=False):
         draw_dots(axes, [shown.get(lines[i]) for i in dots], [shades[i] for i in dots])
         axes.set_yticks(range(len(dots)), [escape_plot(names[i]) for i in dots], fontsize=9)
         cell = (rows[0], panel) if outer == "column" else (panel, columns[0])
