@@ -36,9 +36,10 @@ A run that differs from an earlier one in numbers alone starts warm, too.
 
 What is left of compiling is the training loop, which FlexCFL with a shift has in four places
 (`tests/test_flexcfl_drift.py`): FedAvg's rounds, with one, take 4.2 CPU seconds for MNIST-MLP,
-FlexCFL's under swap_all 8.2 and its start 3.1. Of 915 kernels 371 differ, but XLA clones what
-is called twice, also where it is told not to inline, so that only a round with a single
-place to train would save them. Threefry unrolled instead of five small loops made it slower.
+FlexCFL's under swap_all 8.2 and its start 3.1. Where first updates train as in a round, so
+that the places are alike, 371 of 915 kernels differ; but XLA clones what is called twice, also
+where it is told not to inline (tried on a small program), so that only a round with a single
+place to train would save them. Threefry unrolled, instead of small loops, made starts slower.
 """
 
 import argparse
