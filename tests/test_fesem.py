@@ -14,6 +14,7 @@ from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
 import fedjax_cfl as cfl
+from fedjax_cfl.algorithms import fesem_start
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem import (
@@ -376,12 +377,28 @@ def test_embedding_keeps_distances():
         {"a": rng.normal(size=(9, 4, 3)), "b": rng.normal(size=(9, 20))},
         np.arange(9) != 4,
     )
-    points = np.asarray(jax.jit(embed_deltas)(jax.tree.map(jnp.float32, delta), jnp.array(known)))[
-        known
-    ]
+    embed = jax.jit(embed_deltas)
+    points = np.asarray(embed(KEY, jax.tree.map(jnp.float32, delta), jnp.array(known)))[known]
     rows = matrix(delta)[known]
     np.testing.assert_allclose(
         *(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points, rows)), atol=1e-4
+    )
+
+
+def test_embedding_of_many_clients_keeps_their_principal_directions(monkeypatch):
+    """300 clients in 30 dimensions that matter, found in 40 directions of 300."""
+    monkeypatch.setattr(fesem_start, "MAX_EMBEDDING_DIMENSIONS", 40)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(300, 30)) @ rng.normal(size=(30, 70)) + 1e-3 * rng.normal(
+        size=(300, 70)
+    )
+    known = np.arange(300) % 7 != 4
+    points = np.asarray(embed_deltas(KEY, {"a": jnp.float32(rows)}, jnp.array(known)))
+    assert points.shape == (300, 40) and np.abs(points[~known]).max() < 1e-4
+    np.testing.assert_allclose(
+        *(np.linalg.norm(p[:, None] - p, axis=-1) for p in (points[known], rows[known])),
+        rtol=2e-3,
+        atol=1e-2,
     )
 
 

@@ -1,9 +1,11 @@
 """Features of updates for clustering: EDC and MADC, from a Gram matrix."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.clustering.distances import _divide, _dot, _rows, _sum, gram
+from fedjax_cfl.clustering.distances import _divide, _dot, _rows, _sum
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Params
 
@@ -38,11 +40,12 @@ def edc(gram: jax.Array, m: int) -> jax.Array:
     return _features(values, vectors, jnp.diag(gram), m)
 
 
-def edc_randomized(
-    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 2
-) -> jax.Array:
-    """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
-    their Gram matrix.
+def top_eigenpairs(
+    key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int, power: int = 2
+) -> tuple[jax.Array, jax.Array]:
+    """Returns about the `count` largest eigenvalues, in ascending order, and eigenvectors
+    [size, count] of a Gram matrix that is known by its products: `multiply` takes and gives
+    [size, count].
 
     It is the randomized range finder with `power` iterations (Halko, Martinsson, Tropp
     2011, Algorithm 4.4), and then Rayleigh-Ritz on that range. Raises InputError if power
@@ -51,20 +54,31 @@ def edc_randomized(
     """
     if power < 1:
         raise InputError(f"power={power}: must be at least 1")
-    rows = _rows(delta)
-    width = min(m + oversample, rows[0].shape[0])
-    keys = jax.random.split(key, len(rows))
-    sketch = sum(
-        _dot(part, jax.random.normal(k, (part.shape[1], width)))
-        for k, part in zip(keys, rows, strict=True)
-    )
+    basis = sketch = multiply(jax.random.normal(key, (size, count)))
     for _ in range(power):
         basis = jnp.linalg.qr(sketch)[0]
-        sketch = sum(_dot(part, _dot(part.T, basis)) for part in rows)
-    basis = jnp.linalg.qr(sketch)[0]
-    values, vectors = jnp.linalg.eigh(gram([_dot(basis.T, part) for part in rows]))
+        sketch = multiply(basis)
+    values, vectors = jnp.linalg.eigh(_dot(basis.T, sketch))
+    return values, _dot(basis, vectors)
+
+
+def edc_randomized(
+    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 2
+) -> jax.Array:
+    """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
+    their Gram matrix (see `top_eigenpairs`).
+    """
+    rows = _rows(delta)
+    size = rows[0].shape[0]
+    values, vectors = top_eigenpairs(
+        key,
+        lambda basis: _sum([_dot(part, _dot(part.T, basis)) for part in rows]),
+        size,
+        min(m + oversample, size),
+        power,
+    )
     square_norm = _sum([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
-    return _features(values, _dot(basis, vectors), square_norm, m)
+    return _features(values, vectors, square_norm, m)
 
 
 def madc(gram: jax.Array, valid: jax.Array | None = None) -> jax.Array:
