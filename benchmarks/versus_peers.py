@@ -391,9 +391,8 @@ def main() -> None:
     elif given.quick:
         quick(chosen)
     elif given.environments:
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(143)
-        )  # so that a side in progress ends too
+        # so that a side in progress ends too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if not table(given.environments.absolute(), names, chosen, given.rounds, given.repeats):
             sys.exit(1)
     else:

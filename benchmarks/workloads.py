@@ -138,9 +138,8 @@ def gemm_peak(work: Workload, seconds: float = 1.0) -> dict[str, float]:
     own = []
     for rows, depth, columns, uses in products(work.model):
         m, k, n = work.batch * rows, depth, columns
-        own += [(m, k, n), (k, m, n), (m, n, k)][
-            :uses
-        ]  # forward, gradient of the kernel, gradient of the input
+        # forward, gradient of the kernel, gradient of the input
+        own += [(m, k, n), (k, m, n), (m, n, k)][:uses]
     best = {}
     for name, shapes in (("own shapes", own), ("2048^3", [(2048, 2048, 2048)])):
         pairs = [

@@ -37,9 +37,8 @@ def connect(
         if coordinator == "auto"
         else {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
     )
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would take SIGTERM away from the run, which stops by itself
+    # it would take SIGTERM away from the run, which stops by itself
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**address)
     except (RuntimeError, ValueError) as error:

@@ -74,11 +74,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, replicated_sharding(mesh))
 
-    def put(
-        leaf,
-        # an array of one process's device cannot be moved to those of another, but one of the host
-        # can
-    ):
+    # an array of one process's device cannot be moved to those of another, but one of the host can
+    def put(leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(
                 put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)

@@ -16,18 +16,16 @@ import tempfile
 # faster, here and in the processes that tests start; what is compiled twice is read from a
 # folder that lives as long as the session, and nothing touches the user's own cache.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-if importlib.metadata.version("jaxlib").startswith(
-    "0.10."
-):  # later versions have only one kind of emitter
+# later versions have only one kind of emitter
+if importlib.metadata.version("jaxlib").startswith("0.10."):
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 if "PYTEST_XDIST_WORKER" not in os.environ:
     flags = [
         f"--{name}={0 if name.endswith('level') else not on}".lower()
         for name, on in OPTIMIZED.items()
     ]
-    flags.append(
-        "--xla_cpu_parallel_codegen_split_count=1"
-    )  # a module each is too much for so little code
+    # a module each is too much for so little code
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
@@ -65,6 +63,7 @@ VARYING |= {
     "programs_from_cache",
 }
 
+# training samples: every bucket, one client without any, one with one
 SIZES = (
     7,
     40,
@@ -80,7 +79,7 @@ SIZES = (
     33,
     5,
     20,
-)  # training samples: every bucket, one client without any, one with one
+)
 TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has none
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2
 
@@ -170,9 +169,8 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
 def call(monkeypatch, line: str, devices: int = 2) -> int:
     """Runs the command line in this process, without drawing; returns its exit status."""
     monkeypatch.setattr("fedjax_cfl.runs.plot.plot_curves", lambda run_dir, summary: None)
-    monkeypatch.setenv(
-        "JAX_NUM_CPU_DEVICES", str(devices)
-    )  # other tests may have started JAX already
+    # other tests may have started JAX already
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])
     try:
         return main()

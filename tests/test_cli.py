@@ -214,9 +214,8 @@ def files(tmp_path_factory):
         array[3, 1] = float(name)
     client = np.repeat([0, 1, 2, 4], 10)  # nobody is client 3
     split = np.tile([0, 0, 0, 0, 1], 8)
-    some = np.where(
-        client == 4, 1, np.where(client == 2, 0, split)
-    )  # client 4 never trains, client 2 has no test samples
+    # client 4 never trains, client 2 has no test samples
+    some = np.where(client == 4, 1, np.where(client == 2, 0, split))
     arrays = {
         "good": {"x": x, "y": y},
         "owned": {"x": x, "y": y, "client": client, "split": some},
@@ -346,9 +345,8 @@ def test_help_and_the_whole_configuration(fedjax_cfl):
     status, out, _ = fedjax_cfl("--help")
     assert status in (0, None)
     for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
-        assert f"{group}: {', '.join(options(group))}" in " ".join(
-            out.split()
-        )  # long lines are folded
+        # long lines are folded
+        assert f"{group}: {', '.join(options(group))}" in " ".join(out.split())
     assert max(map(len, out.splitlines())) < 180 and "Traceback" not in out
     status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
     assert status == 0 and "fedjax_cfl.algorithms.ifca" in out

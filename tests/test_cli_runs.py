@@ -189,10 +189,11 @@ def test_runs_that_differ_in_numbers_share_their_programs(fedjax_cfl, tmp_path):
 
 def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, tmp_path):
     client, split = np.repeat([0, 1, 2, 4], 10), np.tile([0, 0, 0, 0, 1], 8)  # nobody is client 3
+    # client 4 never trains, client 2 has no test samples
     split[client == 2], split[client == 4] = (
         0,
         1,
-    )  # client 4 never trains, client 2 has no test samples
+    )
     np.savez(
         tmp_path / "owned.npz",
         x=np.ones((40, 5), np.float32),
@@ -220,9 +221,8 @@ def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):
         f"dataset=npz dataset.source.path=pixels.npz {BARE} dataset.clients=4"
         " partition.min_samples=2 model=mlp"
     )
-    status, out, error = fedjax_cfl(
-        f"{line} local.batch_size=1000000000 run_dir=5"
-    )  # a full batch, and a name that reads as a number
+    # a full batch, and a name that reads as a number
+    status, out, error = fedjax_cfl(f"{line} local.batch_size=1000000000 run_dir=5")
     assert (
         status == 0
         and error == ""

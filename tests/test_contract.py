@@ -30,17 +30,19 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
+# one of every kind, for what takes long to compile
 KINDS = (
     "cfl",
     "fesem",
     "flexcfl",
     "ifca",
     "qfedavg",
-)  # one of every kind, for what takes long to compile
+)
+# models down and up per client of the cohort, where it is not one each
 SENT = {
     "feddane": (3, 2),
     "nonfed": (0, 0),
-}  # models down and up per client of the cohort, where it is not one each
+}
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
 SETTINGS = {
@@ -144,9 +146,8 @@ def test_loss_falls(case):
 
 
 def test_training_helps_within_a_round(case):
-    slack = (
-        1.05 if case.name == "feddane" else 1.0
-    )  # a step along others' gradients need not lower a small client's objective
+    # a step along others' gradients need not lower a small client's objective
+    slack = 1.05 if case.name == "feddane" else 1.0
     assert all(info.last_loss <= slack * info.loss for info in case.infos)
 
 

@@ -62,9 +62,8 @@ def test_reown_equals_brute_force(owners):
             ]
         assert sorted(view.order.tolist()) == NUMBERS.tolist()
         assert {a.dtype for a in jax.tree.leaves(view)} == {jnp.dtype(jnp.int32)}
-    direct = REOWN(
-        start, new
-    )  # the way there does not matter: a resumed run rebuilds the same view
+    # the way there does not matter: a resumed run rebuilds the same view
+    direct = REOWN(start, new)
     assert all(
         (a == b).all() for a, b in zip(jax.tree.leaves(view), jax.tree.leaves(direct), strict=True)
     )

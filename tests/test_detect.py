@@ -41,9 +41,10 @@ def count_distance(now, then):
 def test_hand_numbers():
     elsewhere, uneven = row(c8=50, c9=50), row(c0=60, c1=40)
     assert count_distance(HALVES, elsewhere) == 0 and count_distance(HALVES, uneven) == 2.0
+    # 2.0 is tau
     assert not shift_detection.counts_as_samples(
         elsewhere, HALVES, SIZE
-    ) and not shift_detection.counts_as_samples(uneven, HALVES, SIZE)  # 2.0 is tau
+    ) and not shift_detection.counts_as_samples(uneven, HALVES, SIZE)
     assert shift_detection.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
     assert shift_detection.total_variation(HALVES, elsewhere) == 1 and shift_detection.tv(
         elsewhere, HALVES, SIZE

@@ -76,10 +76,11 @@ def timeless(run_dir) -> bytes:
 
 def test_in_a_process_of_its_own(first, tmp_path):
     command = [sys.executable, "-m", "fedjax_cfl", *LINE.split(), f"run_dir={tmp_path / 'run'}"]
+    # it compiles for itself
     alone = os.environ | {
         "JAX_ENABLE_COMPILATION_CACHE": "0",
         "PYTHONHASHSEED": "7",
-    }  # it compiles for itself
+    }
     done = subprocess.run(command, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert timeless(tmp_path / "run") == timeless(first)

@@ -105,9 +105,8 @@ def test_two_processes_at_once(cache, server):
     ],
 )
 def test_bad_answers_leave_nothing(cache, server, name, says):
-    one_line(
-        says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server
-    )  # nothing listens at port 9
+    # nothing listens at port 9
+    one_line(says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server)
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
@@ -142,9 +141,8 @@ def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
-    assert fetch("good", base_url=server) == [
-        tmp_path / "good" / "good.gz"
-    ]  # the user's own: its reader will refuse it
+    # the user's own: its reader will refuse it
+    assert fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]
     assert Handler.asked == []
 
 

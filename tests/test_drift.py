@@ -147,18 +147,16 @@ def test_fifty_rounds_equal_brute_force(name):
     made, warm = random_data(1, 24, 5, 600), np.random.default_rng(2).random(24) < 0.8
     now, _ = follow(name, 0.5, made, warm, 50)
     assert (now.owner != made.owner).any()
-    assert (now.owner == made.owner)[
-        ~warm[np.asarray(made.owner)]
-    ].all()  # who is not in the pool keeps everything and gets nothing
+    # who is not in the pool keeps everything and gets nothing
+    assert (now.owner == made.owner)[~warm[np.asarray(made.owner)]].all()
     assert not set(np.asarray(now.owner)[np.asarray(now.owner) != np.asarray(made.owner)]) & set(
         np.flatnonzero(~warm)
     )
 
 
 SAMPLES = st.tuples(st.integers(0, K - 1), st.integers(0, C - 1))
-TEST = (
-    np.arange(30) % 3 == 0
-)  # as many test samples in every example, so that one compiled program serves all
+# as many test samples in every example, so that one compiled program serves all
+TEST = np.arange(30) % 3 == 0
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -270,9 +268,8 @@ def test_expected_number_of_swapped_clients(pool):
     expected, deviation = 2 * p * pair_count, 2 * math.sqrt(pair_count * p * (1 - p) / rounds)
     assert abs(touched.sum(1).mean() - expected) < 4 * deviation
     assert not touched[:, 61:].any() or pool == "all"
-    per_client = touched[:, : 2 * pair_count + 1].mean(
-        0
-    )  # everybody of the pool is drawn as often, up to five deviations
+    # everybody of the pool is drawn as often, up to five deviations
+    per_client = touched[:, : 2 * pair_count + 1].mean(0)
     assert abs(per_client - p).max() < 5 * math.sqrt(p * (1 - p) / rounds)
 
 
@@ -358,9 +355,8 @@ def test_capacity_counts_remainders_that_a_block_takes_along():
     )
     now = once(PART, made)[0]
     assert now.train.size.tolist() == [2, 7]
-    assert (
-        drift.bound_client_samples(made, PART).max_client_samples == 7
-    )  # and no more: nobody has two labels
+    # and no more: nobody has two labels
+    assert drift.bound_client_samples(made, PART).max_client_samples == 7
     assert drift.bound_client_samples(made, ALL).max_client_samples == 7
 
 

@@ -168,12 +168,10 @@ def test_counts_operations():
         False,
         False,
     ]
-    assert not dual_sgd.is_dual_cheaper(
-        64, 784, 128, 10, 7
-    )  # one epoch: the Gram matrix does not pay
-    assert not dual_sgd.is_dual_cheaper(
-        16, 64, 10, 10, 1000
-    )  # softmax regression on digits: a step is all overhead
+    # one epoch: the Gram matrix does not pay
+    assert not dual_sgd.is_dual_cheaper(64, 784, 128, 10, 7)
+    # softmax regression on digits: a step is all overhead
+    assert not dual_sgd.is_dual_cheaper(16, 64, 10, 10, 1000)
 
 
 def test_compiles_few_sizes():

@@ -94,9 +94,8 @@ def test_assignment_equals_scipy(n):
     rng = np.random.default_rng(n)
     costs = rng.normal(size=(8, n, n)).astype(np.float32)
     costs[1] = rng.integers(3, size=(n, n))  # ties
-    costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(
-        np.eye(n)[rng.permutation(n)] > 0, -9, 0
-    )  # nearly a permutation
+    # nearly a permutation
+    costs[2] = 0.5 * rng.normal(size=(n, n)) + np.where(np.eye(n)[rng.permutation(n)] > 0, -9, 0)
     costs[3] = -np.outer(np.arange(n), np.arange(n))  # everybody wants the same
     found = np.asarray(jax.jit(jax.vmap(solve_assignment))(costs))
     for cost, columns, alone in zip(

@@ -125,9 +125,8 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     # a run of a grid can go on alone
     assert call(monkeypatch, f"{single} seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
-    assert (
-        call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0
-    )  # from the last round that all have
+    # from the last round that all have
+    assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0
     assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
 
 

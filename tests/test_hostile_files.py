@@ -322,9 +322,8 @@ def apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path / "cwd"))
-    monkeypatch.setattr(
-        readers, "MAX_UNPACKED_BYTES", 2**25
-    )  # the bombs are small for the tests to be quick
+    # the bombs are small for the tests to be quick
+    monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**25)
 
 
 @pytest.mark.parametrize("name", IDX)

@@ -44,9 +44,8 @@ METHODS = {
         fedgroup, task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1
     ),
 }
-TABLE = np.array(
-    [[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]]
-)  # client 2 has no data, client 6 one sample
+# client 2 has no data, client 6 one sample
+TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])
 
 
 def compiled(method, task, local):
@@ -357,10 +356,11 @@ def test_permutations_are_uniform():
         lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4]
     )
     rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
+    # whole orders, and the last two places alone
     for factor in (
         4 ** np.arange(4),
         4 ** np.arange(4)[::-1] * [0, 0, 1, 1],
-    ):  # whole orders, and the last two places alone
+    ):
         _, seen = np.unique(rows @ factor, return_counts=True)
         expected = len(rows) / len(seen)
         assert len(seen) == (24 if factor.all() else 12)

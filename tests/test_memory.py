@@ -64,9 +64,8 @@ def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
     chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
     each, data = memory.client_bytes(chosen, mlp, toy), memory.tree_bytes(toy)
     parameters = memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
-    assert (
-        4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
-    )  # the largest client has 40 samples
+    # the largest client has 40 samples
+    assert 4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
     for module in (sharding, rounds_local):
         monkeypatch.setattr(module, "is_cpu", lambda mesh: False, raising=False)
     for has, width in [

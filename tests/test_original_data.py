@@ -22,6 +22,7 @@ from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.images import femnist, mnist
 from fedjax_cfl.data.datasets.sent140 import read_tweets
 
+# samples of a .. j, train and test
 FEMNIST = [
     1632,
     1555,
@@ -33,7 +34,7 @@ FEMNIST = [
     1608,
     1503,
     1489,
-]  # samples of a .. j, train and test
+]
 
 
 def originals(*paths):
@@ -132,9 +133,8 @@ def test_original_femnist_totals():
     assert np.bincount(pool.y).tolist() == FEMNIST and sum(FEMNIST) == 18_345
     counts = np.zeros((200, 10), int)
     np.add.at(counts, (pool.client, pool.y), 1)
-    assert (
-        (counts > 0).sum(axis=1) == 3
-    ).all()  # three letters a client, as released, not five as printed
+    # three letters a client, as released, not five as printed
+    assert ((counts > 0).sum(axis=1) == 3).all()
 
 
 def test_original_sent140_totals():

@@ -207,9 +207,8 @@ def test_missing_data_skip_the_row_with_its_reason(verb, monkeypatch, capsys):
         )
         == 1
     )
-    assert (
-        len([line for line in verb.started() if "dataset=a" in line]) == 1
-    )  # the others are not tried
+    # the others are not tried
+    assert len([line for line in verb.started() if "dataset=a" in line]) == 1
     assert (
         "first-a" not in (verb.out / "table.md").read_text()
         and table(verb.out)["second-b", "Avg"]["seeds"] == "2"
@@ -264,9 +263,8 @@ def test_cells_of_other_settings_are_refused(verb):
         )
         == 0
     )
-    assert (
-        verb("--rows", "first-a", "eval_every=1", "rounds=6", "preset=clean", out="other") == 0
-    )  # in any order
+    # in any order
+    assert verb("--rows", "first-a", "eval_every=1", "rounds=6", "preset=clean", out="other") == 0
     assert len(verb.started()) == 4
     with pytest.raises(InputError, match=r"preset=ref.*--out"):
         verb("preset=ref")

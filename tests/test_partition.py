@@ -119,9 +119,8 @@ def test_dirichlet_per_client_is_md_icfl(alpha, over5, over1, largest, distance)
         between,
     )
     np.testing.assert_allclose(found, (over5, over1, largest, distance), rtol=0.05)
-    assert not np.isin(
-        holdings.sample[holdings.test], train.sample
-    ).any()  # shared, but never across train and test
+    # shared, but never across train and test
+    assert not np.isin(holdings.sample[holdings.test], train.sample).any()
 
 
 def test_dirichlet_per_client_repeats_only_what_it_must():

@@ -54,9 +54,8 @@ def same(one, other):
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(
     name, both, linear, local, monkeypatch
 ):
-    monkeypatch.setattr(
-        prefetch, "TEST_BLOCK_BYTES", 20 * both[1].x[0].nbytes
-    )  # several parts in an evaluation
+    # several parts in an evaluation
+    monkeypatch.setattr(prefetch, "TEST_BLOCK_BYTES", 20 * both[1].x[0].nbytes)
     monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
     device, host = (

@@ -34,12 +34,13 @@ KEY = jax.random.key(5)
 SAME = {"rtol": 1e-5, "atol": 1e-6}
 CLIENTS, CONCEPTS = 18, 3
 TRUTH = np.arange(CLIENTS) % CONCEPTS
+# of the planted clients: found well between what is and is not a cut
 ONCE = {
     "eps1": 0.3,
     "eps2": 0.3,
     "gamma_max": 0.3,
     "warm_up": 1,
-}  # of the planted clients: found well between what is and is not a cut
+}
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +158,11 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
     for h in created:
         parent = int(tree.parent[h])
         np.testing.assert_allclose(matrix(tree.models)[h], matrix(cut.groups)[parent], rtol=1e-6)
+        # uniform means are what is aggregated
         for group, mean in (
             (h, tree.split_update),
             (parent, tree.parent_update),
-        ):  # uniform means are what is aggregated
+        ):
             np.testing.assert_allclose(
                 matrix(after.groups)[group],
                 matrix(cut.groups)[parent] + matrix(mean)[h],

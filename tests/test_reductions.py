@@ -227,9 +227,10 @@ def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
         (grouped[0].assignment, grouped[0].traffic), (moving[0].assignment, moving[0].traffic)
     )
     assert {0, 1} <= set(moving[0].assignment.tolist())
+    # what `run` compiles without a drift
     still = play(
         build(flexcfl, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy.replace(has_drift=False)
-    )  # what `run` compiles without a drift
+    )
     chex.assert_trees_all_close(still, moving, **SAME)
 
 

@@ -168,9 +168,8 @@ def founded(model, data, keys, m, alpha, iterations, local):
         order = batches_of(passes(keys[2], data, client, iterations), local.batch_size)[:iterations]
         updates.append(trained(model, data, order, local.lr).flat() - model.flat())
     updates = np.array(updates)
-    directions = np.linalg.svd(updates.T, full_matrices=False)[0][
-        :, :m
-    ]  # [P, m], the left singular vectors
+    # [P, m], the left singular vectors
+    directions = np.linalg.svd(updates.T, full_matrices=False)[0][:, :m]
     features = updates @ directions / np.linalg.norm(updates, axis=1, keepdims=True)
     return ids, updates, KMeans(m, n_init=20, random_state=0).fit(features).labels_
 

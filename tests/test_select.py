@@ -44,9 +44,8 @@ def test_round_robin_stops_where_the_clients_end():
 def test_uniform_repeats_nobody_and_leaves_nobody_out():
     drawn = np.array([select.uniform(4).draw(jax.random.key(seed), 0, 10) for seed in range(100)])
     assert all(len(set(row)) == 4 for row in drawn.tolist())
-    shares = (
-        np.bincount(drawn.ravel(), minlength=10) / 100
-    )  # expected 0.4 each, standard deviation 0.05
+    # expected 0.4 each, standard deviation 0.05
+    shares = np.bincount(drawn.ravel(), minlength=10) / 100
     assert shares.shape == (10,) and abs(shares - 0.4).max() < 0.2
 
 

@@ -395,10 +395,11 @@ def test_somebody_elses_folder_of_checkpoints_is_left_alone(resume, reason, fedj
 
 def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, monkeypatch):
     real, run_dir = save, tmp_path / "run"
+    # too little room, then a save that fails outright
     for refuse in (
         real.__globals__["shutil"],
         checkpoint,
-    ):  # too little room, then a save that fails outright
+    ):
         with monkeypatch.context() as patch:
             if refuse is checkpoint:
                 patch.setattr(

@@ -125,9 +125,8 @@ def test_equal_clients_correct_nothing(toy_pool, linear, local):
         play(fedprox(linear, local, COHORT, mu=0.3), data),
     )
     chex.assert_trees_all_close(same[0].groups, other[0].groups, rtol=1e-5, atol=1e-6)
-    assert_same(
-        same, other, rtol=1e-3, atol=1e-6
-    )  # the discrepancy of nearly equal updates is a small difference of large squares
+    # the discrepancy of nearly equal updates is a small difference of large squares
+    assert_same(same, other, rtol=1e-3, atol=1e-6)
 
 
 def dane_round(model, data, first, second, local, mu):
@@ -255,10 +254,11 @@ def test_nonfed_of_the_cohort(toy, linear, local):
 def test_trimmed_mean_is_scipys(beta):
     rng = np.random.default_rng(0)
     gid, present = rng.integers(3, size=40), rng.random(40) < 0.8
+    # b: ties
     tree = {
         "a": rng.normal(size=(40, 3, 2)).astype(np.float32),
         "b": rng.integers(3, size=(40, 5)).astype(np.float32),
-    }  # b: ties
+    }
     found, count = jax.jit(
         lambda tree: trimmed_group_mean(jnp.array(present), jnp.array(gid), tree, 4, beta)
     )(tree)

@@ -70,9 +70,8 @@ def test_padding_and_truncation():
     np.testing.assert_array_equal(front[0], [*np.zeros((23, 300)), a, b])
     np.testing.assert_array_equal(end[0], [a, b, *np.zeros((23, 300))])
     assert not front[1].any() and not end[1].any()
-    np.testing.assert_array_equal(
-        front[2], word_vectors.hash_words([f"w{i}" for i in range(25)])
-    )  # the first 25
+    # the first 25
+    np.testing.assert_array_equal(front[2], word_vectors.hash_words([f"w{i}" for i in range(25)]))
     np.testing.assert_array_equal(front[2], end[2])
     one_line("dataset.source.pad=middle", word_vectors.embed_texts, ["a"], pad="middle")
     assert word_vectors.embed_texts([]).shape == (0, 25, 300)
@@ -82,9 +81,8 @@ def test_hashed_vectors_are_nearly_normal_and_told_apart():
     vectors = word_vectors.hash_words([f"word{i}" for i in range(2000)])
     assert vectors.dtype == np.float32 and len(np.unique(vectors, axis=0)) == 2000
     assert abs(vectors.mean()) < 0.002 and abs(vectors.std() - word_vectors.HASH_STD) < 0.002
-    assert (
-        abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02
-    )  # the kurtosis of four uniform numbers; 3 if normal
+    # the kurtosis of four uniform numbers; 3 if normal
+    assert abs((vectors**4).mean() / vectors.var() ** 2 - 2.7) < 0.02
     norms = np.linalg.norm(vectors, axis=1)
     cosines = vectors[:1000] @ vectors[1000:].T / np.outer(norms[:1000], norms[1000:])
     assert np.abs(cosines).max() < 0.35 and abs(cosines.std() - 300**-0.5) < 0.002
@@ -260,10 +258,11 @@ def test_sent140_of_one_part(root, name):
         and pool.num_classes == 2
         and pool.test is None
     )
+    # bob has not more than 30; eve comes before ida
     assert np.bincount(pool.client).tolist() == [
         40,
         31,
-    ]  # bob has not more than 30; eve comes before ida
+    ]
     np.testing.assert_array_equal(pool.x[40, 23:], word_vectors.hash_words(["ida", "0"]))
     assert pool.y[40:].tolist() == [i % 2 for i in range(31)]
     held = partition.by_user(pool, test_fraction=0.2)
@@ -285,10 +284,11 @@ def test_sent140_keeps_a_split(root, train, test):
     put(root / train, leaf({"a": 25, "b": 28, "c": 3}))
     put(root / test, leaf({"b": 2, "a": 6, "d": 31}, first=28))
     pool = sent140()
+    # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
     assert np.bincount(pool.client).tolist() == [
         31,
         31,
-    ]  # a: 25 + 6; b: 28 + 2 is not more than 30; d: 31, all of them test
+    ]
     assert pool.test.tolist() == [False] * 25 + [True] * 37
     held = partition.by_user(pool, test_fraction=0.5)
     np.testing.assert_array_equal(held.test, pool.test[held.sample])
@@ -405,9 +405,8 @@ def test_real_tweets():
     assert (
         len(sizes) == 772 and 4 <= sizes.min() and sizes.max() <= 55 and len(pool.y) == sizes.sum()
     )
-    assert pool.x.any(axis=2)[
-        :, -1
-    ].all()  # no tweet without tokens, and the last one stands at the end
+    # no tweet without tokens, and the last one stands at the end
+    assert pool.x.any(axis=2)[:, -1].all()
     held = partition.by_user(pool, test_fraction=0.2)
     np.testing.assert_array_equal(np.bincount(held.owner[~held.test]), (0.8 * sizes).astype(int))
 

@@ -12,6 +12,5 @@ class Trained(NamedTuple):
 
     seconds: list[float]  # per round, aggregation included; the first ones compile
     steps: list[int]  # per round, local SGD steps taken by all clients
-    model: list[
-        tuple[np.ndarray, np.ndarray]
-    ]  # the global model after the first round, as `workloads.initial` has it
+    # the global model after the first round, as `workloads.initial` has it
+    model: list[tuple[np.ndarray, np.ndarray]]

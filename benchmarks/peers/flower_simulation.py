@@ -12,12 +12,10 @@ import os
 import time
 from pathlib import Path
 
-os.environ.update(
-    FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0"
-)  # both before the imports that read them
-os.environ["PYTHONPATH"] = str(
-    Path(__file__).resolve().parent.parent
-)  # where the workers find this module
+# both before the imports that read them
+os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0")
+# where the workers find this module
+os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict

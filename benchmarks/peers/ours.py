@@ -28,11 +28,12 @@ class TwoConvolutions(nn.Module):
         return dense(self.num_classes, "head")(flatten(x))
 
 
+# of the layers, first to last
 NAMES = {
     "mlp": ["hidden_0", "head"],
     "mclr": ["head"],
     "cnn": ["conv_0", "conv_1", "head"],
-}  # of the layers, first to last
+}
 
 
 def module(model: str) -> nn.Module:

@@ -102,7 +102,8 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
         HydraException,
         ValueError,
         RecursionError,
-    ):  # also numbers of thousands of digits, and thousands of brackets
+    ):
+        # also numbers of thousands of digits, and thousands of brackets
         override = None
     if override is None or not override.key_or_group:
         raise InputError(

@@ -37,12 +37,10 @@ class Drift(NamedTuple):
     """A kind of distribution shift."""
 
     init: Callable[..., tuple[FederatedData, Any]]  # (key, data) -> (data, memory)
-    apply: Callable[
-        ..., tuple[FederatedData, Any, jax.Array]
-    ]  # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
-    max_client_samples: Callable[[FederatedData], int] = lambda data: (
-        data.max_client_samples
-    )  # on the host: the most training samples a client may ever hold
+    # (key, round, data, memory, warm [K] bool) -> (.., .., shifted [K] bool)
+    apply: Callable[..., tuple[FederatedData, Any, jax.Array]]
+    # on the host: the most training samples a client may ever hold
+    max_client_samples: Callable[[FederatedData], int] = lambda data: data.max_client_samples
     moves: bool = True  # False: nothing ever changes
 
 
@@ -100,9 +98,8 @@ def swap_all(p: validation.Fraction | jax.Array = 0.05, pool: str = "all") -> Dr
         one, two = _swap_ids(real & (drawn.coin < p), first, second, data.num_clients)
         heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
         shifted = heir != clients
-        data = data.replace(
-            concept=data.concept[heir]
-        )  # the truth about a client's data moves with them
+        # the truth about a client's data moves with them
+        data = data.replace(concept=data.concept[heir])
         return (
             _edit_owners(
                 data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])
@@ -144,13 +141,11 @@ def swap_part(
         stay = jnp.broadcast_to(
             jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape
         )
-        heir = (
-            stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")
-        )  # [K, C]
+        # [K, C]
+        heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")
         shifted = jnp.any(heir != stay, axis=1)
-        data = data.replace(
-            concept=jnp.where(shifted, -1, data.concept)
-        )  # from now on of mixed origin
+        # from now on of mixed origin
+        data = data.replace(concept=jnp.where(shifted, -1, data.concept))
         return (
             _edit_owners(
                 data,

@@ -38,13 +38,11 @@ def power_law(
     rng = check_partition(clients, seed, test_fraction)
     check_range("seed_samples", seed_samples, 1, len(pool.y))
     check_positive("sigma", sigma)
-    owns = _ring(
-        pool, min(clients, len(pool.y) // seed_samples + 1), classes_per_client
-    )  # no more rows than could ever be dealt
+    # no more rows than could ever be dealt
+    owns = _ring(pool, min(clients, len(pool.y) // seed_samples + 1), classes_per_client)
     samples, counts = by_class(pool), np.bincount(pool.y, minlength=pool.num_classes)
-    needs = seed_samples * np.cumsum(
-        np.eye(pool.num_classes, dtype=int)[owns].sum(axis=1), axis=0
-    )  # [K, C], of the first k + 1 clients
+    # [K, C], of the first k + 1 clients
+    needs = seed_samples * np.cumsum(np.eye(pool.num_classes, dtype=int)[owns].sum(axis=1), axis=0)
     feasible = int((needs <= counts).all(axis=1).sum())
     check_clients(
         clients,

@@ -304,9 +304,8 @@ class GRU(nn.Module):
             raise ValueError("sequences [T, features] are allowed")
         kernel = self.param("kernel", glorot, (x.shape[-1], 3 * self.features))
         recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 3 * self.features))
-        bias = self.param(
-            "bias", nn.initializers.zeros, (2, 3 * self.features)
-        )  # of the input and of the recurrent product
+        # of the input and of the recurrent product
+        bias = self.param("bias", nn.initializers.zeros, (2, 3 * self.features))
 
         def step(h: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             update_x, reset_x, candidate_x = jnp.split(inputs, 3, axis=-1)

@@ -18,12 +18,13 @@ from fedjax_cfl.runs import checkpoint
 from fedjax_cfl.runs.plot import make_palette, new_figure, save_figure, style_axes
 
 MAX_MODELS = 400  # clients drawn, as in the paper
+# of a run's (state, data)
 MODELS, CENTERS, ASSIGNED, KNOWN = (
     "[0].memory.models",
     "[0].groups",
     "[0].assignment",
     "[0].memory.known",
-)  # of a run's (state, data)
+)
 
 
 class ModelMap(NamedTuple):

@@ -37,9 +37,8 @@ def write_manifest(path: Path) -> None:
 def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with (
-            contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext()
-        ):  # not every file system can flush a folder
+        # not every file system can flush a folder
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

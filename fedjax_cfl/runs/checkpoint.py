@@ -67,9 +67,10 @@ def save(
     assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
     named = _name_leaves(tree)
+    # Orbax refuses empty arrays
     stored = {
         str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size
-    }  # Orbax refuses empty arrays
+    }
     header = {
         "format": FORMAT,
         "step": int(step),
@@ -333,10 +334,11 @@ def _orbax() -> Iterator[tuple[Any, Any]]:
     mine = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
     logger = logging.get_absl_logger()
+    # it logs a traceback for each thread of a save that fails; we report one line
     before, logger.disabled = (
         logger.disabled,
         True,
-    )  # it logs a traceback for each thread of a save that fails; we report one line
+    )
     try:
         with ocp.Checkpointer(
             ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),

@@ -50,9 +50,8 @@ def format_cells(group: dict[str, Any], measures: list[str]) -> list[str]:
     for name in measures:
         (mean, sd, count), (_, factor, digits) = group[name], MEASURES[name]
         text = f"{factor * mean:,.{digits}f}" if count else "-"
-        if count > 1 and (
-            sd or "evaluations" not in name
-        ):  # of a number of tests only if it varies
+        # of a number of tests only if it varies
+        if count > 1 and (sd or "evaluations" not in name):
             text += f" ± {factor * sd:,.{digits}f}"
         # a mean over fewer runs than the row's would flatter the method
         cells.append(text + (f" ({count}/{group['runs']})" if 0 < count < group["runs"] else ""))

@@ -118,6 +118,7 @@ def format_progress(row: dict[str, Any]) -> str:
     return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
+# said as they are, with the scores
 SUMMARY_FIELDS = (
     "algorithm",
     "dataset",
@@ -129,7 +130,7 @@ SUMMARY_FIELDS = (
     "best_round",
     "best_of",
     "ari",
-)  # said as they are, with the scores
+)
 
 
 def print_summary(

@@ -59,9 +59,10 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
     """Returns what a continuation must repeat: every setting that bears on the numbers,
     and the shape of the data.
     """
+    # a refusal lists the first
     named = sorted(
         flatten_settings(config), key=lambda leaf: not leaf[0].endswith((".name", "seed"))
-    )  # a refusal lists the first
+    )
     kept = {name: value for name, value in named if not name.startswith(RESUME_MAY_CHANGE)}
     return kept | {
         "clients": data.num_clients,
@@ -150,9 +151,8 @@ def sync_resume(
             start = begin()
         except InputError as error:
             refused = error
-    verdict = int(
-        distributed.broadcast_from_primary(np.int32(2 if refused else start is not None))
-    )  # 0 begin, 1 go on, 2 refused
+    # 0 begin, 1 go on, 2 refused
+    verdict = int(distributed.broadcast_from_primary(np.int32(2 if refused else start is not None)))
     if verdict == 2:
         raise refused or InputError("")
     if verdict == 0 or jax.process_count() == 1:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from fedjax_cfl.errors import InputError
 
+# what an unfinished run has in its directory
 RUN_FILES = {
     ".hydra",
     ".lock",
@@ -15,7 +16,7 @@ RUN_FILES = {
     "tensorboard",
     "wandb",
     "mlflow-run.txt",
-}  # what an unfinished run has in its directory
+}
 
 
 def check_run_dir(run_dir: str, resume: str) -> Path:

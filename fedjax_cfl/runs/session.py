@@ -261,9 +261,8 @@ def finish(
     rows = results.read_metrics(run_dir)
     summary = build_summary(member, choices, rows, task, result, mesh) | extras.numbers
     plot.plot_curves(run_dir, summary)
-    results.write_json(
-        run_dir / "summary.json", summary
-    )  # last: its presence says that the run is finished
+    # last: its presence says that the run is finished
+    results.write_json(run_dir / "summary.json", summary)
     return summary
 
 

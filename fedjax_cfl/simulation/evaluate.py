@@ -219,9 +219,8 @@ def empty(num_clients: int, num_classes: int) -> tuple:
 def merge(found: Any, more: Any, first: Any) -> tuple:
     """Enters an `evaluate_block` of the clients from number `first` on into that of all."""
     (table, counts), (part, also) = found, more
-    ids = jnp.where(
-        part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size
-    )  # a part may have fewer clients than room
+    # a part may have fewer clients than room
+    ids = jnp.where(part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size)
     return jax.tree.map(
         lambda all, some: all.at[ids].set(some, mode="drop"), table, part
     ), jax.tree.map(jnp.add, counts, also)

@@ -59,9 +59,8 @@ def client_metrics(
     The counts are a class's true positives tp, and how often it is a label or a
     prediction, 2 tp + fp + fn. `owner` -1 counts nowhere.
     """
-    owner = jnp.where(
-        owner < 0, num_clients, owner
-    )  # out of range is dropped, negative would wrap around
+    # out of range is dropped, negative would wrap around
+    owner = jnp.where(owner < 0, num_clients, owner)
     none = jnp.zeros((num_clients, num_classes), jnp.int32)
     hits = none.at[owner, y].add((y == prediction).astype(jnp.int32), mode="drop")
     named = none.at[owner, y].add(1, mode="drop").at[owner, prediction].add(1, mode="drop")

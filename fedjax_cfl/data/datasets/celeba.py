@@ -104,9 +104,8 @@ def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str]
             " one number"
         )
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
-        if (
-            not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..")
-        ):  # no file outside the folder
+        # no file outside the folder
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             shown = shorten(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise InputError(
                 f"{said}: entry {i} of x is {shown}, expected the name of an image file"

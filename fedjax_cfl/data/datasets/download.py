@@ -164,7 +164,8 @@ def _retrieve(url: str, digest: str, target: Path) -> Path:
     except (
         OSError,
         ValueError,
-    ) as error:  # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
+    ) as error:
+        # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
         place = (
             f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder"
             f" named in {DATA_ENV_VAR}"

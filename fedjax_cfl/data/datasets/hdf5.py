@@ -46,9 +46,10 @@ def _array(h5py: Any, file: Any, name: str) -> np.ndarray:
     """Returns one array of an open file."""
     node = file
     for part in name.split("/"):
+        # other links may lead to other files
         if not isinstance(node, h5py.Group) or not isinstance(
             node.get(part, getlink=True), h5py.HardLink
-        ):  # other links may lead to other files
+        ):
             raise ValueError(f"array {name!r} is missing or a link")
         node = node[part]
     if not isinstance(node, h5py.Dataset) or node.is_virtual or node.external:

@@ -20,9 +20,8 @@ CIFAR = tuple(
     for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 )
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
-RECORD = (
-    1 + 32 * 32 * 3
-)  # bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
+# bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
+RECORD = 1 + 32 * 32 * 3
 FASHION = (
     "fashion_mnist/fashion_mnist_clients00-24.npz",
     "fashion_mnist/fashion_mnist_clients25-49.npz",

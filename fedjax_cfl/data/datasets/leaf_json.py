@@ -14,12 +14,13 @@ from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.readers import PathLike, line_of, open_unpacked, shorten
 from fedjax_cfl.errors import InputError
 
+# bytes of memory that a sign in JSON stands for: number, list, object, entry
 JSON_MEMORY_BYTES = {
     b",": 40,
     b"[": 64,
     b"{": 64,
     b":": 200,
-}  # bytes of memory that a sign in JSON stands for: number, list, object, entry
+}
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
@@ -142,7 +143,8 @@ def _json(path: Path) -> Any:
         except (
             ValueError,
             RecursionError,
-        ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        ) as error:
+            # UnicodeDecodeError and JSONDecodeError are ValueErrors
             raise InputError(
                 f"{path}: file is not JSON ({line_of(error)}), expected LEAF JSON"
             ) from error
@@ -183,9 +185,8 @@ def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray
 def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
     """Returns a nested list as an array of int64, or of float64 if there is a float."""
     said = f"{path}: {name} of user {shorten(user)}"
-    items = np.array(
-        value if isinstance(value, list) else [value], dtype=object
-    )  # by itself NumPy would give all the longest text's room
+    # by itself NumPy would give all the longest text's room
+    items = np.array(value if isinstance(value, list) else [value], dtype=object)
     kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
     if isinstance(value, list) and list in kinds:
         raise InputError(

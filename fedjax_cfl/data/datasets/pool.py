@@ -73,9 +73,8 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
         raise InputError(
             f"{name}: {field} has shape {values.shape}, expected ({length},), one entry a sample"
         )
-    bad = ~(
-        (values >= 0) & (values < 2**31) & (values == np.floor(values))
-    )  # NaN fails every comparison
+    # NaN fails every comparison
+    bad = ~((values >= 0) & (values < 2**31) & (values == np.floor(values)))
     if bad.any():
         raise InputError(
             f"{name}: {field} is {values[bad][0]} in sample {bad.argmax()}, expected integers 0, 1,"

@@ -23,9 +23,8 @@ from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
 Unpacked = io.BufferedReader | gzip.GzipFile
-MAX_UNPACKED_BYTES = (
-    2**31
-)  # of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+# of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+MAX_UNPACKED_BYTES = 2**31
 MAX_GZIP_RATIO = 1032  # deflate packs at most so much into one byte
 READ_BYTES = 2**20  # bytes read at once
 NO_OBJECTS = "arrays of objects are never read: store x.astype(numpy.float32), y.astype(str)"
@@ -102,9 +101,8 @@ def read_idx(path: PathLike) -> np.ndarray:
                 f"{path}: size of the data is {most} bytes or less, expected {size} for shape"
                 f" {shape}"
             )
-        data = read_at_most(
-            file, size + 1
-        )  # one more, which must not be there; at the end of a .gz its checksum is compared
+        # one more, which must not be there; at the end of a .gz its checksum is compared
+        data = read_at_most(file, size + 1)
     if len(data) != size:
         more = " or more" if len(data) > size else ""
         raise InputError(
@@ -162,10 +160,11 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
         raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")
     (info,) = infos
     try:
+        # the others take memory as the file tells them to
         if info.compress_type not in (
             zipfile.ZIP_STORED,
             zipfile.ZIP_DEFLATED,
-        ):  # the others take memory as the file tells them to
+        ):
             raise ValueError(
                 f"its compression is method {info.compress_type}, not stored or deflated"
             )
@@ -190,9 +189,8 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             if member.read(1):  # none is left; at the end the checksum is compared
                 raise ValueError("it has more data than its shape")
         return array
-    except (
-        Exception
-    ) as error:  # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
+    except Exception as error:
+        # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
         raise InputError(
             f"{path}: array {name!r} cannot be read ({line_of(error)}), expected a plain array of"
             " numbers or strings"
