@@ -266,32 +266,31 @@ def train_cohort(
     answered. A client's time includes the traffic of the `assignment`, but not a model that it
     was sent when it was `asked`.
     """
-    local = parts.local
+    local, clock = parts.local, parts.local.clock
     attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
     train_data = faults.flip_labels(local.faults, attackers, data)
     shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
     upload, counts = parts.train(cohort, train_data, shared, work)
-    real = cohort.ids < data.num_clients
-    answered, served = real & (counts.dropped == 0), real
+    served = cohort.ids < data.num_clients
+    answered = served & (counts.dropped == 0)
     if asked is not None:
         served &= asked.traffic.units_down[jnp.minimum(cohort.ids, data.num_clients - 1), 1] == 0
-    sent = traffic.make_traffic(units_down=served, units_up=answered)
-    report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
-    if local.clock is None:
-        return upload, Answers(report, None, waited, jnp.zeros((), jnp.int32))
-    model_bytes = model_bytes_of(state)
-    slot_bytes = traffic.slot_bytes(sent, model_bytes) + traffic.slot_bytes(
-        assignment.traffic, model_bytes
-    )
-    seconds = jnp.where(real, local.clock.seconds(cohort, upload, slot_bytes), 0.0)
-    end = timing.end_round(local.clock, state, data, cohort, work.group, answered, seconds, waited)
-    counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
+    duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
+    if clock is not None:
+        sent = traffic.make_traffic(units_down=served, units_up=answered)
+        sizes = [traffic.slot_bytes(t, model_bytes_of(state)) for t in (sent, assignment.traffic)]
+        seconds = clock.seconds(cohort, upload, sizes[0] + sizes[1])
+        seconds = jnp.where(cohort.ids < data.num_clients, seconds, 0.0)
+        end = timing.end_round(clock, state, data, cohort, work.group, answered, seconds, waited)
+        duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
+        counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
+        answered &= ~end.gone
+        upload = faults.drop_updates(end.late | end.gone, upload)
     report = make_report(
-        traffic.make_traffic(units_down=served, units_up=answered & ~end.gone),
+        traffic.make_traffic(units_down=served, units_up=answered),
         fault_counts=faults.sum_fault_counts(counts, cohort),
     )
-    upload = faults.drop_updates(end.late | end.gone, upload)
-    return upload, Answers(report, seconds, end.duration, jnp.sum(end.late).astype(jnp.int32))
+    return upload, Answers(report, seconds, duration, late)
 
 
 def model_bytes_of(state: State) -> int:
