@@ -6,6 +6,7 @@ Each command runs twice: with an empty cache of compiled programs (cold), and ag
     python benchmarks/cold_start.py
     python benchmarks/cold_start.py --quick              digits only
     python benchmarks/cold_start.py --before CHECKOUT    beside another checkout, alternating
+    python benchmarks/cold_start.py --catalogue          every method on digits for two rounds, cold
 
 Measured 2026-11-25 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, beside the
 package before its programs were compiled by XLA's older emitters (see simulation/compiler.py):
@@ -34,17 +35,27 @@ scikit-learn for the digits and searching what is imported for garbage:
 
 A run that differs from an earlier one in numbers alone starts warm, too.
 
+The whole catalogue on digits, beside the package before programs were compiled by the older
+emitters, with other work on the machine (39 methods, so the mean ratio counts): compiling takes
+0.55 of the time before (0.43 to 0.82), the whole command 0.59 of the CPU seconds (0.51 FeSEM to
+0.71 fielding_static).
+
 What is left of compiling is the training loop, which FlexCFL with a shift has in four places
-(`tests/test_flexcfl_drift.py`): FedAvg's rounds, with one, take 4.2 CPU seconds for MNIST-MLP,
-FlexCFL's under swap_all 8.2 and its start 3.1. Where first updates train as in a round, so
-that the places are alike, 371 of 915 kernels differ; but XLA clones what is called twice, also
-where it is told not to inline (tried on a small program), so that only a round with a single
-place to train would save them. Threefry unrolled, instead of small loops, made starts slower.
+(`tests/test_flexcfl_drift.py`), the start and three in a round. What fewer would save was measured
+by leaving places out, CPU seconds of XLA: of the digits' programs (4.9 in all) newcomers take 0.3;
+of MNIST-MLP's under swap_all (12.8) newcomers 1.5 and shifted clients 1.7, so that a round with one
+place would compile in 5.1 instead of 8.4, and the command take perhaps 15 seconds instead of 17.
+XLA clones what is called twice, also where it is told not to inline (tried on a small program), so
+that this needs a round that trains everybody in one loop: not done. Threefry unrolled, instead of
+small loops, made starts slower. Importing Matplotlib and Orbax in a thread while programs compile
+gained nothing: tracing keeps the interpreter as long. A warm start is 5 CPU seconds of Python:
+imports 1.8, tracing 1.6, the rest configuration, four checkpoints and a plot.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -63,6 +74,9 @@ CASES = {
 }  # fmt: skip
 
 
+METHODS = sorted(path.stem for path in (HERE / "conf" / "algorithm").glob("*.yaml"))
+
+
 def timed(checkout: Path, folder: Path, overrides: list[str], warm: bool) -> dict[str, float]:
     """Runs a command of a checkout, with a cache of its own in `folder`; returns its seconds."""
     run_dir = folder / ("warm" if warm else "cold")
@@ -70,7 +84,7 @@ def timed(checkout: Path, folder: Path, overrides: list[str], warm: bool) -> dic
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PYTHONPATH": str(checkout),
     }
-    began = time.perf_counter()
+    before, began = cpu_of_children(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "fedjax_cfl", "offline=true", f"run_dir={run_dir}", *overrides],
         cwd=folder,  # not where the package lies
@@ -82,7 +96,27 @@ def timed(checkout: Path, folder: Path, overrides: list[str], warm: bool) -> dic
     if done.returncode:
         sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
     spent = json.loads((run_dir / "summary.json").read_text())
-    return {"whole": whole} | {name: spent[name] for name in ("compile_s", "train_s", "eval_s")}
+    seconds = {"whole": whole, "cpu": cpu_of_children() - before}
+    return seconds | {name: spent[name] for name in ("compile_s", "train_s", "eval_s")}
+
+
+def cpu_of_children() -> float:
+    """Returns the CPU seconds of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def compare_catalogue(checkouts: dict[str, Path]) -> None:
+    """Prints the seconds of compiling and the CPU seconds of every method's command, cold."""
+    print(f"{'':20s}" + "".join(f"{label + ': compiling':>20s} {'CPU':>7s}" for label in checkouts))
+    for method in METHODS:
+        line = f"{method:20s}"
+        for checkout in checkouts.values():
+            with tempfile.TemporaryDirectory() as folder:
+                overrides = [f"algorithm={method}", "dataset.rounds=2"]
+                spent = timed(checkout, Path(folder), overrides, warm=False)
+            line += f"{spent['compile_s']:20.2f} {spent['cpu']:7.2f}"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -92,9 +126,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="digits only")
     parser.add_argument("--before", type=Path, help="another checkout of the package")
+    parser.add_argument("--catalogue", action="store_true", help="every method")
     arguments = parser.parse_args()
     checkouts = {"before": arguments.before.resolve()} if arguments.before else {}
     checkouts["now"] = HERE
+    if arguments.catalogue:
+        return compare_catalogue(checkouts)
     print(f"{'':45s} {'cold':>7s} {'compiling':>10s} {'training':>9s} {'testing':>8s} {'warm':>7s}")
     for name, overrides in list(CASES.items())[: 1 if arguments.quick else None]:
         for label, checkout in checkouts.items():
