@@ -128,6 +128,25 @@ def test_when_groups_are_cut(toy, linear, local):
         assert not auxo.split_adaptively(participants=14, least=15)(memory, sizes, active).any()
 
 
+def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
+    """All groups are in use, one is empty, and one is due."""
+    state = begin(toy, linear, local)
+    memory = state.memory.replace(
+        group=jnp.tile(jnp.array([0.0, 1.0, 2.0]), (14, 1)),
+        count=jnp.ones((14, 3)),
+        rounds=jnp.full(3, 5),
+        joining=jnp.arange(14) == 3,
+    )
+    full = state.replace(
+        round=jnp.int32(5),
+        active=jnp.ones(3, bool),
+        memory=memory,
+        assignment=jnp.zeros(14, jnp.int32),
+    )
+    after, _ = auxo.split_and_join(auxo.split_at([5]), 0.0)(jax.random.key(0), full, toy)
+    assert np.flatnonzero(after.assignment).tolist() == [3]
+
+
 def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, local):
     algorithm = build(
         algorithms.auxo,

@@ -108,6 +108,9 @@ def test_rounds_grow_with_participants_and_over_commitment_never_lengthens_them(
         assert duration <= whole[-1]
         assert late.sum() == max(26 - wait_for, 0)
     assert device_clock.fedscale_clock(30, 5, 26, overcommit=1.3).wait_for == 20
+    assert (
+        device_clock.fedscale_clock(30, 5, 33, overcommit=1.1).wait_for == 30
+    )  # 29.999... in floats
     assert device_clock.fedscale_clock(30, 5, 26).wait_for is None
 
 
@@ -142,6 +145,17 @@ def test_who_is_online_equals_a_twin_that_walks_on():
     assert np.isinf(found.stay[0]) and np.isinf(found.absent[1])
 
 
+def test_a_clock_does_not_stop_short_of_a_return():
+    """Milliseconds of days, which float32 does not have."""
+    rng = np.random.default_rng(0)
+    wait = np.concatenate([rng.integers(1, top, 250) for top in (2**23, 10**9)])
+    clock = jnp.arange(500)
+    duration = timing.until_online(jnp.asarray(wait / 1000, jnp.float32), clock, 500)
+    passed = timing.advance_clock(counts_of([0] * 500), duration)
+    late = np.array([count_to_int(count) for count in passed]) - wait
+    assert (late >= 0).all() and (late <= 1 + wait * 1e-6).all() and not late[wait < 2**21].any()
+
+
 @pytest.mark.parametrize(
     ("text", "repeat", "said"),
     [
@@ -150,7 +164,9 @@ def test_who_is_online_equals_a_twin_that_walks_on():
         ("client,begin,end\n7,1,2\n", None, "column client has 7, of 3 clients"),
         ("client,begin,end\n0,1,2\n1,3,2\n", None, "client 1 is online from 3.0 to 2.0"),
         ("client,begin,end\n0,1,2\n", 1.5, "from 1.0 to 2.0: must be 0 <= from <= to <= 1.5"),
-        ("client,begin,end\n0,1,2e6\n", None, "clock.repeat=2000000.0: must be a number from"),
+        ("client,begin,end\n0,1,2e6\n", None, "ends at 2000000.0 seconds: must be 0.001 to"),
+        ("client,begin,end\n0,1,2\n", 2e6, "clock.repeat=2000000.0: must be a number from"),
+        ("\ufeffclient,begin,end\n7,1,2\n", None, "column client has 7, of 3 clients"),
         ("client,begin,end\n0,0,inf\n", None, "column end must hold finite numbers in row 1"),
     ],
 )

@@ -24,6 +24,7 @@ from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
+from fedjax_cfl.simulation.rows import discards_accuracy
 from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)
@@ -179,6 +180,12 @@ def test_discard_rule(toy, linear, local, rule, hidden):
     )
     assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
+
+
+def test_a_round_in_which_nobody_is_online_discards_nothing():
+    """After everybody was met, that is; 60 updates of 6 clients."""
+    row = {"round": 12, "client_updates": 60}
+    assert not discards_accuracy("rounds", row, 0, 6) and discards_accuracy("rounds", row, 0, 61)
 
 
 def test_single_models_are_never_discarded(toy, linear, local):

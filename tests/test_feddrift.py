@@ -92,6 +92,17 @@ def test_merging_equals_its_twin(seed):
         np.testing.assert_allclose(found[1][np.unique(into)], wanted, atol=1e-5)
 
 
+def test_a_model_whose_loss_is_not_finite_is_not_merged():
+    """On others' samples, or everywhere; a client without samples has no say."""
+    group, weight, settled = jnp.array([0, 1, 1]), jnp.array([5.0, 5.0, 0.0]), jnp.ones(2, bool)
+    merge = feddrift.merge_models(0.5)
+    sound = jnp.array([[0.1, 0.2], [0.2, 0.1], [jnp.inf, jnp.inf]])
+    assert merge(sound, group, weight, settled)[0].tolist() == [0, 0]
+    for bad in ([[0.1, jnp.inf], [0.2, 0.1]], [[0.1, jnp.inf], [0.2, jnp.inf]]):
+        loss = jnp.array([*bad, [jnp.inf, jnp.inf]])
+        assert merge(loss, group, weight, settled)[0].tolist() == [0, 1]
+
+
 def states_of(algorithm, steps):
     key, round_fn = jax.random.key(0), jax.jit(algorithm.round)
     states = [jax.jit(algorithm.init)(key, steps[0])]

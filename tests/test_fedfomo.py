@@ -10,6 +10,7 @@ from conftest import CLASSES, FEATURES, build, spent
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedfomo import fedfomo, held_out, hold_out, pick_peers
+from fedjax_cfl.data import stream
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.select import from_table, full_participation
 
@@ -216,6 +217,23 @@ def test_held_out_samples_are_a_fifth_and_the_others_are_trained_on(toy):
         whole, ours, theirs = parts
         assert sorted([*ours, *theirs]) == sorted(whole)
         assert theirs.tolist() == whole[4::5].tolist()
+
+
+def test_clients_of_a_stream_hold_out_samples_of_their_own(toy):
+    """Hidden samples stay behind those that are shown, in both parts."""
+    shift = stream.bucket(intervals=6, period=1, retained=2)
+    data, memory = jax.jit(shift.init)(jax.random.key(1), toy)
+    met = jnp.ones(toy.num_clients, bool)
+    now, _, _ = jax.jit(shift.apply)(jax.random.key(1), 0, data, memory, met)
+    fit = hold_out(now, 0.2)
+    held = held_out(fit)
+    assert (now.train.size < toy.train.size).any()
+    np.testing.assert_array_equal(fit.train.size + held.train.size, now.train.size)
+    for client in range(toy.num_clients):
+        for view in (fit.train, held.train):
+            start, size = int(view.start[client]), int(view.size[client])
+            rows = view.order[start : start + size]
+            assert (now.owner[rows] == client).all()
 
 
 def test_settings_that_are_not_allowed(softmax_task, whole_batches):

@@ -233,6 +233,16 @@ def test_power_of_choice_takes_the_highest_losses_of_each_group(
             assert max(mine, key=lambda i: loss[i]) in ids
 
 
+def test_clients_never_selected_come_first_in_random_order(toy, models):
+    selection = power_of_choice.rpow_d(3, 13)
+    state, unknown = grouped(toy, models), selection.init(toy)
+    pick = jax.jit(lambda key, loss: selection.select(key, loss, state, toy))
+    drawn = {tuple(sorted(pick(jax.random.key(n), unknown).tolist())) for n in range(12)}
+    assert len(drawn) > 6
+    known = unknown.at[jnp.array([0, 1, 5])].set(9.0)
+    assert not {0, 1, 5} & set(pick(jax.random.key(0), known).tolist())
+
+
 @pytest.mark.parametrize("candidates", [4, 13])
 def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, models):
     """A loss each, and a model for those who are not selected (pow-d, section 5)."""

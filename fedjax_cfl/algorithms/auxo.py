@@ -272,9 +272,10 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
         memory, m, clients = state.memory, state.active.size, data.num_clients
         sizes = jnp.zeros(m, jnp.int32).at[state.assignment].add(1)
         chosen = split(memory, sizes, state.active) & state.active & (state.round > 0)
+        before = state.active.sum()
         state = cut_groups(state, chosen)
         memory, active = state.memory, state.active
-        everybody = jnp.any(chosen) & (active.sum() > sizes.astype(bool).sum())
+        everybody = active.sum() > before
         joining = memory.joining | everybody
         best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
         random = jax.random.randint(choice, (clients,), 0, active.sum())

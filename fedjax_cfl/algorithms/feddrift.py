@@ -219,11 +219,13 @@ def merge_models(limit: float) -> MergeFn:
         m = settled.size
         member = jnp.where(group[:, None] == jnp.arange(m), weight[:, None], 0.0)
         mass = member.sum(0)
-        kept = jnp.where(jnp.isfinite(loss), loss, 0.0)
+        bad = 1e20  # so large a loss keeps models apart, and sums of it are finite
+        kept = jnp.where(jnp.isfinite(loss), jnp.minimum(loss, bad), bad)
+        kept = jnp.where(weight[:, None] > 0, kept, 0.0)
         cross = (kept.T @ member) / jnp.maximum(mass, 1.0)  # [model i, clients of j]
         worse = cross - jnp.diag(cross)[:, None]  # L(i, j) - L(i, i)
         apart = jnp.maximum(jnp.maximum(worse, worse.T), 0.0)
-        live = settled & (mass > 0)
+        live = settled & (mass > 0) & (jnp.diag(cross) < bad / 2)
         pairs = live[:, None] & live & ~jnp.eye(m, dtype=bool)
 
         def near(carry):

@@ -135,7 +135,10 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
     def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:
         ids = draw_candidates(key, state, data, candidates)
         drawn = jnp.zeros(data.num_clients, bool).at[ids].set(True, mode="drop")
-        return take_quotas(loss, groups_of(state), drawn, state.active.size, clients_per_round)
+        # those never selected in random order, not by id
+        first = 1e30 * (1.0 + jax.random.uniform(jax.random.fold_in(key, 1), loss.shape))
+        score = jnp.where(jnp.isinf(loss), first, loss)
+        return take_quotas(score, groups_of(state), drawn, state.active.size, clients_per_round)
 
     def update(
         loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None

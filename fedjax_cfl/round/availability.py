@@ -135,4 +135,10 @@ def read_availability(given: Availability, num_clients: int) -> PresenceFn | Non
     place = np.arange(owner.size) - np.repeat(np.cumsum(counts) - counts, counts)
     table[owner[order], place] = np.stack([begin[order], end[order]], axis=1)
     rows = np.arange(num_clients) % counts.size
-    return online_by_intervals(table[rows], float(end.max()) if repeat is None else repeat)
+    period = float(end.max()) if repeat is None else repeat
+    if repeat is None and not 0.001 <= period <= LONGEST:
+        raise InputError(
+            f"{field}: intervals repeat after the last one, which ends at {period} seconds: must be"
+            f" 0.001 to {LONGEST}; or say clock.repeat"
+        )
+    return online_by_intervals(table[rows], period)

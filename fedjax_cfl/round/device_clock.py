@@ -91,7 +91,7 @@ def fedscale_clock(
         raise InputError(f"clock.overcommit={overcommit}: must be a number >= 1")
     devices = read_profiles(path, num_clients) if path else stand_in_profiles(num_clients, seed)
     sample = model_factor * devices.sample_seconds
-    wait_for = None if overcommit == 1 else max(int(clients_per_round / overcommit), 1)
+    wait_for = None if overcommit == 1 else max(int(clients_per_round / overcommit + 1e-9), 1)
     step = TRAIN_TO_INFERENCE * batch_size * sample
     return device_profiles(step, devices.bytes_per_second, wait_for)._replace(
         ask_seconds=asking_seconds(devices.bytes_per_second, sample),

@@ -28,7 +28,7 @@ def read_table(path: Path, field: str) -> dict[str, list]:
         except (OSError, ValueError) as error:
             raise InputError(f"{field}: {str(error).splitlines()[0]}") from None
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{field}: is no CSV table: {error}") from None

@@ -43,7 +43,7 @@ def make_row(
     found = evaluate.finalize(index, num_models, table, counts, concept)
     row = metrics_row(done, ledger, state.groups, infos, found, counters)
     if algorithm.clustered and discards_accuracy(
-        plan.discard, row, int(infos.selected[0]), program.data[member].num_clients
+        plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
         row["accuracy"] = None
     return row
@@ -64,7 +64,9 @@ def update_counters(
 def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
     """Returns whether the accuracy of a clustered method's row does not count yet."""
     if discard == "rounds":
-        return (row["round"] - 1) * selected < num_clients
+        # a round in which everybody is offline selects nobody
+        done = (row["round"] - 1) * selected if selected else row["client_updates"]
+        return done < num_clients
     return discard == "met" and row["evaluated_clients"] < num_clients
 
 
