@@ -1,6 +1,4 @@
-"""Devices: one mesh axis `clients`, the dealing of a cohort over it, and the only
-`shard_map` of the package.
-"""
+"""Devices: one mesh axis `clients`, and what is put and computed where."""
 
 import os
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Builds, runs and records what one configuration describes: a run, or a grid of runs.
 
-The only file, with `overrides` and `build`, that sees a configuration object; nothing
-below `cli` does.
+The only file, with `overrides` and `conf`, that sees a configuration object; nothing below `cli`
+does.
 """
 
 import contextlib

@@ -66,7 +66,7 @@ class IncrementalMemory(struct.PyTreeNode):
 
 
 def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
-    """Returns data whose `capacity` bounds what any client can ever hold under a drift;
+    """Returns data whose `max_client_samples` bounds what any client can ever hold under a drift;
     on the host, before anything is traced.
     """
     return data.replace(max_client_samples=drift.max_client_samples(data))

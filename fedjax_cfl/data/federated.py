@@ -135,7 +135,7 @@ def build_client_index(
     numbers: np.ndarray, owner: np.ndarray, clients: int, arrays: Any = jnp
 ) -> ClientIndex:
     """Groups sample numbers [n] by their owners [n], on the host, as arrays of
-    `load_arrays`; within a client their order stays.
+    `arrays`; within a client their order stays.
     """
     size = np.bincount(owner, minlength=clients)
     order = (

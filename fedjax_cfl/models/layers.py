@@ -287,7 +287,7 @@ def _over_time(
 
 class GRU(nn.Module):
     """Gated recurrent unit, reset after the recurrent product as in Keras: [B, T, in]
-    -> [B, T, h] if `embed_texts`, else the last [B, h].
+    -> [B, T, h] if `sequences`, else the last [B, h].
 
     3 (in h + h^2 + 2 h) parameters, gates in the order update, reset, candidate.
     `reverse` reads from the end; a sequence of outputs stays in the order of time.
@@ -320,7 +320,7 @@ class GRU(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `embed_texts`,
+    """Long short-term memory as in Keras: [B, T, in] -> [B, T, h] if `sequences`,
     else the last [B, h].
 
     4 (in h + h^2 + h) parameters, gates in the order input, forget, candidate, output.

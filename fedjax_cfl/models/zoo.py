@@ -1,5 +1,4 @@
-"""The models of the reproduced papers, and `as_task`, which makes a Task of any Flax
-module.
+"""The models of the reproduced papers; `task.as_task` makes a Task of any Flax module.
 
 A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C],
 and `__call__` takes `train` if it has dropout, and `owner` [B] (see `Task`) if it

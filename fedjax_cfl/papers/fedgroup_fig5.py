@@ -148,7 +148,7 @@ def reproduce(
     """Writes figure.png (the first seed) and correlation.csv; rows whose data are
     missing are skipped and named. Returns 0.
 
-    `build(overrides)` returns (config, task, data, local); `missing_data_error` are the
+    `build(overrides)` returns (config, task, data, local); `missing` are the
     words of an InputError about data that are not here.
     """
     records, drawn, skipped = [], {}, set()

@@ -38,7 +38,7 @@ class ModelMap(NamedTuple):
 
 
 def read_map(run_dir: Path, seed: int = 0) -> ModelMap:
-    """Reads the last checkpoint of a run and projects at most MOST of its clients'
+    """Reads the last checkpoint of a run and projects at most MAX_MODELS of its clients'
     models. Raises InputError if it holds none.
     """
     saved = checkpoint.list_checkpoints(run_dir / "checkpoints")

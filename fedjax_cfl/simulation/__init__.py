@@ -1,4 +1,4 @@
-"""A make_run_fn run in memory: compiled, run, evaluated."""
+"""A whole run in memory: compiled, run, evaluated."""
 
 from fedjax_cfl.simulation.choose_k import choose_k
 from fedjax_cfl.simulation.driver import make_block_fn, make_run_fn, run

@@ -98,7 +98,7 @@ class Result(NamedTuple):
     rows: list[dict[str, Any]]  # one per evaluation, plain Python values
     clients: ClientMetrics  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
-    memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan`
+    memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan_memory`
     programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache
 
 

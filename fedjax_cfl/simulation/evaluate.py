@@ -127,8 +127,6 @@ def evaluate_auxiliary(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (right, all) of the predictions on the union of all test sets by the
     plain mean of the models that serve somebody.
-
-    (FlexCFL 2.14.9.)
     """
     used = jnp.any(
         served.model_index[:, None] == jnp.arange(count_models(served.models)), axis=0
@@ -229,8 +227,8 @@ def merge(found: Any, more: Any, first: Any) -> tuple:
 def finalize(
     index: Any, num_models: int, table: metrics.ClientMetrics, counts: Any, concept: Any
 ) -> dict:
-    """Returns one evaluation's metrics from the results of all its parts, under spec
-    1.5 and 1.6: a dict of JAX's or of NumPy's arrays.
+    """Returns one evaluation's metrics from the results of all its parts: a dict
+    of JAX's or of NumPy's arrays.
 
     `index` [K] are the served models, `concept` [K] the true groups; without an
     auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was

@@ -179,7 +179,7 @@ def _center(pool: Pool) -> Pool:
 def read_images(
     path: Path, names: tuple[str, ...], shape: tuple[int, ...] = (28, 28)
 ) -> dict[str, np.ndarray]:
-    """Reads an npz file whose `add_channel_axis` must be [N, *shape] uint8 and `labels` [N]."""
+    """Reads an npz file whose `images` must be [N, *shape] uint8 and `labels` [N]."""
     arrays = readers.read_npz(path, names)
     x, y = arrays["images"], arrays["labels"]
     if x.shape[1:] != shape or x.dtype != np.uint8 or y.shape != x.shape[:1]:

@@ -2,7 +2,8 @@
 
 A malformed file raises an `InputError` of one line: the file, the field, what is
 expected. Nothing in a file is ever executed or written, and no size is believed: memory
-is taken only for what the file on disk can hold, unpacked at most `MOST_BYTES`.
+is taken only for what the file on disk can hold, unpacked at most
+`MAX_UNPACKED_BYTES`.
 """
 
 import contextlib

@@ -28,8 +28,8 @@ def tokenize(text: str, lower: bool = False) -> list[str]:
 def embed_texts(
     texts: Sequence[str], embedding: PathLike | None = None, lower: bool = False, pad: str = "front"
 ) -> np.ndarray:
-    """Returns the word vectors [N, TOKENS, DIMENSIONS] float32 of texts: the first
-    TOKENS tokens, zeros at the "front" or at the "end".
+    """Returns the word vectors [N, MAX_TOKENS, VECTOR_SIZE] float32 of texts: the first
+    MAX_TOKENS tokens, zeros at the "front" or at the "end".
 
     Vectors come from a GloVe text file, `embedding`, or are hashed, see `hash_words`.
     Raises InputError for a bad file or another `pad`.
@@ -49,11 +49,11 @@ def embed_texts(
 
 
 def hash_words(words: Collection[str]) -> np.ndarray:
-    """Returns vectors of words [V, DIMENSIONS] float32 that need no file: a function of
+    """Returns vectors of words [V, VECTOR_SIZE] float32 that need no file: a function of
     a word's UTF-8 text and of nothing else.
 
     A component is the sum of four bytes of the word's SHAKE-256 digest, centred and
-    scaled to DEVIATION: nearly normal, and the same on any machine. No word is unknown,
+    scaled to HASH_STD: nearly normal, and the same on any machine. No word is unknown,
     but similar words are not near each other: accuracies differ from those of GloVe.
     """
     # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
@@ -69,10 +69,10 @@ def hash_words(words: Collection[str]) -> np.ndarray:
 
 
 def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
-    """Returns vectors of words [V, DIMENSIONS] float32 from a GloVe text file (plain or
+    """Returns vectors of words [V, VECTOR_SIZE] float32 from a GloVe text file (plain or
     .gz); a word that is not in it gets zeros.
 
-    A line is a word and DIMENSIONS numbers, with single spaces between them; of a
+    A line is a word and VECTOR_SIZE numbers, with single spaces between them; of a
     repeated word the first line counts. The file is read line by line. Raises
     InputError, with the number of the line, for one that is too long, not UTF-8, has
     another number of columns or, where the word is needed, a column that is not a
@@ -125,7 +125,7 @@ def _check_utf8(place: str, word: bytes) -> None:
 
 
 def _vector(place: str, columns: list[bytes]) -> np.ndarray:
-    """Returns the numbers of a line [DIMENSIONS] float32."""
+    """Returns the numbers of a line [VECTOR_SIZE] float32."""
     vector = np.zeros(VECTOR_SIZE, np.float32)
     for i, column in enumerate(columns):
         try:
