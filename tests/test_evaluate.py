@@ -14,7 +14,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round import select
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
@@ -103,7 +103,7 @@ def test_clients_of_one_model_are_so_far_apart(toy, linear, models):
     size = toy.train.size.at[gone].set(0)
     data = toy.replace(train=toy.train.replace(size=size))
     found = jax.jit(evaluate.evaluate_distance)(ServedModels(models, jnp.array(index)), data)
-    counts = label_counts(data.train, data.owner, data.y, data.num_classes)
+    counts = train_label_counts(data)
     shares = np.asarray(counts / jnp.maximum(counts.sum(1, keepdims=True), 1))
     known = [k for k in range(14) if index[k] >= 0 and size[k] > 0]
     each = []

@@ -12,7 +12,7 @@ from sklearn.metrics import silhouette_score
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent
-from fedjax_cfl.data.federated import gather
+from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select_by_group
 
@@ -269,7 +269,7 @@ def test_mean_client_distance_equals_its_loop(planted):
 
 
 def test_label_shares(toy):
-    found = represent.shares_of(toy)
+    found = train_label_shares(toy)
     owner, y = np.asarray(toy.owner)[toy.train.order], np.asarray(toy.y)[toy.train.order]
     for k in range(14):
         held = np.bincount(y[owner == k], minlength=4)
@@ -303,7 +303,7 @@ def test_gradients_see_what_label_shares_cannot(toy, linear, local):
     def score(x, metric):
         return silhouette_score(x, concept, metric=metric)
 
-    labels = np.asarray(represent.shares_of(toy))[large]
+    labels = np.asarray(train_label_shares(toy))[large]
     assert score(points[large], "sqeuclidean") > score(labels, "cityblock") + 0.1
     # what all clients store has learned something, unless it is to be random
     random = represent.gradient(length=64, epochs=0)(linear, local).init(jax.random.key(0), toy)
@@ -352,7 +352,7 @@ def test_a_drift_event_by_hand(toy, drifting, linear, local):
         fired = []
         before, after = run(method(linear, local, tau=tau), [still, moved], fired=fired)[1:]
         memory = before.memory
-        points = np.asarray(represent.shares_of(moved))
+        points = np.asarray(train_label_shares(moved))
         drifted = np.abs(points - memory.reported).sum(1) > 0
         assert set(np.flatnonzero(drifted)) == {1, 3, 7}
         new, centers, shift, theta = twin_moves(

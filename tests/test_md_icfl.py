@@ -9,9 +9,10 @@ from conftest import FEATURES, matrix, spent
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model, md_icfl, present_shares
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model, md_icfl
 from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import back_search, class_labels, generator
+from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort
@@ -361,7 +362,7 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     assert strong.words_down == answers * m * classes
     if cohort == 14:
         assert (asked, answers) == (clients, rounds * clients)
-    share = np.asarray(present_shares(toy))
+    share = np.asarray(train_label_shares(toy))
     known = np.asarray(runs[0][-1].memory.labels.known)
     np.testing.assert_array_equal(
         runs[0][-1].memory.labels.share, np.where(known[:, None], share, 0)

@@ -13,7 +13,7 @@ from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data import datasets, partition, perturb, stream
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.sent140 import parse_hour
-from fedjax_cfl.data.federated import federate, label_counts
+from fedjax_cfl.data.federated import federate, train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -31,7 +31,7 @@ def make_pool():
 
 def mean_distance(data):
     """Returns the mean L1 distance of two clients' label shares (Fielding, appendix B.2)."""
-    counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), float)
+    counts = np.asarray(train_label_counts(data), float)
     shares = counts / counts.sum(1, keepdims=True)
     each = abs(shares[:, None] - shares).sum(2)
     return each.sum() / (len(each) * (len(each) - 1))

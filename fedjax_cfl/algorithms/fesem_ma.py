@@ -54,7 +54,7 @@ from fedjax_cfl.algorithms.spare_units import (
     recount,
     store_matched_models,
 )
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
@@ -112,7 +112,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
     def start(key: Key, data: FederatedData) -> Start:
         initial = start_models(key, data)
         assert initial.report is not None  # the traffic of the first models
-        counts = label_counts(data.train, data.owner, data.y, data.num_classes)
+        counts = train_label_counts(data)
         memory = MatchedModels(initial.memory.models, initial.memory.known, counts)
         sent = make_report(make_traffic(words_up=counts.size * words))
         return initial._replace(memory=memory, report=add_reports(initial.report, sent))

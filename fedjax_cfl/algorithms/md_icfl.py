@@ -27,7 +27,7 @@ from flax import struct
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import MakeSampler, Sampler
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated, random_groups
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
@@ -70,12 +70,6 @@ class GroupSearch(struct.PyTreeNode):
     sampler: Any  # what the sampler keeps
 
 
-def present_shares(data: FederatedData) -> jax.Array:
-    """Returns the shares [K, C] of the classes among each client's training samples."""
-    counts = label_counts(data.train, data.owner, data.y, data.num_classes)
-    return counts / jnp.maximum(counts.sum(1, keepdims=True), 1)
-
-
 def init_label_shares(data: FederatedData) -> LabelShares:
     """Returns the memory of a server that has not heard from any client."""
     clients = data.num_clients
@@ -89,7 +83,7 @@ def send_label_shares(
     client = jnp.minimum(cohort.ids, data.num_clients - 1)
     first = answered & ~memory.known[client]
     rows = jnp.where(first, client, data.num_clients)
-    share = memory.share.at[rows].set(present_shares(data)[client], mode="drop")
+    share = memory.share.at[rows].set(train_label_shares(data)[client], mode="drop")
     memory = LabelShares(share, memory.known.at[rows].set(True, mode="drop"))
     return share[client], memory, make_traffic(words_up=first.sum() * data.num_classes)
 
@@ -102,7 +96,7 @@ def send_distances(
     """
     client, asked = jnp.minimum(cohort.ids, data.num_clients - 1), answered.sum()
     sent = make_traffic(words_down=asked * m * data.num_classes, words_up=asked)
-    return present_shares(data)[client], memory, sent
+    return train_label_shares(data)[client], memory, sent
 
 
 WEAK = Privacy(init_label_shares, send_label_shares)

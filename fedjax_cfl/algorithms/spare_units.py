@@ -20,7 +20,7 @@ from fedjax_cfl.algorithms.matching import (
     layer_atoms,
     permute_hidden_units,
 )
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.hooks import AggregateFn, RegroupFn
 from fedjax_cfl.round.tree import group_sum
@@ -48,9 +48,7 @@ def recount(
     have changed.
     """
     rows = rows_of(cohort, upload, state.memory)
-    new = label_counts(data.train, data.owner, data.y, data.num_classes)[
-        jnp.minimum(cohort.ids, data.num_clients - 1)
-    ]
+    new = train_label_counts(data)[jnp.minimum(cohort.ids, data.num_clients - 1)]
     return (
         state.replace(
             memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))

@@ -14,7 +14,7 @@ from jax import lax
 
 from fedjax_cfl.clustering.assign import ChooseFn
 from fedjax_cfl.clustering.shift_detection import DetectFn
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn, make_report
@@ -36,9 +36,7 @@ class ShiftReference(struct.PyTreeNode):
 
 def init_reference(data: FederatedData) -> ShiftReference:
     """Returns the reference at the start of a run."""
-    return ShiftReference(
-        label_counts(data.train, data.owner, data.y, data.num_classes), data.train.size
-    )
+    return ShiftReference(train_label_counts(data), data.train.size)
 
 
 def with_shift_reference(start: StartFn) -> StartFn:
@@ -112,7 +110,7 @@ def on_shift(
         if not data.has_drift:
             return state, make_report()
         before = state.memory.shift_reference
-        counts = label_counts(data.train, data.owner, data.y, data.num_classes)
+        counts = train_label_counts(data)
         met = state.assignment >= 0
         detected = met & detect(counts, before.reference, before.initial_size)
         assignment, faults = reassign(choose, local, key, state, data, detected)

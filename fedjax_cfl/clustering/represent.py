@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
-from fedjax_cfl.data.federated import gather, label_counts
+from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
@@ -48,12 +48,6 @@ def send_words(who: jax.Array, length: int) -> Traffic:
     return make_traffic(words_up=who * length)
 
 
-def shares_of(data: FederatedData) -> jax.Array:
-    """Returns each client's shares [K, C] of its training labels, 0 for one without any."""
-    counts = label_counts(data.train, data.owner, data.y, data.num_classes)
-    return counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1)
-
-
 def label_shares(task: Task, local: Local) -> Representation:
     """Represents a client by the shares [C] of its training labels (a `MakeRepresentation`).
 
@@ -61,7 +55,7 @@ def label_shares(task: Task, local: Local) -> Representation:
     """
     return Representation(
         lambda key, data: (),
-        lambda shared, data, who: shares_of(data),
+        lambda shared, data, who: train_label_shares(data),
         l1,
         send_words,
         lambda shared, clients: make_traffic(),

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from fedjax_cfl.data.federated import to_shares
+
 # a distance is above its threshold only if it is so by more than this: 2 of 10 samples are not
 # more than 20 %
 ROUNDING = 1e-6
@@ -76,7 +78,7 @@ def counts_as_samples(
 
 def total_variation(counts: jax.Array, reference: jax.Array) -> jax.Array:
     """Returns 1/2 sum_k |c_k / sum c - r_k / sum r| [K], from 0 to 1."""
-    now, then = _shares(counts), _shares(reference)
+    now, then = to_shares(counts), to_shares(reference)
     return _of_clients_with_data(0.5 * jnp.sum(jnp.abs(now - then), axis=1), counts, reference)
 
 
@@ -84,12 +86,8 @@ def label_wasserstein(counts: jax.Array, reference: jax.Array) -> jax.Array:
     """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], from 0 to C - 1: the Wasserstein-1
     distance where labels a and b are |a - b| apart.
     """
-    gaps = jnp.cumsum(_shares(counts) - _shares(reference), axis=1)[:, :-1]
+    gaps = jnp.cumsum(to_shares(counts) - to_shares(reference), axis=1)[:, :-1]
     return _of_clients_with_data(jnp.sum(jnp.abs(gaps), axis=1), counts, reference)
-
-
-def _shares(counts):
-    return counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1)
 
 
 def _of_clients_with_data(distance, counts, reference):

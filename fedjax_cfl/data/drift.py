@@ -23,7 +23,7 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl import validation
-from fedjax_cfl.data.federated import label_counts, update_client_index
+from fedjax_cfl.data.federated import label_counts, train_label_counts, update_client_index
 from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import FederatedData, Key
 
@@ -286,7 +286,7 @@ def _most_by_label(data: FederatedData) -> int:
     clients that have no test samples of it: at most the largest block and all such
     remainders.
     """
-    counts = np.asarray(label_counts(data.train, data.owner, data.y, data.num_classes), np.int64)
+    counts = np.asarray(train_label_counts(data), np.int64)
     has = np.asarray(_held_labels(data))
     remainder = np.where(has, 0, counts)  # [K, C], does not move by itself
     largest = np.where(has, counts, 0).max(axis=0)

@@ -170,6 +170,21 @@ def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes:
     return jnp.zeros((clients, num_classes), jnp.int32).at[row, y[view.order]].add(1, mode="drop")
 
 
+def train_label_counts(data: FederatedData) -> jax.Array:
+    """Returns how many training samples of each label every client has, [K, C] int32."""
+    return label_counts(data.train, data.owner, data.y, data.num_classes)
+
+
+def train_label_shares(data: FederatedData) -> jax.Array:
+    """Returns each client's shares [K, C] of its training labels, 0 for one without any."""
+    return to_shares(train_label_counts(data))
+
+
+def to_shares(counts: jax.Array) -> jax.Array:
+    """Returns the counts [K, C] as shares of each row's sum; 0 where that is 0."""
+    return counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+
 def describe(data: FederatedData) -> dict[str, float]:
     """Returns the numbers that a report prints: clients, classes, samples held (train,
     test) and the sizes of the training sets.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.data.drift import Drift, keep_nothing
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
@@ -48,7 +48,7 @@ def draw_label_pairs(
         jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (CHOOSE, SWAP)
     )
     place = jax.random.permutation(who, data.num_clients)
-    has = label_counts(data.train, data.owner, data.y, data.num_classes) > 0
+    has = train_label_counts(data) > 0
     score = jnp.where(has, jax.random.uniform(which, has.shape), -1.0)
     best, labels = lax.top_k(score, min(2, data.num_classes))
     if data.num_classes < 2:

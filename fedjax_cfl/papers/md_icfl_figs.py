@@ -23,7 +23,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedjax_cfl.clustering.model_distance import class_distances
 from fedjax_cfl.clustering.synthesis import back_search, generator
-from fedjax_cfl.data.federated import gather, label_counts
+from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -100,8 +100,7 @@ def measure_clients(
     cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
     train = over_clients(sgd(task, local), local)
     upload = jax.jit(lambda: train(cohort, data, (key, models), full_work(place[cohort.ids])))()
-    counts = label_counts(data.train, data.owner, data.y, data.num_classes)[cohort.ids]
-    share = counts / counts.sum(1, keepdims=True)
+    share = train_label_shares(data)[cohort.ids]
     measure = class_distances(task, local)
 
     @jax.jit

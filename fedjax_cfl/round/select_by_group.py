@@ -8,7 +8,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.data.federated import label_counts
+from fedjax_cfl.data.federated import to_shares, train_label_counts
 from fedjax_cfl.types import FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
@@ -93,9 +93,8 @@ def nearest_to_center(
     check_arguments(nearest_to_center, locals())
 
     def score(key: Key, state: State, data: FederatedData) -> jax.Array:
-        counts = label_counts(data.train, data.owner, data.y, data.num_classes)
-        size = counts.sum(axis=1)
-        shares = counts / jnp.maximum(size, 1)[:, None]
+        counts = train_label_counts(data)
+        size, shares = counts.sum(axis=1), to_shares(counts)
         own = groups_of(state)
         member = ((own[:, None] == jnp.arange(state.active.size)) & (size > 0)[:, None]).astype(
             jnp.float32

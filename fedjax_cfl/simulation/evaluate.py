@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
-from fedjax_cfl.clustering.represent import shares_of
-from fedjax_cfl.data.federated import gather
+from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
@@ -147,7 +146,7 @@ def evaluate_distance(served: ServedModels, data: FederatedData) -> jax.Array:
     index = served.model_index
     valid = (index >= 0) & (data.train.size > 0)
     count = count_models(served.models)
-    return mean_client_distance(shares_of(data), jnp.maximum(index, 0), count, valid, l1)
+    return mean_client_distance(train_label_shares(data), jnp.maximum(index, 0), count, valid, l1)
 
 
 def evaluate_all(
