@@ -32,6 +32,8 @@ class Record(NamedTuple):
 
     write: Callable[[dict[str, Any], Grouping], None]  # (row, grouping): at once
     save: Callable[[Snapshot], None]  # (snapshot): a checkpoint
+    # (row) -> whether `save_if_due` will want the snapshot, unless the run stops
+    wants: Callable[[dict[str, Any]], bool]
     # (row, snapshot, stop): the models if they are the best so far, and a checkpoint if it is
     # time, or if the run stops or ends there
     save_if_due: Callable[[dict[str, Any], Callable[[], Snapshot], bool], None]
@@ -83,17 +85,27 @@ def open_record(
                 raise RunError(str(error)) from None
             pending, saved = None, (step, time.monotonic())
 
-        def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
-            nonlocal best, pending
+        def is_best(row) -> bool:
             accuracy = results.to_plain(row["accuracy"])
-            if accuracy is not None and (best is None or accuracy > best):
-                best, pending = accuracy, (row["round"], copy_models(algorithm, locate().state))
+            return accuracy is not None and (best is None or accuracy > best)
+
+        def is_time(row) -> bool:
             passed, waited = row["round"] - saved[0], time.monotonic() - saved[1]
             due = passed >= every["every"] or waited >= 60 * every["minutes"]
-            if due or stop or row["round"] >= rounds:
+            return due or row["round"] >= rounds
+
+        def wants(row) -> bool:
+            return is_best(row) or is_time(row)
+
+        def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
+            nonlocal best, pending
+            if is_best(row):
+                best = results.to_plain(row["accuracy"])
+                pending = row["round"], copy_models(algorithm, locate().state)
+            if is_time(row) or stop:
                 save(locate())
 
-        yield Record(write, save, save_if_due)
+        yield Record(write, save, wants, save_if_due)
 
 
 def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
