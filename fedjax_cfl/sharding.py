@@ -75,7 +75,9 @@ def split_sharding(leaf: Any, mesh: Mesh, first: int = 1) -> NamedSharding:
     [S, ...] of a cohort each device receives its share of the coordinates, never all.
     """
     sizes = {axis: size for axis, size in enumerate(leaf.shape) if size % mesh.size == 0}
-    axes = [axis for axis in sizes if axis >= first] or [axis for axis in sizes if axis == first - 1]
+    axes = [axis for axis in sizes if axis >= first] or [
+        axis for axis in sizes if axis == first - 1
+    ]
     if not axes or leaf.size * leaf.dtype.itemsize < MIN_SPLIT_BYTES:
         return replicated_sharding(mesh)
     longest = max(axes, key=lambda axis: sizes[axis])

@@ -98,6 +98,16 @@ def test_the_reader_finds_whole_arrays_and_what_goes_to_the_host():
     ]
 
 
+def test_the_reader_counts_an_exchange_in_pieces_once():
+    piece = 'frontend_attributes={chain_id="0"}'
+    lines = [
+        f"  %gather{n} = f32[8,5]{{1,0}} all-gather(%x), channel_id={channel}, {chain}"
+        for n, (channel, chain) in enumerate([(1, piece), (1, piece), (2, piece), (3, ""), (3, "")])
+    ]
+    found = hlo.find_collectives("\n".join(["ENTRY %main (x: f32[2,5]) -> f32[8,5] {", *lines]))
+    assert hlo.count_collectives(found) == {"all-gather": (4, 4 * 160)}
+
+
 def test_the_reader_counts_a_step_of_a_loop_and_its_transposes():
     text = """
 %fused (p: f32[4,2]) -> f32[2,4] {

@@ -99,9 +99,7 @@ def assign_client_id(
     return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
 
 
-def send_own_model(
-    key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-) -> Work:
+def send_own_model(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
     """Gives each client of the cohort the model of its group, and no device those of others (a
     `PrepareFn`).
     """

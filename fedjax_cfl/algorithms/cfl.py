@@ -212,8 +212,7 @@ def bipartition(
 ) -> RegroupFn:
     """Cuts every group that is due and whose halves are far enough apart (`gamma_max`).
 
-    `compared` takes the part of the updates whose cosines are compared; the devices of
-    `mesh` share the work.
+    `compared` takes the part of the updates whose cosines are compared, on `mesh`.
     """
 
     def regroup(

@@ -100,9 +100,7 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
     return make
 
 
-def embed_deltas(
-    key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = None
-) -> jax.Array:
+def embed_deltas(key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """Returns points [K, D], D = min(K, MAX_EMBEDDING_DIMENSIONS), with the distances of
     `delta` [K, ...]. K-means needs no more, however large the models are.
 

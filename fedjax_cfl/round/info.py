@@ -16,9 +16,10 @@ def deviation(
     """Returns the distance [S] of each trained model from the new model of its group, and
     the cosine [S] of its delta to the group's step.
 
-    `groups` [m, ...] are the new models, `state` has the old ones. One matrix product of
-    all updates with all steps gives both, where groups are few. Squared distances are exact to about 1e-7 of
-    the update's squared norm; a distance below 1/300 of the update's norm is returned as 0.
+    `groups` [m, ...] are the new models, `state` has the old ones. Where groups are few, one
+    matrix product of all updates with all steps gives both. Squared distances are exact to
+    about 1e-7 of the update's squared norm; a distance below 1/300 of the update's norm is
+    returned as 0.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
     pairs = zip(

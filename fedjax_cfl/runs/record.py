@@ -85,24 +85,15 @@ def open_record(
                 raise RunError(str(error)) from None
             pending, saved = None, (step, time.monotonic())
 
-        def is_best(row) -> bool:
-            accuracy = results.to_plain(row["accuracy"])
-            return accuracy is not None and (best is None or accuracy > best)
-
-        def is_time(row) -> bool:
-            passed, waited = row["round"] - saved[0], time.monotonic() - saved[1]
-            due = passed >= every["every"] or waited >= 60 * every["minutes"]
-            return due or row["round"] >= rounds
-
         def wants(row) -> bool:
-            return is_best(row) or is_time(row)
+            return is_better(row, best) or is_time_to_save(row["round"], saved, config)
 
         def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
             nonlocal best, pending
-            if is_best(row):
+            if is_better(row, best):
                 best = results.to_plain(row["accuracy"])
                 pending = row["round"], copy_models(algorithm, locate().state)
-            if is_time(row) or stop:
+            if is_time_to_save(row["round"], saved, config) or stop:
                 save(locate())
 
         yield Record(write, save, wants, save_if_due)
@@ -126,6 +117,21 @@ def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: Federate
         checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
     except InputError as error:
         raise RunError(str(error)) from None
+
+
+def is_better(row: dict[str, Any], best: float | None) -> bool:
+    """Returns whether a row's accuracy is above the `best` so far, None if there is none."""
+    accuracy = results.to_plain(row["accuracy"])
+    return accuracy is not None and (best is None or accuracy > best)
+
+
+def is_time_to_save(done: int, saved: tuple[int, float], config: dict) -> bool:
+    """Returns whether a checkpoint is due after `done` rounds, the last one `saved` (its round,
+    when).
+    """
+    every, passed, waited = config["checkpoint"], done - saved[0], time.monotonic() - saved[1]
+    due = passed >= every["every"] or waited >= 60 * every["minutes"]
+    return due or done >= config["rounds"]
 
 
 def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:

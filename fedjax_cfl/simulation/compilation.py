@@ -2,7 +2,6 @@
 runs at once are in `vectorize`.
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
