@@ -78,7 +78,8 @@ def split_sharding(leaf: Any, mesh: Mesh, first: int = 1) -> NamedSharding:
     axes = [axis for axis in sizes if axis >= first] or [
         axis for axis in sizes if axis == first - 1
     ]
-    if not axes or leaf.size * leaf.dtype.itemsize < MIN_SPLIT_BYTES:
+    small = leaf.size * leaf.dtype.itemsize < MIN_SPLIT_BYTES
+    if not axes or small or mesh.size == 1:
         return replicated_sharding(mesh)
     longest = max(axes, key=lambda axis: sizes[axis])
     return NamedSharding(mesh, PartitionSpec(*[None] * longest, AXIS))
