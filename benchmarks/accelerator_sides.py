@@ -78,7 +78,7 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     )
     key = replicate(jax.random.key(0), mesh)
     programs, shapes = {}, None
-    for name, lowered in compilation.lower_programs(functions, ({}, key), feed, mesh):
+    for name, lowered in compilation.lower_programs(functions, algorithm, ({}, key), feed, mesh):
         if name == "test":
             break
         shapes = shapes or lowered.out_info

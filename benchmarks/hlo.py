@@ -87,13 +87,19 @@ def find_loops(instructions: list[Instruction]) -> set[str]:
 
 
 def find_collectives(text: str) -> list[Collective]:
-    """Returns the exchanges between chips of a compiled program."""
+    """Returns the exchanges between chips of a compiled program.
+
+    An exchange that a TPU does in pieces, beside other work, stands in the text of each
+    piece, always with the same channel, as one of a chain: it is counted once.
+    """
     instructions = parse_instructions(text)
-    loops, found = find_loops(instructions), []
+    loops, found, seen = find_loops(instructions), [], set()
     for each in instructions:
         kind = each.op.removesuffix("-start")
-        if kind not in KINDS:
+        channel = "chain_id" in each.rest and re.search(r"channel_id=(\d+)", each.rest)
+        if kind not in KINDS or (channel and channel[1] in seen):
             continue
+        seen |= {channel[1]} if channel else set()
         sizes = [size for _, size in shape_sizes(each.shape)]
         if each.op.endswith("-start") and each.shape.startswith("("):
             # operands, results, and what else the transfer needs

@@ -156,7 +156,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
-    programs = compilation.lower_programs(functions, given, feed, mesh)
+    programs = compilation.lower_programs(functions, algorithm, given, feed, mesh)
     return Lowered(
         programs, data, drift, algorithm, task, slots, 4 if setting.grid else 1, mesh.size
     )

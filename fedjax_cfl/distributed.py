@@ -74,6 +74,22 @@ def broadcast_from_primary(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(multihost_utils.broadcast_one_to_all(leaf)), tree)
 
 
+def gather_to_hosts(tree: Any) -> Any:
+    """Returns a pytree of arrays, with those that processes share out as NumPy arrays, whole;
+    all processes must ask.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(
+        lambda leaf: (
+            leaf
+            if leaf.is_fully_addressable or leaf.is_fully_replicated
+            else multihost_utils.process_allgather(leaf, tiled=True)
+        ),
+        tree,
+    )
+
+
 def check_same(settings: dict[str, Any]) -> None:
     """Raises InputError in every process unless all were given these settings, by name;
     the one that differs names the first difference.

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_cfl.errors import InputError
 
 AXIS = "clients"
+MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
 
 
 def use_cpu_cores(count: int | None = None) -> None:
@@ -62,28 +63,65 @@ def replicated_shapes(tree: Any, mesh: Mesh) -> Any:
     """Returns shapes, types and sharding of arrays that every device holds whole, of a
     tree of arrays or of their shapes.
     """
+    return jax.tree.map(lambda leaf: shape_on(leaf, replicated_sharding(mesh)), tree)
+
+
+def split_sharding(leaf: Any, mesh: Mesh, first: int = 1) -> NamedSharding:
+    """Returns the sharding of an array [K, ...] of models of clients, split over the devices
+    by its longest axis of parameters that they divide, else by K; whole if it is small or
+    neither can be divided. `first` is the first axis of parameters.
+
+    By parameters, because then a client's row is written and read in place: of the updates
+    [S, ...] of a cohort each device receives its share of the coordinates, never all.
+    """
+    sizes = {axis: size for axis, size in enumerate(leaf.shape) if size % mesh.size == 0}
+    axes = [axis for axis in sizes if axis >= first] or [
+        axis for axis in sizes if axis == first - 1
+    ]
+    small = leaf.size * leaf.dtype.itemsize < MIN_SPLIT_BYTES
+    if not axes or small or mesh.size == 1:
+        return replicated_sharding(mesh)
+    longest = max(axes, key=lambda axis: sizes[axis])
+    return NamedSharding(mesh, PartitionSpec(*[None] * longest, AXIS))
+
+
+def split_by_parameter(tree: Any, mesh: Mesh | None) -> Any:
+    """Asks the compiler to split arrays [S, ...] of updates as `split_sharding` does: for
+    inner products, distances and sorting, which otherwise make every device hold all of them.
+    """
+    if mesh is None or mesh.size == 1:
+        return tree
     return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated_sharding(mesh)), tree
+        lambda leaf: jax.lax.with_sharding_constraint(leaf, split_sharding(leaf, mesh)), tree
     )
+
+
+def shape_on(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape and type of an array, held as `place` says."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Puts arrays, the same ones in every process, whole on every device."""
     if jax.process_count() == 1:
         return jax.device_put(tree, replicated_sharding(mesh))
+    return place(tree, replicated_shapes(tree, mesh))
 
-    # an array of one process's device cannot be moved to those of another, but one of the host can
-    def put(leaf):
+
+def place(tree: Any, shapes: Any) -> Any:
+    """Puts arrays, the same ones in every process, where the shardings of `shapes` say."""
+
+    def put(leaf, where):
+        # an array of one process's device cannot be moved to those of another, but one of the host
+        # can
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(
-                put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+                put(jax.random.key_data(leaf), where), impl=jax.random.key_impl(leaf)
             )
         held = np.asarray(leaf)
-        return jax.make_array_from_callback(
-            held.shape, replicated_sharding(mesh), lambda part: held[part]
-        )
+        return jax.make_array_from_callback(held.shape, where.sharding, lambda part: held[part])
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put, tree, shapes)
 
 
 def over_devices(block: Callable, mesh: Mesh) -> Callable:
@@ -96,6 +134,17 @@ def over_devices(block: Callable, mesh: Mesh) -> Callable:
     return jax.shard_map(
         block, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False
     )
+
+
+def on_every_device(block: Callable, mesh: Mesh | None) -> Callable:
+    """Makes every device compute the whole of block(*arrays) by itself: for loops over small
+    arrays, as a clustering has. The compiler may split these otherwise, and then every pass
+    waits for all devices.
+    """
+    if mesh is None or mesh.size == 1:
+        return block
+    whole = PartitionSpec()
+    return jax.shard_map(block, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def is_cpu(mesh: Mesh) -> bool:

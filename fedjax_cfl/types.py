@@ -286,3 +286,6 @@ class Algorithm(NamedTuple):
     data_clients: Callable[..., jax.Array] | None = None
     # what the run does about updates that are not finite, see `faults.Faults`
     nonfinite: str = "skip"
+    # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
+    # split them
+    client_models: Callable[[State], Any] | None = None

@@ -116,6 +116,21 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_share_the_models_of_clients(tmp_path):
+    """FeSEM, whose checkpoints are put together from both, gone on with by both, and compared
+    with one process that was never stopped.
+    """
+    fesem = ["algorithm=fesem", "algorithm.restarts=2", "checkpoint.every=1"]
+    for rounds in (2, 4):
+        done = ended(begin(tmp_path / "both", 2, *fesem, f"rounds={rounds}"))
+        assert [status for status, *_ in done] == [0, 0], done
+    assert "resuming after round 2" in done[0][1]
+    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, *fesem, "rounds=4"))
+    assert status == 0, errors
+    agree(tmp_path / "both", tmp_path / "alone")
+
+
+@pytest.mark.slow
 def test_a_stream_over_two_processes(tmp_path):
     """Windows, drift events, representations and the clock: as in one process."""
     stream = ["drift=stream_burst", "drift.intervals=6", "drift.period=1", "drift.retained=2"]

@@ -21,7 +21,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec
 
 import fedjax_cfl as cfl
-from fedjax_cfl.sharding import AXIS
+from fedjax_cfl.sharding import AXIS, on_every_device, split_by_parameter
 from fedjax_cfl.simulation.compiler import QUICK, compiler_options
 
 PROGRAM = Path(__file__).resolve().parent.parent / "benchmarks" / "tpu_compile.py"
@@ -59,6 +59,25 @@ def test_the_reader_finds_exchanges_and_tells_those_of_loops():
     assert hlo.count_collectives(found) == {"all-reduce": (2, 28)}
 
 
+def test_distances_are_shared_out_and_a_clustering_waits_for_nobody():
+    """Each device gets its coordinates of all updates, and loops over their products alone."""
+    mesh = cfl.make_mesh(4)
+
+    def loop(x):
+        return lax.fori_loop(0, 9, lambda i, x: jnp.tanh(x @ x / 2e4), x)
+
+    def cluster(rows):
+        rows = split_by_parameter(rows, mesh)
+        return on_every_device(loop, mesh)(rows @ rows.T)
+
+    rows = np.random.default_rng(0).normal(size=(32, 1024)).astype(np.float32)
+    held = jax.device_put(rows, jax.NamedSharding(mesh, PartitionSpec(AXIS)))
+    found = hlo.find_collectives(compiled_text(cluster, held))
+    assert {each.kind for each in found} == {"all-to-all", "all-reduce"}
+    assert not any(each.in_loop for each in found)
+    np.testing.assert_allclose(jax.jit(cluster)(held), loop(rows @ rows.T), atol=1e-2)
+
+
 def test_the_reader_finds_whole_arrays_and_what_goes_to_the_host():
     def quiet(x):
         return jnp.sin(x) @ x.T
@@ -77,6 +96,16 @@ def test_the_reader_finds_whole_arrays_and_what_goes_to_the_host():
         (4, 8),
         (1, 1),
     ]
+
+
+def test_the_reader_counts_an_exchange_in_pieces_once():
+    piece = 'frontend_attributes={chain_id="0"}'
+    lines = [
+        f"  %gather{n} = f32[8,5]{{1,0}} all-gather(%x), channel_id={channel}, {chain}"
+        for n, (channel, chain) in enumerate([(1, piece), (1, piece), (2, piece), (3, ""), (3, "")])
+    ]
+    found = hlo.find_collectives("\n".join(["ENTRY %main (x: f32[2,5]) -> f32[8,5] {", *lines]))
+    assert hlo.count_collectives(found) == {"all-gather": (4, 4 * 160)}
 
 
 def test_the_reader_counts_a_step_of_a_loop_and_its_transposes():

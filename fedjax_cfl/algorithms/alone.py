@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from fedjax_cfl.round.engine import copy_model, federated
-from fedjax_cfl.round.hooks import Hooks, Start, StartFn, make_report
-from fedjax_cfl.round.local import Local
+from fedjax_cfl.round.hooks import ClientFn, Hooks, Start, StartFn, make_report
+from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -56,9 +57,10 @@ def nonfed(
         local,
         full_participation() if trains == "all" else select,
         Hooks(
-            sgd(task, local),
+            train_own_model(sgd(task, local)),
             start=shared_model(task, ship_start),
             assign=assign_client_id,
+            prepare=send_own_model,
             aggregate=client_delta,
         ),
     )
@@ -68,7 +70,11 @@ def nonfed(
         return after.replace(traffic=state.traffic), info
 
     # not clustered: every client has a model from the start
-    return algorithm._replace(round=silent_round, clustered=False)
+    return algorithm._replace(
+        round=silent_round,
+        clustered=False,
+        client_models=lambda state: (state.groups, state.server),
+    )
 
 
 def shared_model(task: Task, ship_start: bool) -> StartFn:
@@ -91,6 +97,25 @@ def assign_client_id(
 ) -> tuple[jax.Array, Report]:
     """Assigns each client the group of its own id (an `AssignFn`)."""
     return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
+
+
+def send_own_model(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    """Gives each client of the cohort the model of its group, and no device those of others (a
+    `PrepareFn`).
+    """
+    return work._replace(client_extra=jax.tree.map(lambda leaf: leaf[work.group], state.groups))
+
+
+def train_own_model(train: ClientFn) -> ClientFn:
+    """Trains one client from the model in its `client_extra` instead of its group's."""
+
+    def solve(train, client, bucket, data, shared, work: Work) -> Upload:
+        start = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
+        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
+        upload = train(client, bucket, data, (shared[0], start), alone)
+        return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
+
+    return Partial(solve, train)
 
 
 def client_delta(

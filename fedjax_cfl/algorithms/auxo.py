@@ -10,12 +10,14 @@ having trained in a group whenever it has taken part there.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import _dot
@@ -28,6 +30,7 @@ from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -132,7 +135,7 @@ def auxo(
         start=one_group(task, m),
         migrate=split_and_join(split, explore),
         assign=keep_groups,
-        regroup=score_cohort,
+        regroup=partial(score_cohort, local.mesh),
         aggregate=uniform_mean,
     )
     return federated(task, local, select, hooks)
@@ -228,15 +231,18 @@ def score_group(
     return jnp.where(enough, side, fit.side), jnp.where(enough, score, fit.score)
 
 
-def score_cohort(
-    key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> tuple[State, jax.Array]:
-    """Scores the clients of a round by their updates (a `RegroupFn`). They train on in their
-    group, and may join another before the next round.
+def score_groups(
+    key: Key,
+    memory: Scores,
+    clients: jax.Array,
+    sent: jax.Array,
+    gid: jax.Array,
+    signature: jax.Array,
+    several: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (side [m, S, 2], score [m, S], whether its sides were named now [m], member
+    [m, S]) of each group, given who `sent` [S] an update and its `signature` [S, p].
     """
-    memory, m, several = state.memory, state.active.size, state.active.sum() > 1
-    clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-    sent, signature = upload.weight > 0, last_tenth(upload.delta)
 
     def of_group(k):
         count, score = memory.count[clients, k], memory.group[clients, k]
@@ -246,7 +252,27 @@ def score_cohort(
         named = first & jnp.any(fit.member[:, None] & (side != fit.side))
         return side, score, named, fit.member
 
-    sides, scores, named, members = lax.map(of_group, jnp.arange(m))  # [m, S, ...]
+    return lax.map(of_group, jnp.arange(memory.rounds.size))
+
+
+def score_cohort(
+    mesh: Mesh | None,
+    key: Key,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    gid: jax.Array,
+    upload: Upload,
+) -> tuple[State, jax.Array]:
+    """Scores the clients of a round by their updates (a `RegroupFn` but for `mesh`). They
+    train on in their group, and may join another before the next round.
+    """
+    memory, several = state.memory, state.active.sum() > 1
+    clients = jnp.minimum(cohort.ids, data.num_clients - 1)
+    sent, signature = upload.weight > 0, last_tenth(upload.delta)
+    sides, scores, named, members = on_every_device(score_groups, mesh)(
+        key, memory, clients, sent, gid, signature, several
+    )
     rows = jnp.where(sent, cohort.ids, data.num_clients)
     own = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
     memory = memory.replace(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import met_groups
@@ -41,6 +42,7 @@ from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
+from fedjax_cfl.sharding import on_every_device, split_by_parameter
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -131,10 +133,12 @@ def cfl(
         solve,
         start=single_active_group(task, m, stale_updates),
         assign=descend_splits(train_aside(solve, local)),
-        regroup=bipartition(due, rule.linkage, rule.gamma_max, stale_updates),
+        regroup=bipartition(due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.mesh),
         aggregate=aggregate,
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, select, hooks)._replace(
+        client_models=lambda state: state.memory.last_update
+    )
 
 
 def single_active_group(task: Task, m: int, stale_updates: bool) -> StartFn:
@@ -204,10 +208,11 @@ def bipartition(
     gamma_max: ArrayLike,
     stale_updates: bool,
     compared: Callable[[Params], Params] = lambda delta: delta,
+    mesh: Mesh | None = None,
 ) -> RegroupFn:
     """Cuts every group that is due and whose halves are far enough apart (`gamma_max`).
 
-    `compared` takes the part of the updates whose cosines are compared.
+    `compared` takes the part of the updates whose cosines are compared, on `mesh`.
     """
 
     def regroup(
@@ -243,7 +248,7 @@ def bipartition(
 
         def cut():
             half, gamma = bisect_updates(
-                ids, jnp.where(sent, group, -1), compared(delta), ready, linkage
+                ids, jnp.where(sent, group, -1), compared(delta), ready, linkage, mesh
             )
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
@@ -260,7 +265,12 @@ def bipartition(
 
 
 def bisect_updates(
-    ids: jax.Array, group: jax.Array, delta: Params, ready: jax.Array, linkage: str
+    ids: jax.Array,
+    group: jax.Array,
+    delta: Params,
+    ready: jax.Array,
+    linkage: str,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts each group of `ready` [m] bool in two; returns the half [R] int32, 0 or 1, of
     each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
@@ -270,20 +280,24 @@ def bisect_updates(
     """
     order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
     group = group[order]
+    delta = split_by_parameter(delta, mesh)
+
+    def cut_all(apart, group, ready):
+        def cut(g):
+            inside = group == g
+
+            def two():
+                label = agglomerate(apart, 2, linkage, inside)
+                across = inside[:, None] & inside & (label[:, None] != label)
+                return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
+
+            return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
+
+        # one group at a time: the distances of all groups would be m matrices [R, R]
+        return lax.map(cut, jnp.arange(ready.size))
+
     apart = dissimilarity(delta, delta)[order][:, order]
-
-    def cut(g):
-        inside = group == g
-
-        def two():
-            label = agglomerate(apart, 2, linkage, inside)
-            across = inside[:, None] & inside & (label[:, None] != label)
-            return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
-
-        return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
-
-    # one group at a time: the distances of all groups would be m matrices [R, R]
-    label, gamma = lax.map(cut, jnp.arange(ready.size))
+    label, gamma = on_every_device(cut_all, mesh)(apart, group, ready)
     return (
         jnp.zeros_like(group)
         .at[order]

@@ -62,7 +62,7 @@ def fedcluster(
         start=single_active_group(task, m, False),
         assign=descend_splits(train_aside(solve, local)),
         regroup=bipartition(
-            due, "average", gamma, False, compared=lambda delta: delta["head"]["kernel"]
+            due, "average", gamma, False, lambda delta: delta["head"]["kernel"], local.mesh
         ),
     )
     cohort_only, everybody = (

@@ -20,7 +20,12 @@ from flax import struct
 from jax import lax
 from jax.tree_util import Partial
 
-from fedjax_cfl.algorithms.alone import assign_client_id, client_delta, shared_model
+from fedjax_cfl.algorithms.alone import (
+    assign_client_id,
+    client_delta,
+    shared_model,
+    train_own_model,
+)
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.cohort import client_range, over_clients
@@ -67,6 +72,7 @@ class Mixture(struct.PyTreeNode):
     model: Params  # [S, ...]
     peers: jax.Array  # [S, F] int32, the others whose models it was sent, K for none
     gain: jax.Array  # [S, 1 + F] float32, first of its own model
+    trained: Params  # [S, ...], its model after its last local training; () once it has answered
 
 
 def l1_norm(tree: Params) -> jax.Array:
@@ -131,7 +137,12 @@ def fedfomo(
         return algorithm.round(key, state, hold_out(data, validation))
 
     # not clustered: every client has a model from the start
-    return algorithm._replace(round=round, serve=test, clustered=False)
+    return algorithm._replace(
+        round=round,
+        serve=test,
+        clustered=False,
+        client_models=lambda state: (state.groups, state.server, state.memory.mixed),
+    )
 
 
 def personal_start(task: Task) -> StartFn:
@@ -220,9 +231,14 @@ def mix_models(
             return pick_peers(own_key, memory.affinity[client], eligible, explore, count)
 
         peers = jax.vmap(pick)(client)
-        mixed = jax.tree.map(lambda leaf: leaf[client], memory.mixed)
-        model, gain = mix(cohort, held_out(data), state.groups, (mixed, peers))
-        return work._replace(client_extra=Mixture(model, peers, gain))
+        mixed, trained = (
+            jax.tree.map(lambda leaf: leaf[client], models)
+            for models in (memory.mixed, state.groups)
+        )
+        # [S, F, ...]: no device needs the models of all clients
+        others = jax.tree.map(lambda leaf: leaf[jnp.minimum(peers, clients - 1)], state.groups)
+        model, gain = mix(cohort, held_out(data), (), (mixed, trained, others, peers))
+        return work._replace(client_extra=Mixture(model, peers, gain, trained))
 
     return prepare
 
@@ -236,11 +252,15 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
     """
     losses = training_loss(task)
 
-    def mix(client, bucket, data: FederatedData, models: Params, own):
-        mixed, peers = own
+    def mix(client, bucket, data: FederatedData, shared: tuple, own):
+        mixed, trained, others, peers = own
         rows = jnp.concatenate([jnp.minimum(client, data.num_clients - 1)[None], peers])
-        choices = jax.tree.map(lambda leaf: leaf[jnp.minimum(rows, len(leaf) - 1)], models)
-        tried = jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]), mixed, choices)
+
+        def join(one, more):
+            return jnp.concatenate([one[None], more])
+
+        choices = jax.tree.map(join, trained, others)
+        tried = jax.tree.map(join, mixed, choices)
         loss = losses(client, bucket, data, tried, ())
         change = jax.tree.map(jnp.subtract, choices, mixed)
         distance = norm(change)
@@ -263,20 +283,18 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
     """
 
     def solve(train, client, bucket, data, shared, work: Work) -> Upload:
-        (key, models), mixture = shared, work.client_extra
-        start = jax.tree.map(lambda leaf: leaf[None], mixture.model)
-        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
-        upload = train(client, bucket, data, (key, start), alone)
+        mixture = work.client_extra
+        from_mixture = work._replace(client_extra=mixture.model)
+        upload = train(client, bucket, data, shared, from_mixture)
         delta = jax.tree.map(
-            lambda change, mixed, groups: mixed + change - groups[work.group],
+            lambda change, mixed, trained: mixed + change - trained,
             upload.delta,
             mixture.model,
-            models,
+            mixture.trained,
         )
-        group = jnp.where(upload.weight > 0, work.group, 0)
-        return upload.replace(delta=delta, start_group=group, extra=mixture)
+        return upload.replace(delta=delta, extra=mixture.replace(trained=()))
 
-    return Partial(solve, train)
+    return Partial(solve, train_own_model(train))
 
 
 def remember_mixture(

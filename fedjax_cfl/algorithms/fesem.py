@@ -143,7 +143,12 @@ def fesem(
         aggregate=centers.aggregate,
         finish=keep_models,
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, select, hooks)._replace(client_models=stored_models)
+
+
+def stored_models(state: State) -> Params:
+    """Returns the models [K, ...] that the server keeps, which devices split."""
+    return state.memory.models
 
 
 def full_distance(task: Task) -> NearestFn:

@@ -38,6 +38,7 @@ from fedjax_cfl.algorithms.fesem import (
     nearest_center,
     rows_of,
     stored_mean,
+    stored_models,
 )
 from fedjax_cfl.algorithms.fesem_start import cluster_local_models
 from fedjax_cfl.algorithms.matching import (
@@ -262,4 +263,4 @@ def fesem_ma(
         assign=send_class_counts(assign_nearest(nearest_of), words),
         aggregate=mean_over(mean),
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, select, hooks)._replace(client_models=stored_models)

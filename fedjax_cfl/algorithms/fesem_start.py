@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from fedjax_cfl.clustering.distances import gram
 from fedjax_cfl.clustering.features import top_eigenpairs
@@ -18,6 +19,7 @@ from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
+from fedjax_cfl.sharding import on_every_device, split_by_parameter
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -76,13 +78,19 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
                 whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
                 return whole.at[cohort.ids].set(part, mode="drop")
 
-            delta, known = jax.tree.map(by_client, (upload.delta, upload.weight > 0))
-            found = kmeans(keys[2], embed_deltas(keys[3], delta, known), m, restarts, weight=known)
-            centers, _ = group_mean(known.astype(jnp.float32), found.labels, delta, m)
+            received = split_by_parameter(upload.delta, local.mesh)
+            delta, known = jax.tree.map(by_client, (received, upload.weight > 0))
+            points = embed_deltas(keys[3], delta, known, local.mesh)
+
+            def cluster(key, points, known):
+                return kmeans(key, points, m, restarts, weight=known).labels
+
+            labels = on_every_device(cluster, local.mesh)(keys[2], points, known)
+            centers, _ = group_mean(known.astype(jnp.float32), labels, delta, m)
             sent = make_traffic(units_down=clients, units_up=clients)
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),
-                assignment=found.labels,
+                assignment=labels,
                 memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
                 report=make_report(sent, fault_counts=faults),
             )
@@ -92,7 +100,7 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
     return make
 
 
-def embed_deltas(key: Key, delta: Params, known: jax.Array) -> jax.Array:
+def embed_deltas(key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """Returns points [K, D], D = min(K, MAX_EMBEDDING_DIMENSIONS), with the distances of
     `delta` [K, ...]. K-means needs no more, however large the models are.
 
@@ -109,11 +117,13 @@ def embed_deltas(key: Key, delta: Params, known: jax.Array) -> jax.Array:
             known, leaf - jnp.tensordot(weight, leaf, axes=1), 0.0
         )
 
-    products = gram(jax.tree.map(centered, delta))
-    if known.size <= MAX_EMBEDDING_DIMENSIONS:
-        values, vectors = jnp.linalg.eigh(products)
-    else:
-        values, vectors = top_eigenpairs(
-            key, lambda basis: products @ basis, known.size, MAX_EMBEDDING_DIMENSIONS
-        )
-    return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1]
+    def embed(key, products):
+        if known.size <= MAX_EMBEDDING_DIMENSIONS:
+            values, vectors = jnp.linalg.eigh(products)
+        else:
+            values, vectors = top_eigenpairs(
+                key, lambda basis: products @ basis, known.size, MAX_EMBEDDING_DIMENSIONS
+            )
+        return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1]
+
+    return on_every_device(embed, mesh)(key, gram(jax.tree.map(centered, delta)))

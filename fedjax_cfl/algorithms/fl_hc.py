@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
@@ -40,6 +41,7 @@ from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights
+from fedjax_cfl.sharding import on_every_device, split_by_parameter
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -98,7 +100,7 @@ def fl_hc(
     join = keep_groups
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local), metric, warm_up)
-    found = cluster_updates(m, metric, linkage, threshold, newcomers)
+    found = cluster_updates(m, metric, linkage, threshold, newcomers, local.mesh)
     grouped = federated(
         task, local, select, Hooks(solve, start=start, assign=join, aggregate=aggregate)
     )
@@ -134,11 +136,17 @@ def single_active_group(task: Task, m: int) -> StartFn:
 
 
 def cluster_updates(
-    m: PositiveInt, metric: MetricFn, linkage: str, threshold: ArrayLike | None, newcomers: str
+    m: PositiveInt,
+    metric: MetricFn,
+    linkage: str,
+    threshold: ArrayLike | None,
+    newcomers: str,
+    mesh: Mesh | None = None,
 ) -> RegroupFn:
     """Clusters the updates into groups, which all start from the model of group 0.
 
-    Groups are numbered by the lowest id of their clients.
+    Groups are numbered by the lowest id of their clients. The devices of `mesh` share the
+    distances.
     """
 
     def regroup(
@@ -150,8 +158,12 @@ def cluster_updates(
         upload: Upload,
     ) -> tuple[State, jax.Array]:
         order = jnp.argsort(cohort.ids)  # so that neither numbers nor ties depend on slots
-        distance = metric(upload.delta)[order][:, order]
-        label = agglomerate(distance, m, linkage, (upload.weight > 0)[order], threshold)
+        distance = metric(split_by_parameter(upload.delta, mesh))[order][:, order]
+
+        def cluster(distance, valid):
+            return agglomerate(distance, m, linkage, valid, threshold)
+
+        label = on_every_device(cluster, mesh)(distance, (upload.weight > 0)[order])
         gid = jnp.zeros_like(label).at[order].set(label)
         directions, size = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
         if newcomers == "largest":

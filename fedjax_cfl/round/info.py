@@ -16,16 +16,20 @@ def deviation(
     """Returns the distance [S] of each trained model from the new model of its group, and
     the cosine [S] of its delta to the group's step.
 
-    `groups` [m, ...] are the new models, `state` has the old ones. One matrix product of
-    all updates with all steps gives both. Squared distances are exact to about 1e-7 of
-    the update's squared norm; a distance below 1/300 of the update's norm is returned as 0.
+    `groups` [m, ...] are the new models, `state` has the old ones. Where groups are few, one
+    matrix product of all updates with all steps gives both. Squared distances are exact to
+    about 1e-7 of the update's squared norm; a distance below 1/300 of the update's norm is
+    returned as 0.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
     pairs = zip(
         *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, step)), strict=True
     )
-    product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
-    own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
+    if state.active.size < gid.size:
+        product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
+        own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
+    else:  # a group for each client
+        own = sum(jnp.sum(x * y[gid], axis=tuple(range(1, x.ndim))) for x, y in pairs)
     step_square = squared_norms(step).sum(0)[gid]
     gap = upload.squared_norm - 2 * own + step_square
     norms = jnp.sqrt(upload.squared_norm * step_square)

@@ -32,6 +32,8 @@ class Record(NamedTuple):
 
     write: Callable[[dict[str, Any], Grouping], None]  # (row, grouping): at once
     save: Callable[[Snapshot], None]  # (snapshot): a checkpoint
+    # (row) -> whether `save_if_due` will want the snapshot, unless the run stops
+    wants: Callable[[dict[str, Any]], bool]
     # (row, snapshot, stop): the models if they are the best so far, and a checkpoint if it is
     # time, or if the run stops or ends there
     save_if_due: Callable[[dict[str, Any], Callable[[], Snapshot], bool], None]
@@ -83,17 +85,18 @@ def open_record(
                 raise RunError(str(error)) from None
             pending, saved = None, (step, time.monotonic())
 
+        def wants(row) -> bool:
+            return is_better(row, best) or is_time_to_save(row["round"], saved, config)
+
         def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
             nonlocal best, pending
-            accuracy = results.to_plain(row["accuracy"])
-            if accuracy is not None and (best is None or accuracy > best):
-                best, pending = accuracy, (row["round"], copy_models(algorithm, locate().state))
-            passed, waited = row["round"] - saved[0], time.monotonic() - saved[1]
-            due = passed >= every["every"] or waited >= 60 * every["minutes"]
-            if due or stop or row["round"] >= rounds:
+            if is_better(row, best):
+                best = results.to_plain(row["accuracy"])
+                pending = row["round"], copy_models(algorithm, locate().state)
+            if is_time_to_save(row["round"], saved, config) or stop:
                 save(locate())
 
-        yield Record(write, save, save_if_due)
+        yield Record(write, save, wants, save_if_due)
 
 
 def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
@@ -114,6 +117,21 @@ def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: Federate
         checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
     except InputError as error:
         raise RunError(str(error)) from None
+
+
+def is_better(row: dict[str, Any], best: float | None) -> bool:
+    """Returns whether a row's accuracy is above the `best` so far, None if there is none."""
+    accuracy = results.to_plain(row["accuracy"])
+    return accuracy is not None and (best is None or accuracy > best)
+
+
+def is_time_to_save(done: int, saved: tuple[int, float], config: dict) -> bool:
+    """Returns whether a checkpoint is due after `done` rounds, the last one `saved` (its round,
+    when).
+    """
+    every, passed, waited = config["checkpoint"], done - saved[0], time.monotonic() - saved[1]
+    due = passed >= every["every"] or waited >= 60 * every["minutes"]
+    return due or done >= config["rounds"]
 
 
 def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:

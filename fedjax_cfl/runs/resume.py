@@ -17,7 +17,7 @@ from fedjax_cfl.runs.checkpoint import list_checkpoints, restore_latest
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, cut_metrics, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
-from fedjax_cfl.sharding import replicate
+from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
@@ -158,12 +158,9 @@ def sync_resume(
     if verdict == 0 or jax.process_count() == 1:
         return start
     key = jax.random.key(config["seed"])
-    mine = (
-        (start.state, start.data_state)
-        if start
-        else make_host_arrays(state_shapes(algorithm, drift, mesh, data, key))
-    )
-    state, data_state = replicate(distributed.broadcast_from_primary(mine), mesh)
+    like = state_shapes(algorithm, drift, mesh, data, key)
+    mine = (start.state, start.data_state) if start else make_host_arrays(like)
+    state, data_state = place(distributed.broadcast_from_primary(mine), like)
     return Snapshot(state, data_state, start.counters if start else dict(COUNTERS))
 
 

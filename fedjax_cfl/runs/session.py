@@ -3,6 +3,7 @@ values; knows nothing of Hydra.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import math
 import signal
@@ -210,6 +211,7 @@ def record_rounds(
 
         def on_start(snapshots: Snapshots) -> None:
             if not starts:  # from now on the directories are known to be these runs'
+                snapshots = take_together(snapshots)
                 for record, locate in zip(records, snapshots, strict=bool(records)):
                     record.save(locate())
 
@@ -223,11 +225,24 @@ def record_rounds(
             # only now: a signal that came while the rows were written still stops here; one
             # that comes later stops after the next block, so that nothing stops unsaved
             stop = distributed.any_process(bool(asked))
-            for record, row, locate in zip(records, rows, snapshots, strict=bool(records)):
-                record.save_if_due(row, locate, stop)
+            wanted = any(r.wants(row) for r, row in zip(records, rows, strict=bool(records)))
+            if distributed.any_process(wanted) or stop:
+                snapshots = take_together(snapshots)
+                for record, row, locate in zip(records, rows, snapshots, strict=bool(records)):
+                    record.save_if_due(row, locate, stop)
             return stop
 
         return drive(program, plan, starts, on_start, on_rows)
+
+
+def take_together(snapshots: Snapshots) -> Snapshots:
+    """Returns the snapshots; of several processes taken at once, because each holds a share of
+    them.
+    """
+    if jax.process_count() == 1:
+        return snapshots
+    taken = [locate() for locate in snapshots]
+    return [functools.partial(lambda snapshot: snapshot, snapshot) for snapshot in taken]
 
 
 def finish(

@@ -2,7 +2,6 @@
 runs at once are in `vectorize`.
 """
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import replicated_shapes, replicated_sharding
+from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.compiler import compiler_options, count_cache_hits, parallel_compiler
-from fedjax_cfl.simulation.rounds import Carry, Plan, make_functions
+from fedjax_cfl.simulation.rounds import Carry, Plan, carry_shapes, make_functions
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_arguments
 
@@ -102,7 +101,7 @@ def compile_run(
     values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
     functions = make_functions(build, task, mesh, plan, feed.length, feed.streamed)
     given = sharding.replicate(values, mesh), key
-    compiled = compile_functions(functions, given, feed, mesh, task, fresh)
+    compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh)
     return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
 
 
@@ -114,24 +113,32 @@ def found_before(feed: Any, mesh: Mesh) -> Any:
 
 
 def lower_programs(
-    functions: Any, given: tuple, feed: Any, mesh: Mesh
+    functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Yields (name, program) of begin, train and test, see `compile_functions`, each traced
     when it is asked for. Of the arguments only shapes, types and shardings count.
     """
-    jit, side = functools.partial(jax.jit, out_shardings=replicated_sharding(mesh)), len(given) + 1
+    side, whole = len(given) + 1, replicated_sharding(mesh)
     begin, train, test = functions
-    start = jit(begin).lower(*given, feed.shapes("train"))
-    yield "begin", start
-    shapes = replicated_shapes(start.out_info, mesh)
-    step = jit(train, donate_argnums=(side, side + 1))
+    before = jax.eval_shape(begin, *given, feed.shapes("train"))
+    shapes = carry_shapes(algorithm, before, mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
+    step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=(*places, whole))
     yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
     found, first = found_before(feed, mesh), 0 if feed.streamed else None
-    yield "test", jit(test).lower(*given, feed.shapes("test"), *shapes, found, first)
+    score = jax.jit(test, out_shardings=whole)
+    yield "test", score.lower(*given, feed.shapes("test"), *shapes, found, first)
 
 
 def compile_functions(
-    functions: Any, given: tuple, feed: Any, mesh: Mesh, task: Task, fresh: bool = True
+    functions: Any,
+    algorithm: Algorithm,
+    given: tuple,
+    feed: Any,
+    mesh: Mesh,
+    task: Task,
+    fresh: bool = True,
 ) -> Compiled:
     """Compiles (begin, train, test), functions of (*given, data), (*given, data,
     *carry, done, count) and (*given, data, *carry, found, first client).
@@ -142,12 +149,12 @@ def compile_functions(
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
     lowered, futures, nothing = {}, {}, found_before(feed, mesh)
     with count_cache_hits() as hits, parallel_compiler() as compiled:
-        for name, program in lower_programs(functions, given, feed, mesh):
+        for name, program in lower_programs(functions, algorithm, given, feed, mesh):
             lowered[name] = program
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)
         programs = {name: future.result() for name, future in futures.items()}
-    shapes = replicated_shapes(lowered["begin"].out_info, mesh)
+    shapes = carry_shapes(algorithm, lowered["begin"].out_info, mesh)
     begin, train, score = programs.get("begin"), programs["train"], programs["test"]
 
     def start() -> Carry:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
+from fedjax_cfl.distributed import gather_to_hosts
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.compilation import Program, compile_run
@@ -214,10 +215,12 @@ def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
 
 
 def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any]:
-    """Returns a member's own carry, without what `stack_data` added to it."""
+    """Returns a member's own carry, without what `stack_data` added to it; all processes of
+    a run must ask.
+    """
     place = program.places[member]
     if not place:
-        return carry
+        return gather_to_hosts(carry)
     return jax.tree.map(
         lambda leaf, like: leaf[(*place, *map(slice, like.shape))], carry, program.shapes[member]
     )

@@ -1,6 +1,7 @@
 """What a run will take, known before round 0 from its arrays and its compiled programs."""
 
 import functools
+import math
 import os
 import resource
 import sys
@@ -27,15 +28,25 @@ def tree_bytes(tree: Any) -> int:
     )
 
 
+def share_bytes(tree: Any) -> int:
+    """Returns the bytes of a pytree that each device holds, by the sharding of its leaves."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+        * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
 def plan_memory(state: State, data: FederatedData, programs: Any) -> dict[str, int]:
     """Returns the bytes that each device holds at once: data, models, what is kept per
-    client, and the work of the largest program.
+    client, and the work of the largest program. `state` has shardings, see `carry_shapes`.
     """
     work = max(map(work_bytes, programs), default=0)
     return {
         "data": tree_bytes(data),
-        "models": tree_bytes((state.groups, state.server)),
-        "client_memory": tree_bytes(state.memory),
+        "models": share_bytes((state.groups, state.server)),
+        "client_memory": share_bytes((state.memory, state.received)),
         "work": work,
     }
 

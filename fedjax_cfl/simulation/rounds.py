@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.round.engine import DRIFT, derive_key
-from fedjax_cfl.sharding import replicated_shapes
+from fedjax_cfl.sharding import (
+    replicated_shapes,
+    replicated_sharding,
+    shape_on,
+    split_sharding,
+)
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt
@@ -141,7 +146,27 @@ def state_shapes(
         if streamed
         else bound_client_samples(data, drift)
     )
-    return replicated_shapes(jax.eval_shape(make_init(algorithm, drift, streamed), key, data), mesh)
+    carry = jax.eval_shape(make_init(algorithm, drift, streamed), key, data)
+    return carry_shapes(algorithm, carry, mesh)
+
+
+def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
+    """Returns shapes, types and shardings of a carry, of one run or of several: whole on
+    every device, but for the models of clients, which devices split.
+    """
+    state, data_state = carry
+    leaves, structure = jax.tree.flatten(state)
+    numbered = jax.tree.unflatten(structure, range(len(leaves)))
+    kept = algorithm.client_models(numbered) if algorithm.client_models else ()
+    split = set(jax.tree.leaves((numbered.received, kept)))
+    first = state.round.ndim + 1  # of a model's axes, behind those of several runs and K
+    shapes = [
+        shape_on(
+            leaf, split_sharding(leaf, mesh, first) if n in split else replicated_sharding(mesh)
+        )
+        for n, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, shapes), replicated_shapes(data_state, mesh)
 
 
 def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:

@@ -112,8 +112,8 @@ def compile_members(
     functions = member_functions(build, task, mesh, plan)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
-    compiled = compile_functions(lifted, (settings, keys), feed, mesh, task)
     algorithm, _ = build({name: each[0] for name, each in settings.items()})
+    compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
     alone = [
         state_shapes(algorithm, drift, mesh, own[s % len(own)], key) for s, key in enumerate(keys)
     ]
