@@ -216,12 +216,7 @@ def bipartition(
     """
 
     def regroup(
-        key: Key,
-        state: State,
-        data: FederatedData,
-        cohort: Cohort,
-        gid: jax.Array,
-        upload: Upload,
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         tree, m = state.memory, state.active.size
         passed = tree.last_split.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")

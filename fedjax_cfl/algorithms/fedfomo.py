@@ -49,13 +49,7 @@ from fedjax_cfl.types import (
     Traffic,
     Upload,
 )
-from fedjax_cfl.validation import (
-    BelowOne,
-    Fraction,
-    NonNegativeFloat,
-    PositiveInt,
-    check_arguments,
-)
+from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 
 class PersonalModels(struct.PyTreeNode):

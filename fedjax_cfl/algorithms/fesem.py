@@ -27,14 +27,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    AssignFn,
-    Hooks,
-    MigrateFn,
-    PrepareFn,
-    make_report,
-)
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, MigrateFn, PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import Objective, erm, proximal
 from fedjax_cfl.round.sgd import sgd

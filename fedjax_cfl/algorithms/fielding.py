@@ -203,7 +203,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
             fired, lambda state: recluster_all(key, state, moves), lambda state: state, moved
         )
         memory = state.memory.replace(
-            trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers),
+            trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers)
         )
         sent = representation.report(drifted, points.shape[1])
         migrated = jnp.sum(drifted & (moves.labels != old))

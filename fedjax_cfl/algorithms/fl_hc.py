@@ -150,12 +150,7 @@ def cluster_updates(
     """
 
     def regroup(
-        key: Key,
-        state: State,
-        data: FederatedData,
-        cohort: Cohort,
-        gid: jax.Array,
-        upload: Upload,
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         order = jnp.argsort(cohort.ids)  # so that neither numbers nor ties depend on slots
         distance = metric(split_by_parameter(upload.delta, mesh))[order][:, order]

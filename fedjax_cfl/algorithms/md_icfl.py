@@ -165,12 +165,7 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
     measure = class_distances(task, local)
 
     def regroup(
-        key: Key,
-        state: State,
-        data: FederatedData,
-        cohort: Cohort,
-        gid: jax.Array,
-        upload: Upload,
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         memory, answered = state.memory, upload.weight > 0
         samples, kept = sampler.sample(key, memory.sampler, state.groups, data)

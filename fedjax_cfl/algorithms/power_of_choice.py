@@ -24,16 +24,7 @@ from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.runs_as_one import CohortFn
 from fedjax_cfl.round.select_by_group import groups_of, take_quotas
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import (
-    Asked,
-    Cohort,
-    FederatedData,
-    Key,
-    Selection,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Asked, Cohort, FederatedData, Key, Selection, State, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 

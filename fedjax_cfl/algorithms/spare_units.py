@@ -37,12 +37,7 @@ class MatchedModels(struct.PyTreeNode):
 
 
 def recount(
-    key: Key,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    gid: jax.Array,
-    upload: Upload,
+    key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
 ) -> tuple[State, jax.Array]:
     """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
     have changed.
@@ -102,12 +97,7 @@ def store_matched_models(layers: tuple[Layer, ...]) -> RegroupFn:
     """
 
     def regroup(
-        key: Key,
-        state: State,
-        data: FederatedData,
-        cohort: Cohort,
-        gid: jax.Array,
-        upload: Upload,
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         state, gid = recount(key, state, data, cohort, gid, upload)
         memory, m, rows, trained = (

@@ -123,11 +123,7 @@ def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
 
 
 def next_temperature(
-    strategy: StrategyFn,
-    temperature: jax.Array,
-    bias: jax.Array,
-    mean: jax.Array,
-    highest: float,
+    strategy: StrategyFn, temperature: jax.Array, bias: jax.Array, mean: jax.Array, highest: float
 ) -> jax.Array:
     """Returns the new temperatures [S] of clients that trained, given their bias [S] and the
     mean bias [S] of their groups.

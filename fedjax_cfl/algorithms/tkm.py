@@ -38,16 +38,7 @@ from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    Selection,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
 

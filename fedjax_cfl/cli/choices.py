@@ -40,11 +40,7 @@ from fedjax_cfl.algorithms.founding import (
     start_from_founders,
     start_from_initial,
 )
-from fedjax_cfl.algorithms.ifca import (
-    random_groups,
-    reject_unbalanced,
-    spread_models,
-)
+from fedjax_cfl.algorithms.ifca import random_groups, reject_unbalanced, spread_models
 from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
@@ -90,10 +86,7 @@ FLEXCFL = {
         "madc": cluster_by_madc,
         "none": found_alone,
     },
-    "group_start": {
-        "pretrained": start_from_founders,
-        "initial": start_from_initial,
-    },
+    "group_start": {"pretrained": start_from_founders, "initial": start_from_initial},
     "newcomers": {"nearest": join_nearest, "random": join_random},
     "mix": {"normalized": aggregate.inter_group, "paper": aggregate.add_inter_group},
     "detector": DETECTORS,
@@ -144,7 +137,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "split": {
             "fixed": Maker(split_at, ("split_rounds",)),
             "adaptive": Maker(split_adaptively, ("participants", "least")),
-        },
+        }
     },
     algorithms.cfl: {"aggregate": MEANS},
     algorithms.fedfomo: {

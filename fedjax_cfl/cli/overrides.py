@@ -98,11 +98,7 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
         )
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
-    except (
-        HydraException,
-        ValueError,
-        RecursionError,
-    ):
+    except (HydraException, ValueError, RecursionError):
         # also numbers of thousands of digits, and thousands of brackets
         override = None
     if override is None or not override.key_or_group:

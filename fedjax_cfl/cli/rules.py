@@ -28,8 +28,7 @@ HOST = Rule(
     lambda value: value in (None, "auto") or bool(re.fullmatch(r"\S+:\d{1,5}", str(value))),
 )
 DIRECTORY = Rule(
-    "the name of a directory",
-    lambda value: type(value) in (str, int) and bool(str(value).strip()),
+    "the name of a directory", lambda value: type(value) in (str, int) and bool(str(value).strip())
 )
 WIDTH = Rule(
     "auto or a whole number >= 1",

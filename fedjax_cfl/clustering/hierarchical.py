@@ -90,9 +90,7 @@ def _merge_closest(update, carry):
     merge = nearest <= bound[i]
     a, b = jnp.minimum(i, j), jnp.maximum(i, j)
     union = jnp.where(
-        merge,
-        update(distance[a], distance[b], size[a], size[b], distance[a, b], size),
-        distance[a],
+        merge, update(distance[a], distance[b], size[a], size[b], distance[a, b], size), distance[a]
     )
     others = jnp.where((size > 0) & (index != a) & (index != b), union, jnp.inf)
     bound = jnp.where(

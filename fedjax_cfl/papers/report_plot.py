@@ -10,13 +10,7 @@ from matplotlib.lines import Line2D
 
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.papers.cells import source_row
-from fedjax_cfl.papers.report import (
-    cell_measure,
-    headings,
-    measure_scale,
-    recorded_rows,
-    row_title,
-)
+from fedjax_cfl.papers.report import cell_measure, headings, measure_scale, recorded_rows, row_title
 from fedjax_cfl.runs.plot import (
     escape_plot_lines,
     make_palette,

@@ -39,12 +39,7 @@ def deviation(
 
 
 def make_info(
-    state: State,
-    groups: Params,
-    cohort: Cohort,
-    gid: jax.Array,
-    upload: Upload,
-    mass: jax.Array,
+    state: State, groups: Params, cohort: Cohort, gid: jax.Array, upload: Upload, mass: jax.Array
 ) -> Info:
     """Returns what is known from a round's updates; the engine adds the rest.
 

@@ -75,9 +75,7 @@ def pace(memory: Tried) -> jax.Array:
     slower = jnp.minimum(100.0, memory.percentile + PACER_STEP)
     faster = jnp.maximum(PACER_STEP, memory.percentile - PACER_STEP)
     moved = jnp.where(
-        change <= 0.1 * before,
-        slower,
-        jnp.where(change >= 5 * before, faster, memory.percentile),
+        change <= 0.1 * before, slower, jnp.where(change >= 5 * before, faster, memory.percentile)
     )
     return jnp.where(due, moved, memory.percentile)
 
@@ -220,11 +218,7 @@ def next_call(memory: Tried, pacing: Pace) -> Tried:
 
 
 def remember(
-    memory: Tried,
-    cohort: Cohort,
-    upload: Upload,
-    seconds: jax.Array | None,
-    most_samples: int,
+    memory: Tried, cohort: Cohort, upload: Upload, seconds: jax.Array | None, most_samples: int
 ) -> Tried:
     """Stores what the clients of a cohort have shown. Those without an answer get the mean
     utility of the round.

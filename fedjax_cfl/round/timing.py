@@ -76,11 +76,7 @@ def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
 
 
 def wait_before(
-    clock: Clock | None,
-    state: State,
-    migration: Report,
-    asked: Asked | None,
-    model_bytes: int,
+    clock: Clock | None, state: State, migration: Report, asked: Asked | None, model_bytes: int
 ) -> jax.Array:
     """Returns the seconds [n] that pass before clients train: for the slowest report of drift,
     where the traffic of `migration` is known for each client, and for the slowest that is asked.

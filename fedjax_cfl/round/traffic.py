@@ -5,13 +5,7 @@ everything else (FlexCFL Fig. 6).
 import jax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.round.counts import (
-    add_counts,
-    count_to_float,
-    count_to_int,
-    make_count,
-    sum_counts,
-)
+from fedjax_cfl.round.counts import add_counts, count_to_float, count_to_int, make_count, sum_counts
 from fedjax_cfl.types import Traffic
 
 

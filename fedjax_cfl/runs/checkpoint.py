@@ -48,13 +48,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(
-    folder: str | Path,
-    step: int,
-    tree: Any,
-    facts: dict,
-    identity: dict,
-    *,
-    keep: int = 3,
+    folder: str | Path, step: int, tree: Any, facts: dict, identity: dict, *, keep: int = 3
 ) -> Path:
     """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest
     checkpoint of `folder`; returns its path.
@@ -335,10 +329,7 @@ def _orbax() -> Iterator[tuple[Any, Any]]:
     alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
     logger = logging.get_absl_logger()
     # it logs a traceback for each thread of a save that fails; we report one line
-    before, logger.disabled = (
-        logger.disabled,
-        True,
-    )
+    before, logger.disabled = logger.disabled, True
     try:
         with ocp.Checkpointer(
             ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),

@@ -28,13 +28,7 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.vectorize import compile_members
 
 # what members may differ in
-SETTINGS = (
-    "seed",
-    "local.lr",
-    "algorithm.mu",
-    "algorithm.eta_g",
-    "algorithm.server_lr",
-)
+SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
 
 
 def grid_axes(config: dict) -> dict[str, list]:

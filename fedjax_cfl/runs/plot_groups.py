@@ -45,12 +45,7 @@ def draw_alluvial(
     drawn = _draw_flows(above, found.rounds[chosen], followed[chosen], classes, chosen, colours)
     shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
     _mark_events(above, rows, drawn)
-    style_axes(
-        above,
-        f"Clients by group ({found.clients.size:,} clients, {shown})",
-        "",
-        "clients",
-    )
+    style_axes(above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients")
     above.grid(visible=False)
     _draw_scores(scores, rows)
     _draw_moves(moves, found.rounds, flows.count_moves(followed))

@@ -156,8 +156,7 @@ def train_members(
             done = int(found[0].state.round)
             if done < plan.rounds:
                 make_console().print(
-                    f"stopped after round {done}; the same command goes on from there",
-                    markup=False,
+                    f"stopped after round {done}; the same command goes on from there", markup=False
                 )
                 return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
             if not distributed.is_primary():

@@ -161,10 +161,7 @@ def _retrieve(url: str, digest: str, target: Path) -> Path:
         pooch.retrieve(
             url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader
         )
-    except (
-        OSError,
-        ValueError,
-    ) as error:
+    except (OSError, ValueError) as error:
         # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
         place = (
             f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder"

@@ -15,12 +15,7 @@ from fedjax_cfl.data.datasets.readers import PathLike, line_of, open_unpacked, s
 from fedjax_cfl.errors import InputError
 
 # bytes of memory that a sign in JSON stands for: number, list, object, entry
-JSON_MEMORY_BYTES = {
-    b",": 40,
-    b"[": 64,
-    b"{": 64,
-    b":": 200,
-}
+JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 
 
@@ -140,10 +135,7 @@ def _json(path: Path) -> Any:
             )
         try:
             return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:
+        except (ValueError, RecursionError) as error:
             # UnicodeDecodeError and JSONDecodeError are ValueErrors
             raise InputError(
                 f"{path}: file is not JSON ({line_of(error)}), expected LEAF JSON"

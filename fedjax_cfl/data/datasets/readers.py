@@ -162,10 +162,7 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
     (info,) = infos
     try:
         # the others take memory as the file tells them to
-        if info.compress_type not in (
-            zipfile.ZIP_STORED,
-            zipfile.ZIP_DEFLATED,
-        ):
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise ValueError(
                 f"its compression is method {info.compress_type}, not stored or deflated"
             )

@@ -23,10 +23,7 @@ from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed
 # LEAF's row of a tweet is id, date, query, user, text, and sometimes more
 WHEN, TEXT, COLUMNS = 1, 4, 5
 # labels as the original writes them (2 is neutral, not in its training file), or LEAF
-POSITIVE, NEGATIVE = (
-    ("4", "1"),
-    ("0", "2"),
-)
+POSITIVE, NEGATIVE = ("4", "1"), ("0", "2")
 DATE = re.compile(r"\w{3} (\w{3}) (\d\d) (\d\d):\d\d:\d\d \w+ (\d{4})", re.ASCII)
 MONTHS: tuple[str, ...] = tuple("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split())
 STAND_IN = "sent140_k30_test_pseudonymised.json"
