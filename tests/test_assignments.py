@@ -86,6 +86,11 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
     np.testing.assert_array_equal(few.concepts, everybody.concepts[:, few.clients])
 
 
+def cut(folder, vouched):
+    kept = assignments.vouched_assignments(folder, CONFIG, 12, 3, vouched)
+    (folder / assignments.PART).write_bytes(kept)
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finished, tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
@@ -98,7 +103,7 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
     with (torn / assignments.PART).open("ab") as part:
         part.write(b"half a record")
     if finished:
-        assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+        cut(torn, vouched)
         assignments.finish_assignments(torn, CONFIG, 12)
     (tmp_path / "other").mkdir()
     write(tmp_path / "other", CONFIG, range(2, 5))  # as many, of other rounds
@@ -111,9 +116,9 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
         if bad is not None:
             path.write_bytes(bad)
         with pytest.raises(InputError, match="has lost or changed groups"):
-            assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+            cut(torn, vouched)
     path.write_bytes(held)
-    assignments.cut_assignments(torn, CONFIG, 12, 3, vouched)
+    cut(torn, vouched)
     write(torn, CONFIG, range(4, 6))
     assignments.finish_assignments(torn, CONFIG, 12)
     ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))

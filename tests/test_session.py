@@ -304,13 +304,24 @@ def test_models_that_are_not_finite_have_no_accuracy(fedjax_cfl, tmp_path):
 def change(lines: list[bytes], kind: str) -> list[bytes]:
     return {
         "deleted": [],
-        "cut": lines[:-2],
         "a row missing": lines[:2] + lines[3:],
         "a number edited": [lines[0].replace(b'"accuracy": 0.', b'"accuracy": 0.9'), *lines[1:]],
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["deleted", "cut", "a row missing", "a number edited"])
+def test_a_run_goes_on_from_where_its_rows_still_are(fedjax_cfl, run_dir, whole):
+    """A row of 7 is lost: the checkpoint before vouches for those that are left."""
+    path, before = run_dir / METRICS_FILE, steps(run_dir)[-2]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:6], b'{"round": 7, "acc']))
+    answer = done(fedjax_cfl(PLAIN, run_dir))
+    assert f"vouches for (7 rows); goes on from round {before}, whose rows" in answer.error
+    assert answer.error.count("\n") == 1
+    assert answer.out.startswith(f"resuming after round {before}\n")
+    assert_same(run_dir, whole)
+
+
+@pytest.mark.parametrize("kind", ["deleted", "a row missing", "a number edited"])
 def test_rows_that_a_checkpoint_vouches_for_are_missed(kind, fedjax_cfl, run_dir):
     path = run_dir / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True)

@@ -18,7 +18,7 @@ all 0. A layer has W units of D parameters each; a group has J models.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,15 +245,13 @@ def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare: float) ->
 
 
 def posterior_gains(
-    rows: Any,
-    sums: Any,
-    counts: Any,
-    models: Any,
-    sigma: Any,
-    sigma0: Any,
-    gamma: float = 1.0,
-    xp: Any = jnp,
-) -> Any:
+    rows: jax.Array,
+    sums: jax.Array,
+    counts: jax.Array,
+    models: jax.Array,
+    sigma: jax.Array,
+    sigma0: jax.Array,
+) -> jax.Array:
     """Returns the gain [W, L] in log posterior of assigning each of `rows` [W, D] to each of
     L atoms, up to a constant per row.
 
@@ -261,16 +259,16 @@ def posterior_gains(
     [L]; all rows are minus the prior mean. An atom of count 0 is new, and each further new
     one costs more. The gain is the density of the row under the posterior of the atom:
     f(x + s, c + 1) - f(s, c) of SPAHM, without its rounding errors.
-    Args: `models` is J; `sigma` and `sigma0` are the variances of a row around its atom
-    and of the atoms; `gamma` is the weight of new atoms; `xp` is jax.numpy or numpy.
+    Args: `models` [] is J; `sigma` and `sigma0` [] are the variances of a row around its atom
+    and of the atoms.
     """
     mass = counts * sigma0 + sigma
     means, variance = sums * (sigma0 / mass)[:, None], sigma + sigma * sigma0 / mass
-    gap = xp.sum(rows**2, axis=1)[:, None] + xp.sum(means**2, axis=1) - 2 * xp.matmul(rows, means.T)
-    popular, new = xp.clip(counts, 1, MAX_PRIOR_COUNT), counts == 0
-    held = xp.log(popular / xp.maximum(models - popular, 1))
-    prior = xp.where(new, xp.log(gamma / models) - xp.log(xp.maximum(xp.cumsum(new), 1)), held)
-    return 2 * prior - gap / variance - rows.shape[1] * xp.log(variance)
+    gap = jnp.sum(rows**2, axis=1)[:, None] + jnp.sum(means**2, axis=1) - 2 * rows @ means.T
+    popular, new = jnp.clip(counts, 1, MAX_PRIOR_COUNT), counts == 0
+    held = jnp.log(popular / jnp.maximum(models - popular, 1))
+    prior = jnp.where(new, -jnp.log(models) - jnp.log(jnp.maximum(jnp.cumsum(new), 1)), held)
+    return 2 * prior - gap / variance - rows.shape[1] * jnp.log(variance)
 
 
 def align_to_posterior(

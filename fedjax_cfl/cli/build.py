@@ -94,18 +94,15 @@ def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
 
 def check_extras(config: dict[str, Any], drift: Drift) -> None:
     """Raises InputError for a run whose extras, see `extras.py`, cannot be measured."""
-    for extra, name, wrong, allowed in (
-        ("finetune", "resident", config["resident"] == "host", "device"),
-        ("new_clients", "resident", config["resident"] == "host", "device"),
-        ("similarity", "resident", config["resident"] == "host", "device"),
-        ("finetune", "coordinator", config["coordinator"] is not None, "null"),
-        ("new_clients", "coordinator", config["coordinator"] is not None, "null"),
-        ("similarity", "coordinator", config["coordinator"] is not None, "null"),
-        ("new_clients", "drift", drift.moves, "none"),
-    ):
+    needs = {
+        "resident=device": config["resident"] == "host",
+        "coordinator=null": config["coordinator"] is not None,
+    }
+    for extra in ("finetune", "new_clients", "similarity"):
+        wrong = needs | ({"drift=none": drift.moves} if extra == "new_clients" else {})
         asked = config["evaluate"][extra]
-        if asked and wrong:
-            raise InputError(f"evaluate.{extra}={asked}: needs {name}={allowed}")
+        for setting in (setting for setting, missed in wrong.items() if asked and missed):
+            raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
 
 
 def build_task(config: dict[str, Any], pool: Pool) -> Task:

@@ -87,12 +87,11 @@ def record_size(clients: np.ndarray) -> int:
     return 4 * (1 + 2 * clients.size)
 
 
-def cut_assignments(
+def vouched_assignments(
     run_dir: Path, config: dict, num_clients: int, step: int, vouched: list[Any]
-) -> None:
-    """Drops what follows the records that the checkpoint of round `step` vouches for, by
-    their number and SHA-256: a resumed run writes it again. Raises InputError unless they
-    are there.
+) -> bytes:
+    """Returns the records of assignments.part that the checkpoint of round `step` vouches for,
+    by their number and SHA-256. Raises InputError unless they are there.
     """
     (records, digest), clients = vouched, clients_of(config, num_clients)
     path = run_dir / PART
@@ -108,8 +107,7 @@ def cut_assignments(
             f" groups that the checkpoint of round {step} vouches for ({records} evaluations); put"
             " the file back, or choose another"
         )
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(kept)
+    return kept
 
 
 def _pack(found: Assignments) -> bytes:

@@ -156,10 +156,9 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(run_dir: str | Path, step: int, rows: int, digest: str) -> None:
-    """Drops what follows the first `rows` rows, which a run resumed after round `step`
-    will write again. Raises InputError unless those rows are what a checkpoint vouches
-    for by their SHA-256 `digest`.
+def vouched_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> bytes:
+    """Returns the first `rows` rows. Raises InputError unless they are what the checkpoint of
+    round `step` vouches for by their SHA-256 `digest`.
     """
     path = Path(run_dir) / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -169,8 +168,7 @@ def cut_metrics(run_dir: str | Path, step: int, rows: int, digest: str) -> None:
             f"run_dir={run_dir}: {METRICS_FILE} has lost or changed rows that the checkpoint of"
             f" round {step} vouches for ({rows} rows); put the file back, or choose another"
         )
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(kept)
+    return kept
 
 
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:

@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 from fedjax_cfl import distributed
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.assignments import PART, cut_assignments
-from fedjax_cfl.runs.checkpoint import list_checkpoints, restore_latest
+from fedjax_cfl.runs.assignments import PART, vouched_assignments
+from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
+from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.record import CHECKPOINTS
-from fedjax_cfl.runs.results import METRICS_FILE, cut_metrics, read_summary
+from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, vouched_rows
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
@@ -24,35 +25,15 @@ from fedjax_cfl.simulation.rows import COUNTERS
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 from fedjax_cfl.validation import flatten_settings
 
-# Settings that may differ between a run and its continuation: they change neither the numbers
-# nor what has been computed already.
-RESUME_MAY_CHANGE = (
-    "run_dir",
-    "rounds",
-    "eval_every",
-    "eval_auxiliary",
-    "eval_distance",
-    "devices",
-    "offline",
-    "resume",
-    "checkpoint.",
-    "logger",
-    "evaluate.finetune",
-    "evaluate.similarity",
-)
-RESUME_MAY_CHANGE += (
-    "local.width",
-    "local.first_layer",
-    "vectorize",
-    "seeds",
-    "coordinator",
-    "process",
-)
+# Settings besides those of `is_execution` that may differ between a run and its continuation:
+# they do not change what has been computed already.
+RESUME_MAY_CHANGE = ("rounds", "eval_every", "eval_auxiliary", "eval_distance")
+RESUME_MAY_CHANGE += ("evaluate.finetune", "evaluate.similarity")
 
 # Settings that may differ between the processes of one run: only process 0 reads them, or they
 # say where a process is.
 PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
-PROCESS_MAY_DIFFER += ("paper.", "logger")
+PROCESS_MAY_DIFFER += ("logger",)
 
 
 def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
@@ -63,7 +44,11 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
     named = sorted(
         flatten_settings(config), key=lambda leaf: not leaf[0].endswith((".name", "seed"))
     )
-    kept = {name: value for name, value in named if not name.startswith(RESUME_MAY_CHANGE)}
+    kept = {
+        name: value
+        for name, value in named
+        if not is_execution(name) and not name.startswith(RESUME_MAY_CHANGE)
+    }
     return kept | {
         "clients": data.num_clients,
         "samples": int(data.y.size),
@@ -84,9 +69,10 @@ def resume_run(
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
 
-    `until`: from no checkpoint of a later round.
-    Raises InputError if the directory belongs to another run, holds a finished one, or
-    `resume` does not allow either.
+    That is the newest checkpoint that can be read and whose rows and groups are still there.
+    `until`: no checkpoint of a later round, and no older one than the newest left.
+    Raises InputError if the directory belongs to another run, holds a finished one, or one
+    that cannot be gone on with, or if `resume` does not allow either.
     """
     check_run_dir(str(run_dir), config["resume"])
     folder, key = run_dir / CHECKPOINTS, jax.random.key(config["seed"])
@@ -94,16 +80,12 @@ def resume_run(
     def warn(line):
         print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
 
-    found = None
-    if list_checkpoints(folder):
+    def restore(until: int | None) -> Checkpoint | None:
         like = state_shapes(algorithm, drift, mesh, data, key)
-        found = restore_latest(
-            folder,
-            make_host_arrays(like) if jax.process_count() > 1 else like,
-            run_identity(config, data),
-            warn,
-            until,
-        )
+        arrays = make_host_arrays(like) if jax.process_count() > 1 else like
+        return restore_latest(folder, arrays, run_identity(config, data), warn, until)
+
+    found = restore(until) if list_checkpoints(folder) else None
     if found is None:
         if config["resume"] == "must":
             raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
@@ -117,11 +99,36 @@ def resume_run(
             f"run_dir={run_dir}: already holds this run, finished after {found.step} rounds; choose"
             " another or more rounds"
         )
-    cut_metrics(run_dir, found.step, *found.facts["metrics"])
-    cut_assignments(run_dir, config, data.num_clients, found.step, found.facts["assignments"])
+    refused, kept = None, {}
+    while not kept:
+        try:
+            kept = find_vouched(run_dir, config, data, found)
+        except InputError as error:
+            refused = refused or error
+            older = restore(found.step - 1) if until is None else None
+            if older is None:
+                raise refused from None
+            found = older
+    if refused:
+        lost = str(refused).partition(";")[0]
+        warn(f"{lost}; goes on from round {found.step}, whose rows and groups are there")
+    for name, content in kept.items():
+        with atomic_write(run_dir / name) as temporary:
+            temporary.write_bytes(content)
     print(f"resuming after round {found.step}")
     state, data_state = found.tree
     return Snapshot(state, data_state, found.facts["counters"])
+
+
+def find_vouched(
+    run_dir: Path, config: dict, data: FederatedData, found: Checkpoint
+) -> dict[str, bytes]:
+    """Returns what is left of the files, by name, when a run goes on from a checkpoint. Raises
+    InputError if they are no longer what it vouches for.
+    """
+    step, facts = found.step, found.facts
+    groups = vouched_assignments(run_dir, config, data.num_clients, step, facts["assignments"])
+    return {METRICS_FILE: vouched_rows(run_dir, step, *facts["metrics"]), PART: groups}
 
 
 def sync_resume(
