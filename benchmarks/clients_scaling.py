@@ -29,10 +29,8 @@ of all, a million clients took 2.6 to 3.2 GB. Drawing a cohort costs the same fo
 number of clients: beyond 65,536 a Feistel permutation.
 """
 
-import argparse
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +38,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from program import call_side, make_parser
 
 FEATURES, CLASSES, HELD, COHORT, ROUNDS, EVERY = 60, 10, 20, 1000, 24, 8
 
@@ -105,8 +104,7 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line for each number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="1,000 and 10,000 clients")
+    parser = make_parser(__doc__.splitlines()[0], "1,000 and 10,000 clients")
     parser.add_argument(
         "--folder", type=Path, help="where the files go (default: a temporary folder)"
     )
@@ -123,11 +121,8 @@ def main() -> None:
     for clients in (10**3, 10**4) if given.quick else (10**3, 10**4, 10**5, 10**6):
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             written(Path(folder), clients)
-            command = [sys.executable, __file__, "--side", str(clients), "--folder", folder]
-            done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{clients} clients failed:\n{done.stderr[-2000:]}")
-        found = json.loads(done.stdout.splitlines()[-1])
+            options = ["--side", str(clients), "--folder", folder]
+            found = call_side(options, f"{clients} clients")
         print(
             f"{clients:9,}{found['training']:20.2f}{found['evaluation']:18.2f}{found['own'] / 1e6:16,.0f}{found['resident'] / 1e6:16,.0f}"
             f"{found['accuracy']:10.3f}",

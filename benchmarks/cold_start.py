@@ -52,15 +52,14 @@ gained nothing: tracing keeps the interpreter as long. A warm start is 5 CPU sec
 imports 1.8, tracing 1.6, the rest configuration, four checkpoints and a plot.
 """
 
-import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from program import call, make_parser
 
 HERE = Path(__file__).resolve().parent.parent
 CASES = {
@@ -80,21 +79,15 @@ METHODS = sorted(path.stem for path in (HERE / "conf" / "algorithm").glob("*.yam
 def timed(checkout: Path, folder: Path, overrides: list[str], warm: bool) -> dict[str, float]:
     """Runs a command of a checkout, with a cache of its own in `folder`; returns its seconds."""
     run_dir = folder / ("warm" if warm else "cold")
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "PYTHONPATH": str(checkout),
-    }
+    environment = {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(checkout)}
     before, began = cpu_of_children(), time.perf_counter()
-    done = subprocess.run(
+    call(
         [sys.executable, "-m", "fedjax_cfl", "offline=true", f"run_dir={run_dir}", *overrides],
+        " ".join(overrides),
+        environment,
         cwd=folder,  # not where the package lies
-        env=environment,
-        capture_output=True,
-        text=True,
     )
     whole = time.perf_counter() - began
-    if done.returncode:
-        sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
     spent = json.loads((run_dir / "summary.json").read_text())
     seconds = {"whole": whole, "cpu": cpu_of_children() - before}
     return seconds | {name: spent[name] for name in ("compile_s", "train_s", "eval_s")}
@@ -121,10 +114,7 @@ def compare_catalogue(checkouts: dict[str, Path]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="digits only")
+    parser = make_parser(__doc__, "digits only")
     parser.add_argument("--before", type=Path, help="another checkout of the package")
     parser.add_argument("--catalogue", action="store_true", help="every method")
     arguments = parser.parse_args()

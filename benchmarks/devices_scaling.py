@@ -23,13 +23,12 @@ gains 1.32 times (1.24..1.62), W2 1.58 (1.44..1.59). On a slower machine (2 core
 Xeon, AVX-512, 2026-11-22, 9 rounds): 2.05, 1.89 and 1.77.
 """
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from program import call_side, make_parser
 from workloads import COHORT, WORKLOADS
 
 WARM = 2  # rounds that are dropped
@@ -37,23 +36,15 @@ WARM = 2  # rounds that are dropped
 
 def speed(name: str, devices: int, rounds: int) -> float:
     """Returns client updates per second of a process with so many CPU devices."""
-    command = [sys.executable, __file__, "--side", name, "--rounds", str(rounds)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"{name} on {devices} devices failed:\n{done.stderr[-2000:]}")
-    seconds = json.loads(done.stdout.splitlines()[-1])[WARM:]
+    options = ["--side", name, "--rounds", str(rounds)]
+    environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
+    seconds = call_side(options, f"{name} on {devices} devices", environment)[WARM:]
     return COHORT * len(seconds) / sum(seconds)
 
 
 def main() -> None:
     """Prints a line for each workload."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="W1 only, few rounds")
+    parser = make_parser(__doc__.splitlines()[0], "W1 only, few rounds")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--side", choices=tuple(WORKLOADS), help="train this one here")

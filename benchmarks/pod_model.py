@@ -22,13 +22,13 @@ Measured 2026-11-25 on 2 CPU cores (AMD EPYC), jax 0.10.2, libtpu 0.0.42.1: noth
 compiler's estimates. Results: results/tpu_compile/README.md.
 """
 
-import argparse
 import csv
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from program import make_parser
 from workloads import sizes
 
 from fedjax_cfl.round.local import MAX_WIDTH
@@ -257,11 +257,8 @@ def plot(found: dict[tuple[str, int], dict[int, Round]], path: Path) -> None:
 
 def main() -> None:
     """Prints the table; writes it and the plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "one cohort, no file")
     parser.add_argument("--steps", action="store_true", help="compile steps of several widths")
-    parser.add_argument("--quick", action="store_true", help="one cohort, no file")
     given = parser.parse_args()
     if given.steps:
         return compile_steps(RESULTS / "steps.csv")

@@ -40,14 +40,13 @@ On accelerators the ceilings have to be measured there; this program has only be
 on a CPU. ResNet-18 is not among the models.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from program import call_side, make_parser
 from workloads import WORKLOADS, cohorts, flops, gemm_peak, initial, sizes
 
 WARM = 2  # rounds that are dropped
@@ -69,22 +68,9 @@ def line(
     name: str, count: int, first_layer: str, rounds: int, flop_ceiling: float, byte_ceiling: float
 ) -> None:
     """Measures one number of clients in a process of its own and prints it."""
-    command = [
-        sys.executable,
-        __file__,
-        "--side",
-        name,
-        "--count",
-        str(count),
-        "--rounds",
-        str(rounds),
-        "--first-layer",
-        first_layer,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name}, K={count} failed:\n{done.stderr[-2000:]}")
-    seconds = sum(json.loads(done.stdout.splitlines()[-1])[WARM:])
+    options = ["--side", name, "--count", str(count), "--rounds", str(rounds)]
+    options += ["--first-layer", first_layer]
+    seconds = sum(call_side(options, f"{name}, K={count}")[WARM:])
     work, held = WORKLOADS[name], sizes(WORKLOADS[name].model)
     clients = cohorts(work, rounds, count)[WARM:]
     samples = work.epochs * held[clients].sum()
@@ -104,8 +90,7 @@ def line(
 
 def main() -> None:
     """Prints the ceilings and a line for each workload and number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="W1 with 20 clients only")
+    parser = make_parser(__doc__.splitlines()[0], "W1 with 20 clients only")
     parser.add_argument("--side", choices=tuple(WORKLOADS), help="train this one here")
     parser.add_argument("--count", type=int)
     parser.add_argument("--rounds", type=int, default=WARM + 3)

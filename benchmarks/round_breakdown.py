@@ -35,12 +35,12 @@ evaluation, and 44 % of 12 + 15: an evaluation of both every round leaves IFCA a
 FlexCFL more than 25 % outside training however it is written.
 """
 
-import argparse
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from program import make_parser
 from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
@@ -144,11 +144,7 @@ def product(data) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="5 rounds, one line")
-    quick = parser.parse_args().quick
+    quick = make_parser(__doc__, "5 rounds, one line").parse_args().quick
     cfl.use_cpu_cores()
     mesh = cfl.make_mesh()
     data = federation(mesh)

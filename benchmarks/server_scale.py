@@ -25,7 +25,6 @@ is cubic in S; from some thousand updates on, `measure=edc_randomized` needs nei
 measured: several devices, for both cores share these products already.
 """
 
-import argparse
 import csv
 import sys
 import time
@@ -35,6 +34,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from program import make_parser
 
 from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
@@ -102,10 +102,7 @@ def check_groups(labels: jax.Array) -> None:
 
 def main() -> None:
     """Writes the table as CSV."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser = make_parser(__doc__, "small sizes")
     table = csv.writer(sys.stdout)
     table.writerow(["updates", "parameters", "step", "seconds", "work space, MB", "x input"])
 

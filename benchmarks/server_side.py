@@ -34,12 +34,12 @@ The published seconds are from other machines. EDC's cost is the Gram matrix: 30
 11.2 M multiply-adds run at 177 GFLOP/s here, close to what two cores can do.
 """
 
-import argparse
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from program import make_parser
 
 from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.features import edc
@@ -157,11 +157,7 @@ def decomposition(name: str, clients: int, sizes: list[int], m: int, oracle: boo
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
-    quick = parser.parse_args().quick
+    quick = make_parser(__doc__, "small sizes, under a minute").parse_args().quick
     print(f"jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
     label_clustering(*((300, 20) if quick else (5078, 100)))
     drift_event(*((300, 20) if quick else (5078, 100)))

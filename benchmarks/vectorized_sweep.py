@@ -21,14 +21,13 @@ What is gained is compiling and starting; training itself is as fast, 25 cohorts
 being no better a load than one.
 """
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from program import call, make_parser
 
 COMMAND = [sys.executable, "-m", "fedjax_cfl"]
 CASES = {
@@ -39,16 +38,9 @@ CASES = {
 
 def timed(folder: Path, *overrides: str) -> float:
     """Runs a command with a cache of its own; returns its seconds."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     began = time.perf_counter()
-    done = subprocess.run(
-        [*COMMAND, *overrides, f"run_dir={folder / 'runs'}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(overrides)} failed:\n{done.stderr[-2000:]}")
+    command = [*COMMAND, *overrides, f"run_dir={folder / 'runs'}"]
+    call(command, " ".join(overrides), {"XDG_CACHE_HOME": str(folder / "cache")})
     return time.perf_counter() - began
 
 
@@ -65,8 +57,7 @@ def totals(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line for each way and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits only, 2 x 2 runs of 5 rounds")
+    parser = make_parser(__doc__.splitlines()[0], "digits only, 2 x 2 runs of 5 rounds")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     given = parser.parse_args()
     cases = (

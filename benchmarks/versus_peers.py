@@ -90,6 +90,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from program import make_parser
 from workloads import COHORT, WORKLOADS, Workload, cohorts, flops, gemm_peak, initial, sizes
 
 TORCH = "torch==2.13.0"
@@ -349,9 +350,7 @@ def quick(chosen: list[Workload]) -> None:
 
 def main() -> None:
     """Reads the arguments and does what they ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "only ours, two rounds")
     parser.add_argument(
         "--make-environments",
         metavar="DIR",
@@ -375,7 +374,6 @@ def main() -> None:
         help=f"rounds of a repetition, the first {WARM} are dropped",
     )
     parser.add_argument("--repeats", type=int, default=3, help="alternating repetitions")
-    parser.add_argument("--quick", action="store_true", help="only ours, two rounds")
     for inner in ("--side", "--workload", "--model"):
         parser.add_argument(inner, help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)

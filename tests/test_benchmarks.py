@@ -12,6 +12,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SHARED = {  # what programs import
     "workloads.py",
+    "program.py",
     "hlo.py",
     "device_targets.py",
     "compiled_table.py",

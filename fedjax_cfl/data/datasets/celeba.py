@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
-from fedjax_cfl.data.datasets.leaf_json import read_users
+from fedjax_cfl.data.datasets.leaf_json import read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.errors import InputError
@@ -91,18 +91,7 @@ def _files() -> tuple[list[Path], Path]:
 def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
     """Returns the image files and labels of one user of a LEAF file."""
     said = f"{path}: user {shorten(user)}"
-    if (
-        not isinstance(held, dict)
-        or not isinstance(held.get("x"), list)
-        or not isinstance(held.get("y"), list)
-    ):
-        raise InputError(f"{said} is listed without data, expected lists x and y")
-    names, labels = held["x"], held["y"]
-    if isinstance(size, bool) or not isinstance(size, int) or not len(names) == len(labels) == size:
-        raise InputError(
-            f"{said}: num_samples does not equal {len(names)} (x) and {len(labels)} (y), expected"
-            " one number"
-        )
+    names, labels = user_lists(path, user, size, held)
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
         # no file outside the folder
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):

@@ -152,6 +152,31 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def user_lists(path: Path, user: str, size: object, held: object) -> tuple[list, list]:
+    """Returns the lists x and y of one user, as `read_users` finds them, of anything."""
+    x, y = (held.get(name) if isinstance(held, dict) else None for name in ("x", "y"))
+    said = f"{path}: user {shorten(user)}"
+    if not isinstance(x, list) or not isinstance(y, list):
+        raise InputError(f"{said} is listed without data, expected lists x and y")
+    if isinstance(size, bool) or not isinstance(size, int) or not len(x) == len(y) == size:
+        raise InputError(
+            f"{said}: num_samples is {describe_value(size)}, expected {len(x)} (x) and {len(y)} (y)"
+            " to equal it"
+        )
+    return x, y
+
+
+def describe_value(value: object) -> str:
+    """Returns a value as a message can show it; what is nested, and could be so without
+    end, by its kind and length.
+    """
+    return (
+        f"a {type(value).__name__} of {len(value)}"
+        if isinstance(value, list | dict)
+        else shorten(value)
+    )
+
+
 def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user."""
     if not isinstance(held, dict) or "x" not in held or "y" not in held:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
-from fedjax_cfl.data.datasets.leaf_json import read_users
+from fedjax_cfl.data.datasets.leaf_json import describe_value, read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
@@ -172,22 +172,11 @@ def _tweets(
     file.
     """
     said = f"{path}: user {shorten(user)}"
-    if (
-        not isinstance(held, dict)
-        or not isinstance(held.get("x"), list)
-        or not isinstance(held.get("y"), list)
-    ):
-        raise InputError(f"{said} is listed without data, expected lists x and y")
-    rows, labels = held["x"], held["y"]
-    if isinstance(size, bool) or not isinstance(size, int) or not len(rows) == len(labels) == size:
-        raise InputError(
-            f"{said}: num_samples is {_describe_value(size)}, expected {len(rows)} (x) and"
-            f" {len(labels)} (y) to equal it"
-        )
+    rows, labels = user_lists(path, user, size, held)
     for i, (row, label) in enumerate(zip(rows, labels, strict=True)):
         if not isinstance(row, list) or len(row) < COLUMNS or not isinstance(row[TEXT], str):
             raise InputError(
-                f"{said}: entry {i} of x is {_describe_value(row)}, expected a row of id, date,"
+                f"{said}: entry {i} of x is {describe_value(row)}, expected a row of id, date,"
                 " query, user, text"
             )
         if (
@@ -196,21 +185,10 @@ def _tweets(
             or str(label) not in POSITIVE + NEGATIVE
         ):
             raise InputError(
-                f"{said}: entry {i} of y is {_describe_value(label)}, expected 4 or 1 (positive), 0"
+                f"{said}: entry {i} of y is {describe_value(label)}, expected 4 or 1 (positive), 0"
                 " or 2"
             )
     return (
         [(row[TEXT], parse_hour(row[WHEN])) for row in rows],
         [int(str(label) in POSITIVE) for label in labels],
-    )
-
-
-def _describe_value(value: object) -> str:
-    """Returns a value as a message can show it; what is nested, and could be so without
-    end, by its kind and length.
-    """
-    return (
-        f"a {type(value).__name__} of {len(value)}"
-        if isinstance(value, list | dict)
-        else shorten(value)
     )
