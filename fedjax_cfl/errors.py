@@ -2,6 +2,7 @@
 value and what is allowed.
 """
 
+import argparse
 import difflib
 from collections.abc import Iterable
 from typing import Any
@@ -41,3 +42,15 @@ def suggest_options(name: str, options: Iterable[str]) -> str:
     """Returns the rest of a message about an unknown name: the nearest option, or all of them."""
     options = sorted(options)
     return suggest_nearest(name, options) or f"; allowed: {', '.join(options)}"
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Returns what a verb of the command line was given. Raises InputError for what it does
+    not take.
+    """
+
+    def refuse(message: str):
+        raise InputError(f"{message}; see {parser.prog} --help")
+
+    parser.error = refuse
+    return parser.parse_args(arguments)

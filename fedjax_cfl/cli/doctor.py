@@ -21,7 +21,7 @@ from fedjax_cfl.data.datasets.celeba import FOLDERS, IMAGES
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, parse_arguments
 
 
 def registered_paths(name: str) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
     """Prints the findings; returns 1 if something essential is missing, else 0 (a
     missing data set is not essential).
     """
-    argparse.ArgumentParser(prog="fedjax-cfl doctor", description=__doc__).parse_args(argv)
+    parse_arguments(argparse.ArgumentParser(prog="fedjax-cfl doctor", description=__doc__), argv)
     rows = [*_versions(), *_machine(), *_data()]
     table = Table()
     for heading in ("what", "found", "state", "remedy"):

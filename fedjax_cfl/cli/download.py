@@ -3,6 +3,7 @@
 import argparse
 
 from fedjax_cfl.data.datasets.download import REGISTRY, download
+from fedjax_cfl.errors import parse_arguments
 
 
 def main(argv: list[str]) -> int:
@@ -11,6 +12,6 @@ def main(argv: list[str]) -> int:
         prog="fedjax-cfl download", description="Fetch public data sets and verify them by SHA-256."
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"one of {', '.join(REGISTRY)}")
-    for name, paths in download(parser.parse_args(argv).names).items():
+    for name, paths in download(parse_arguments(parser, argv).names).items():
         print(f"{name}: {', '.join(map(str, paths))}")
     return 0

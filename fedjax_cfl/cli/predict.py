@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_cfl.data.datasets.readers import read_npz
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.results import atomic_write
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE.npz", help="x, and y, client, split if you like")
     parser.add_argument("--best", action="store_true", help="models of the best evaluation")
     parser.add_argument("--out", metavar="OUT.npz", help="write predicted, model, known [N]")
-    given = parser.parse_args(argv)
+    given = parse_arguments(parser, argv)
     run, arrays = load_run(given.run_dir), read_npz(given.file, ("x",), ("y", "client", "split"))
     saved = run.best if given.best else run.final
     if saved is None:

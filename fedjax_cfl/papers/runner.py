@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.papers import (
     cells,
@@ -194,7 +194,7 @@ def main(
     `build(overrides)` returns (config, task, data, local) as a run would have them.
     """
     extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    given = make_parser().parse_args([argument for argument in argv if argument not in extra])
+    given = parse_arguments(make_parser(), [argument for argument in argv if argument not in extra])
     table, console = cells.load_table(given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment

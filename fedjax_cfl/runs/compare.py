@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.compare_inputs import IDENTITY, find_runs, load_run
 from fedjax_cfl.runs.compare_outputs import (
     MEASURES,
@@ -178,6 +178,6 @@ def main(argv: list[str]) -> int:
         help="also report gain and speed-up (time to accuracy) over the runs of this algorithm"
         " or label, seed by seed",
     )
-    options = parser.parse_args(argv)
+    options = parse_arguments(parser, argv)
     compare(options.runs, options.out, options.target, options.baseline)
     return 0

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs import compare, flows
 from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
@@ -267,6 +267,6 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-o", "--out", metavar="FILE", default="report.html")
     parser.add_argument("--pictures", metavar="DIR", help="write the pictures as PNG files, too")
-    options = parser.parse_args(argv)
+    options = parse_arguments(parser, argv)
     report(options.runs, options.out, options.pictures)
     return 0
