@@ -87,12 +87,7 @@ def resume_run(
 
     found = restore(until) if list_checkpoints(folder) else None
     if found is None:
-        if config["resume"] == "must":
-            raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
-        if not {inside.name for inside in run_dir.iterdir()} <= RUN_FILES:
-            raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
-        for name in (METRICS_FILE, PART):  # of a run that was killed before its first checkpoint
-            (run_dir / name).unlink(missing_ok=True)
+        clear_unsaved(config, run_dir)
         return None
     if found.step >= config["rounds"] and read_summary(run_dir) is not None:
         raise InputError(
@@ -118,6 +113,18 @@ def resume_run(
     print(f"resuming after round {found.step}")
     state, data_state = found.tree
     return Snapshot(state, data_state, found.facts["counters"])
+
+
+def clear_unsaved(config: dict, run_dir: Path) -> None:
+    """Removes what a run has left that was killed before its first checkpoint. Raises
+    InputError where there is more than that, or `resume` wants a checkpoint.
+    """
+    if config["resume"] == "must":
+        raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
+    if not {inside.name for inside in run_dir.iterdir()} <= RUN_FILES:
+        raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
+    for name in (METRICS_FILE, PART):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def find_vouched(
