@@ -120,6 +120,11 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
     assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
+    # killed while it finished, and the last checkpoint of one has suffered
+    (tmp_path / "parts" / "1" / "summary.json").unlink()
+    newest = list_checkpoints(tmp_path / "parts" / "1" / "checkpoints")[-1]
+    (newest / "manifest.json").write_text("{")
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
         assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
     # a run of a grid can go on alone
