@@ -120,6 +120,11 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
     assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
+    # killed while it finished, and the last checkpoint of one has suffered
+    (tmp_path / "parts" / "1" / "summary.json").unlink()
+    newest = list_checkpoints(tmp_path / "parts" / "1" / "checkpoints")[-1]
+    (newest / "manifest.json").write_text("{")
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
         assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
     # a run of a grid can go on alone
@@ -138,6 +143,8 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
             "vectorize=local.epochs: one of seed, local.lr, algorithm.mu, "
         ),
         "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
+        "vectorize=[seed] seed=0,1.5": "seed=1.5: must be a whole number",
+        "vectorize=[local.lr] local.lr=0.1,x": "local.lr=x: must be a number",
         "vectorize=[seed] seed=1,1": "vectorize: seed=1,1 names a value twice",
         "vectorize=[seed] seed=0,1 seeds=2": (
             "seeds=2: seed has several values already; use one of the two"

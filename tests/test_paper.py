@@ -278,6 +278,8 @@ def test_cells_of_other_settings_are_refused(verb):
         (["--columns", "Flex"], "--columns=Flex: one of Avg"),
         (["--seeds", "0"], "--seeds 0: a whole number >= 1"),
         (["--jobs", "-1"], "--jobs -1: a whole number >= 1"),
+        (["--jobs", "x"], "argument --jobs: invalid int value: 'x'; see fedjax-cfl paper --help"),
+        (["--out", "/dev/null/x"], "--out=/dev/null/x: /dev/null is not a folder that can be"),
     ],
 )
 def test_bad_input_is_one_line(verb, argv, words):

@@ -143,9 +143,11 @@ def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
     assert "<h2>The run</h2>" in text and "Clients</h3>" not in text and "Who moved" not in text
 
 
-def test_a_page_that_cannot_be_written(runs):
+def test_a_page_that_cannot_be_written(runs, tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         report([runs], runs / "no" / "such" / "report.html")
+    with pytest.raises(InputError, match=r"/dev/null/\S+\.png: cannot be written"):
+        report([runs / "ifca" / "0"], tmp_path / "report.html", "/dev/null")
 
 
 def test_pictures_are_small(page, runs):

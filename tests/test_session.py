@@ -321,6 +321,14 @@ def test_a_run_goes_on_from_where_its_rows_still_are(fedjax_cfl, run_dir, whole)
     assert_same(run_dir, whole)
 
 
+def test_a_damaged_summary_is_written_again(fedjax_cfl, whole, tmp_path):
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    os.truncate(run_dir / "summary.json", 100)
+    answer = done(fedjax_cfl(PLAIN, run_dir))
+    assert "summary.json: not valid JSON" in answer.error and answer.error.count("\n") == 1
+    assert_same(run_dir, whole)
+
+
 @pytest.mark.parametrize("kind", ["deleted", "a row missing", "a number edited"])
 def test_rows_that_a_checkpoint_vouches_for_are_missed(kind, fedjax_cfl, run_dir):
     path = run_dir / METRICS_FILE

@@ -25,7 +25,7 @@ from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
-from fedjax_cfl.runs.resume import resume_run, sync_resume
+from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
 from fedjax_cfl.runs.session import Member, train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
@@ -117,10 +117,11 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
-        until, starts = grid.common_step(grid.run_folders(run_dir, axes)), []
+        starts = resume_grid(
+            [(member.config, member.run_dir, *parts[member.config["seed"]]) for member in members],
+            grid.common_step(grid.run_folders(run_dir, axes)),
+        )
         for member in members:
-            built = parts[member.config["seed"]]
-            starts.append(resume_run(member.config, member.run_dir, *built, until=until))
             record(member.config, member.overrides, member.run_dir)
         write_index(run_dir, grid.grid_points(axes))
         return grid.train_grid(

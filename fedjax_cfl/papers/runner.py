@@ -12,6 +12,7 @@ it, `experiment: TABLE`, and takes up what that has run.
 import argparse
 import contextlib
 import functools
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,6 +184,13 @@ def choose_cells(
     return todo
 
 
+def check_folder(out: Path) -> None:
+    """Raises InputError, before a cell runs, unless a folder can be written or made."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"--out={out.parent}: {there} is not a folder that can be written to")
+
+
 def main(
     argv: list[str],
     resolve_settings: Callable[[list[str]], object],
@@ -199,6 +207,7 @@ def main(
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
     todo = choose_cells(table, experiment, runs, given, extra)
+    check_folder(out)
     cells.check_cells(todo, extra, resolve_settings)
     if table.get("figure") == "edc_madc":
         return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)

@@ -43,9 +43,7 @@ def grid_axes(config: dict) -> dict[str, list]:
         require("vectorize", name, SETTINGS)
         if not values or name in found:
             raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
-        found[name] = [
-            int(value) if name == "seed" else float(value) for value in values.split(",")
-        ]
+        found[name] = [_read_number(name, value) for value in values.split(",")]
     if config["seeds"] > 1:
         if "seed" in found:
             raise InputError(
@@ -66,6 +64,14 @@ def grid_axes(config: dict) -> dict[str, list]:
         if len(set(values)) < len(values):
             raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")
     return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
+
+
+def _read_number(name: str, value: str) -> int | float:
+    kind, words = (int, "a whole number") if name == "seed" else (float, "a number")
+    try:
+        return kind(value)
+    except ValueError:
+        raise InputError(f"{name}={value}: must be {words}") from None
 
 
 def grid_points(grid: dict[str, list]) -> list[dict[str, Any]]:

@@ -73,14 +73,16 @@ def report(
             drawn |= {f"{number}-{name}": figure for name, figure in draw_run(run).items()}
     images = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
     text = render(groups, shown, images)
+    written = out
     try:
         with atomic_write(out) as temporary:
             temporary.write_text(text, encoding="utf-8")
         for name, image in images.items() if pictures else ():
-            Path(str(pictures)).mkdir(parents=True, exist_ok=True)
-            (Path(str(pictures)) / f"{name}.png").write_bytes(image)
+            written = Path(str(pictures)) / f"{name}.png"
+            written.parent.mkdir(parents=True, exist_ok=True)
+            written.write_bytes(image)
     except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror})") from None
+        raise InputError(f"{written}: cannot be written ({error.strerror})") from None
     print(f"wrote {out}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(text.encode()) / 1e6:.1f} MB")
     return Path(out)
 

@@ -1,7 +1,7 @@
 """Going on with a run: what must be the same, and where it stands."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ RESUME_MAY_CHANGE += ("evaluate.finetune", "evaluate.similarity")
 # say where a process is.
 PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
 PROCESS_MAY_DIFFER += ("logger",)
+FINISHED = "already holds this run, finished after {} rounds; choose another or more rounds"
 
 
 def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
@@ -54,6 +55,39 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
         "samples": int(data.y.size),
         "capacity": data.max_client_samples,
     }
+
+
+def resume_grid(runs: Sequence[tuple], until: int | None) -> list[Snapshot | None]:
+    """Returns where the runs of a grid stand, all after the same round, or Nones to begin.
+
+    Args: (config, run_dir, algorithm, task, data, drift, mesh) of each; `until`: the last
+    round of which all have a checkpoint, None if nobody has any. If one of these cannot be
+    read, all go further back. Raises InputError as `resume_run` does.
+    """
+    if until is not None and all(is_finished(run[0], run[1], until) for run in runs):
+        raise InputError(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
+    while True:
+        starts = [resume_run(*run, until=until) for run in runs]
+        rounds = {int(start.state.round) for start in starts if start}
+        if len(rounds) < 2:
+            return starts
+        until = min(rounds)
+
+
+def is_finished(config: dict, run_dir: Path, step: int) -> bool:
+    """Returns whether a run has ended after round `step`; one whose summary is damaged writes
+    it again.
+    """
+    try:
+        return step >= config["rounds"] and read_summary(run_dir) is not None
+    except InputError as error:
+        warn(f"{error}; it is written again")
+        return False
+
+
+def warn(line: str) -> None:
+    """Prints a warning."""
+    print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
 
 
 def resume_run(
@@ -77,23 +111,19 @@ def resume_run(
     check_run_dir(str(run_dir), config["resume"])
     folder, key = run_dir / CHECKPOINTS, jax.random.key(config["seed"])
 
-    def warn(line):
-        print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
-
     def restore(until: int | None) -> Checkpoint | None:
         like = state_shapes(algorithm, drift, mesh, data, key)
         arrays = make_host_arrays(like) if jax.process_count() > 1 else like
         return restore_latest(folder, arrays, run_identity(config, data), warn, until)
 
     found = restore(until) if list_checkpoints(folder) else None
+    if found is None and until is not None:
+        raise InputError(f"run_dir={run_dir}: no checkpoint of round {until} or before can be read")
     if found is None:
         clear_unsaved(config, run_dir)
         return None
-    if found.step >= config["rounds"] and read_summary(run_dir) is not None:
-        raise InputError(
-            f"run_dir={run_dir}: already holds this run, finished after {found.step} rounds; choose"
-            " another or more rounds"
-        )
+    if until is None and is_finished(config, run_dir, found.step):
+        raise InputError(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
     refused, kept = None, {}
     while not kept:
         try:

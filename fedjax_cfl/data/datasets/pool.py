@@ -90,8 +90,11 @@ def _compact(client: np.ndarray) -> np.ndarray:
 
 def _test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
-    if split.dtype.kind not in "buif" or split.shape != y.shape or not np.isin(split, (0, 1)).all():
-        found = f"{split.shape} {split.dtype} or other values"
+    fits = split.dtype.kind in "buif" and split.shape == y.shape
+    if not fits or not np.isin(split, (0, 1)).all():
+        found = f"shape {split.shape} and dtype {split.dtype}"
+        if fits:
+            found = f"{split[~np.isin(split, (0, 1))][0]} somewhere"
         raise InputError(
             f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples"
         )
