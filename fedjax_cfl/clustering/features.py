@@ -41,7 +41,7 @@ def edc(gram: jax.Array, m: int) -> jax.Array:
 
 
 def top_eigenpairs(
-    key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int, power: int = 2
+    key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int, power: int = 3
 ) -> tuple[jax.Array, jax.Array]:
     """Returns about the `count` largest eigenvalues, in ascending order, and eigenvectors
     [size, count] of a Gram matrix that is known by its products: `multiply` takes and gives
@@ -63,7 +63,7 @@ def top_eigenpairs(
 
 
 def edc_randomized(
-    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 2
+    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 3
 ) -> jax.Array:
     """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
     their Gram matrix (see `top_eigenpairs`).

@@ -25,7 +25,7 @@ def make_row(
 
     Raises NonFiniteUpdate, as neither row nor checkpoint may lead past it.
     """
-    place, algorithm, state = (program.places[member], program.algorithm, program.shapes[member][0])
+    place, algorithm, state = program.places[member], program.algorithm, program.shapes[member][0]
     done, ledger, blocks, tested = measured
     parts = [
         jax.tree.map(lambda leaf, count=count: leaf[place][:count], infos)
