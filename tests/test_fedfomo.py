@@ -147,6 +147,30 @@ def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
     assert affinity[same & others].mean() > affinity[~same].mean()  # it finds who is alike
 
 
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole_batches, bad):
+    algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=4)
+    state = algorithm.init(KEY, five)
+    for _ in range(2):
+        state, _ = jax.jit(algorithm.round)(KEY, state, five)
+    spoilt = jax.tree.map(lambda leaf: leaf.at[2].set(bad), state.groups)
+    after, _ = jax.jit(algorithm.round)(KEY, state.replace(groups=spoilt), five)
+    others = np.array([0, 1, 3, 4])
+    assert after.memory.uploaded[others].all()
+    for models in (after.groups, after.memory.mixed):
+        for leaf in jax.tree.leaves(models):
+            assert np.isfinite(leaf[others]).all()
+
+
+def test_one_device_reads_the_models_of_others_where_they_lie(five, softmax_task, whole_batches):
+    """No array has F models of each client of the round."""
+    algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=3)
+    state = jax.eval_shape(algorithm.init, KEY, five)
+    text = jax.jit(algorithm.round).lower(KEY, state, five).compile().as_text()
+    assert f"f32[3,{FEATURES},{CLASSES}]" in text
+    assert f"f32[{CLIENTS},3,{FEATURES},{CLASSES}]" not in text
+
+
 def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, whole_batches):
     select = from_table(np.array([[0, 1], [2, 3], [0, 2]]))
     algorithm = fedfomo(softmax_task, whole_batches, select, models=4)

@@ -236,6 +236,18 @@ def test_pairwise_trigger(printed):
         assert trigger.fires((jnp.float32(delta), jnp.array(False)), moves) == fires
 
 
+def test_only_clusters_with_members_are_in_use():
+    """Two distinct points, and up to four clusters: no third one waits for clients."""
+    points = jnp.asarray(np.repeat(np.eye(3, dtype="f4")[:2], 5, axis=0))
+    valid = jnp.arange(10) > 0
+    for key in jax.random.split(jax.random.key(0), 5):
+        for cluster in (metric_kmeans.by_silhouette(restarts=1), metric_kmeans.k_center):
+            labels, active = cluster(key, points, valid, 4, distances.l1)
+            assert set(np.asarray(labels)) == set(np.flatnonzero(active)) and active.sum() == 2
+    of_nobody = metric_kmeans.clusters_in_use(labels, jnp.zeros(10, bool), 4)
+    assert of_nobody.tolist() == [True, False, False, False]
+
+
 def test_new_models_are_means_of_their_clients_old_ones():
     rng = np.random.default_rng(0)
     old, new, valid = rng.integers(4, size=20), rng.integers(3, size=20), rng.random(20) < 0.8
@@ -447,6 +459,18 @@ def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
     )
     assert fired == {0.0: [0, 1], 2.5: [0, 0]}
     np.testing.assert_array_equal(quiet[-1].memory.reported, quiet[0].memory.reported)
+
+
+def test_the_pairwise_trigger_counts_events_in_which_a_report_has_changed(drifting, linear, local):
+    """It fires in two of them in a row, whatever round lies between, and doubles."""
+    algorithm = method(linear, local, m=1, trigger="pairwise", delta=0.1)
+    steps = [drifting([]), drifting([1, 7]), drifting([1, 7]), drifting([3, 9])]
+    fired = []
+    *_, first, same, last = run(algorithm, steps, fired=fired)
+    assert fired == [0, 1, 0, 1]
+    assert [float(state.memory.trigger[0]) for state in (first, same, last)] == pytest.approx(
+        [0.1, 0.1, 0.2]
+    )
 
 
 def test_one_group_is_fedavg(toy, linear, local):

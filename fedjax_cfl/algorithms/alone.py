@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from fedjax_cfl.round.cohort import reads_in_place
 from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.hooks import ClientFn, Hooks, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local, Work
@@ -52,18 +53,16 @@ def nonfed(
     """
     check_arguments(nonfed, locals(), "algorithm")
     local = local.resolve()
-    algorithm = federated(
-        task,
-        local,
-        full_participation() if trains == "all" else select,
-        Hooks(
-            train_own_model(sgd(task, local)),
-            start=shared_model(task, ship_start),
-            assign=assign_client_id,
-            prepare=send_own_model,
-            aggregate=client_delta,
-        ),
+    solve, in_place = sgd(task, local), reads_in_place(local)
+    hooks = Hooks(
+        solve if in_place else train_own_model(solve),
+        start=shared_model(task, ship_start),
+        assign=assign_client_id,
+        prepare=None if in_place else send_own_model,
+        aggregate=client_delta,
     )
+    select = full_participation() if trains == "all" else select
+    algorithm = federated(task, local, select, hooks)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)

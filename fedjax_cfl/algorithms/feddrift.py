@@ -21,6 +21,7 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.clustering.assign import keep_groups, training_loss
+from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import mix_former_models
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
@@ -226,23 +227,9 @@ def merge_models(limit: float) -> MergeFn:
         worse = cross - jnp.diag(cross)[:, None]  # L(i, j) - L(i, i)
         apart = jnp.maximum(jnp.maximum(worse, worse.T), 0.0)
         live = settled & (mass > 0) & (jnp.diag(cross) < bad / 2)
-        pairs = live[:, None] & live & ~jnp.eye(m, dtype=bool)
-
-        def near(carry):
-            apart, _ = carry
-            return jnp.min(apart) <= limit
-
-        def join(carry):
-            apart, into = carry
-            i, j = jnp.divmod(jnp.argmin(apart), m)
-            i, j = jnp.minimum(i, j), jnp.maximum(i, j)
-            farther = jnp.maximum(apart[i], apart[j]).at[i].set(jnp.inf)
-            apart = apart.at[i].set(farther).at[:, i].set(farther)
-            apart = apart.at[j].set(jnp.inf).at[:, j].set(jnp.inf)
-            return apart, jnp.where(into == j, i, into).astype(jnp.int32)
-
-        begin = jnp.where(pairs, apart, jnp.inf), jnp.arange(m, dtype=jnp.int32)
-        into = lax.while_loop(near, join, begin)[1]
+        label = agglomerate(apart, m, "complete", live, threshold=limit)
+        same = (label[:, None] == label) & live
+        into = jnp.where(live, jnp.argmax(same, axis=1), jnp.arange(m)).astype(jnp.int32)
         joined = jnp.where(into[None, :] == jnp.arange(m)[:, None], mass, 0.0)  # [new, old]
         total = joined.sum(1, keepdims=True)
         weights = jnp.where(total > 0, joined / jnp.maximum(total, 1.0), jnp.eye(m))

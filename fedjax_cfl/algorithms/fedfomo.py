@@ -28,7 +28,7 @@ from fedjax_cfl.algorithms.alone import (
 )
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.cohort import client_range, over_clients
+from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import ClientFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.local import Local, Work
@@ -212,7 +212,7 @@ def mix_models(
     """Sends each client `count` models of the round before, and lets it mix them (a
     `Mixture`, the client's extra).
     """
-    mix = over_clients(first_order_mixture(task, norm), local)
+    mix, in_place = over_clients(first_order_mixture(task, norm), local), reads_in_place(local)
 
     def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
         memory, clients = state.memory, data.num_clients
@@ -229,9 +229,11 @@ def mix_models(
             jax.tree.map(lambda leaf: leaf[client], models)
             for models in (memory.mixed, state.groups)
         )
-        # [S, F, ...]: no device needs the models of all clients
-        others = jax.tree.map(lambda leaf: leaf[jnp.minimum(peers, clients - 1)], state.groups)
-        model, gain = mix(cohort, held_out(data), (), (mixed, trained, others, peers))
+        everybody, others = state.groups, ()
+        if not in_place:  # [S, F, ...]: no device needs the models of all clients
+            rows = jnp.minimum(peers, clients - 1)
+            everybody, others = (), jax.tree.map(lambda leaf: leaf[rows], state.groups)
+        model, gain = mix(cohort, held_out(data), everybody, (mixed, trained, others, peers))
         return work._replace(client_extra=Mixture(model, peers, gain, trained))
 
     return prepare
@@ -246,9 +248,11 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
     """
     losses = training_loss(task)
 
-    def mix(client, bucket, data: FederatedData, shared: tuple, own):
+    def mix(client, bucket, data: FederatedData, everybody: Params, own):
         mixed, trained, others, peers = own
-        rows = jnp.concatenate([jnp.minimum(client, data.num_clients - 1)[None], peers])
+        last = data.num_clients - 1
+        rows = jnp.concatenate([jnp.minimum(client, last)[None], peers])
+        others = others or jax.tree.map(lambda leaf: leaf[jnp.minimum(peers, last)], everybody)
 
         def join(one, more):
             return jnp.concatenate([one[None], more])
@@ -259,14 +263,18 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
         change = jax.tree.map(jnp.subtract, choices, mixed)
         distance = norm(change)
         gain = (loss[0] - loss[1:]) / jnp.where(distance > 0, distance, 1.0)
-        usable = (rows < data.num_clients) & (distance > 0) & jnp.isfinite(gain)
+        usable = (rows <= last) & (distance > 0) & jnp.isfinite(distance) & jnp.isfinite(gain)
         gain = jnp.where(usable, gain, 0.0)
         weight = jnp.maximum(gain, 0.0)
         weight = weight / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
         count, _ = client_range(client, data)
         weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
-        step = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1), change)
-        return jax.tree.map(jnp.add, mixed, step), gain
+
+        def mean(leaf):
+            counts = weight.reshape(-1, *[1] * (leaf.ndim - 1)) > 0  # 0 x inf would be NaN
+            return jnp.tensordot(weight, jnp.where(counts, leaf, 0.0), axes=1)
+
+        return jax.tree.map(lambda own, leaf: own + mean(leaf), mixed, change), gain
 
     return mix
 

@@ -11,6 +11,7 @@ moments are mixed as models are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -195,19 +196,20 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         reported = jnp.where(drifted[:, None], points, memory.reported)
         alive, old = data.train.size > 0, state.assignment
         moves = apply_moves(reported, alive, drifted, old, memory.centers, state.active, metric)
-        fired = rule.trigger.fires(memory.trigger, moves) & jnp.any(drifted)
+        heard_of = jnp.any(drifted)  # else it is no event
+        fired = rule.trigger.fires(memory.trigger, moves) & heard_of
         moved = state.replace(
             assignment=moves.labels, memory=memory.replace(reported=reported, centers=moves.after)
         )
         state = lax.cond(
             fired, lambda state: recluster_all(key, state, moves), lambda state: state, moved
         )
-        memory = state.memory.replace(
-            trigger=rule.trigger.update(memory.trigger, fired, state.memory.centers)
-        )
+        trigger = rule.trigger.update(memory.trigger, fired, state.memory.centers)
+        trigger = jax.tree.map(partial(jnp.where, heard_of), trigger, memory.trigger)
+        state = state.replace(memory=state.memory.replace(trigger=trigger))
         sent = representation.report(drifted, points.shape[1])
         migrated = jnp.sum(drifted & (moves.labels != old))
-        return state.replace(memory=memory), make_report(sent, migrated, reclustered=fired)
+        return state, make_report(sent, migrated, reclustered=fired)
 
     def recluster_all(key: Key, state: State, moves: Moves) -> State:
         m = state.active.size

@@ -201,6 +201,12 @@ def mean_client_distance(
     return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(valid.sum(), 1)
 
 
+def clusters_in_use(labels: jax.Array, valid: jax.Array, m: int) -> jax.Array:
+    """Returns which clusters [m] bool have a valid member; the first where none has."""
+    used = jnp.any((labels[:, None] == jnp.arange(m)) & valid[:, None], axis=0)
+    return used.at[0].set(used[0] | ~jnp.any(used))
+
+
 def by_silhouette(
     restarts: int = 4, iterations: int = 50, participants: int | None = None
 ) -> ClusterFn:
@@ -238,9 +244,8 @@ def by_silhouette(
         most = jnp.minimum(m if participants is None else participants // 2, valid.sum() - 1)
         score = silhouettes(points, labels, m, valid, metric)
         best = jnp.argmax(jnp.where(counts <= most, score, -jnp.inf))
-        several = most >= 2
-        labels = jnp.where(several, labels[best], one)
-        return Clusters(labels, jnp.arange(m) < jnp.where(several, counts[best], 1))
+        labels = jnp.where(most >= 2, labels[best], one)
+        return Clusters(labels, clusters_in_use(labels, valid, m))
 
     return cluster
 
@@ -261,4 +266,4 @@ def k_center(key: Key, points: jax.Array, valid: jax.Array, m: int, metric: Metr
 
     start = jnp.zeros(len(points), jnp.int32), jnp.full(len(points), jnp.inf)
     labels, _ = lax.fori_loop(0, m, add, start)
-    return Clusters(labels, jnp.any((labels[:, None] == jnp.arange(m)) & valid[:, None], axis=0))
+    return Clusters(labels, clusters_in_use(labels, valid, m))
