@@ -22,7 +22,7 @@ from jax import lax
 
 from fedjax_cfl.clustering.assign import keep_groups, training_loss
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.clustering.recluster import mix_former_models
+from fedjax_cfl.clustering.recluster import former_shares, mix_former_models
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import copy_model, federated
@@ -230,10 +230,8 @@ def merge_models(limit: float) -> MergeFn:
         label = agglomerate(apart, m, "complete", live, threshold=limit)
         same = (label[:, None] == label) & live
         into = jnp.where(live, jnp.argmax(same, axis=1), jnp.arange(m)).astype(jnp.int32)
-        joined = jnp.where(into[None, :] == jnp.arange(m)[:, None], mass, 0.0)  # [new, old]
-        total = joined.sum(1, keepdims=True)
-        weights = jnp.where(total > 0, joined / jnp.maximum(total, 1.0), jnp.eye(m))
-        return into, weights
+        joined = jnp.where(into[:, None] == jnp.arange(m), mass[:, None], 0.0)  # [old, new]
+        return into, former_shares(joined).T
 
     return merge
 

@@ -244,7 +244,8 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
     that it can choose from (eqs. 4 to 6 of the paper).
 
     The gain is the fall of the loss on the samples of `data`, from the client's model before
-    its last training, per unit of distance from that.
+    its last training, per unit of distance from that. The models of others are its own input,
+    or () where it reads them from those of `everybody`.
     """
     losses = training_loss(task)
 
@@ -270,11 +271,11 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
         count, _ = client_range(client, data)
         weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
 
-        def mean(leaf):
+        def weigh(leaf):
             counts = weight.reshape(-1, *[1] * (leaf.ndim - 1)) > 0  # 0 x inf would be NaN
             return jnp.tensordot(weight, jnp.where(counts, leaf, 0.0), axes=1)
 
-        return jax.tree.map(lambda own, leaf: own + mean(leaf), mixed, change), gain
+        return jax.tree.map(lambda own, leaf: own + weigh(leaf), mixed, change), gain
 
     return mix
 
