@@ -67,7 +67,7 @@ def describe_programs(programs: dict[str, dict[str, str]], updates: int) -> list
         f"{chip / 1e6:.2f}",
         f"{plan / 1e6:.2f}",
         *exchanged,
-        f"{number(train, 'all_gather_bytes') / cohort:.2f}",
+        f"{(number(train, 'all_gather_bytes') + number(train, 'all_reduce_bytes')) / cohort:.2f}",
         train["collectives_in_loops"] or "0",
         f"{number(train, 'step_ops')}, {number(train, 'step_copies')}",
         str(sum(bool(row["host_transfers"]) for row in rows)),
@@ -76,7 +76,7 @@ def describe_programs(programs: dict[str, dict[str, str]], updates: int) -> list
 
 HEAD = (
     "topology | workload | method | drift | compiling: CPU s of start, round, evaluation | MB a chip, compiler | MB a chip, plan |"
-    " all-reduces, kB | all-gathers, kB | others, kB | all-gathered, in cohorts | exchanges in loops | operations in a step, copies |"
+    " all-reduces, kB | all-gathers, kB | others, kB | gathered and reduced, in cohorts | exchanges in loops | operations in a step, copies |"
     " programs with host transfers"
 )
 

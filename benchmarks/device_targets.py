@@ -11,11 +11,10 @@ os.environ |= {"TPU_MIN_LOG_LEVEL": "4", "TPU_STDERR_LOG_LEVEL": "4"}
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several may compile: there is no chip to share
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 import fedjax_cfl as cfl
-from fedjax_cfl.sharding import AXIS
+from fedjax_cfl.sharding import mesh_over
 from fedjax_cfl.simulation import memory
 
 GIB = 2**30
@@ -44,7 +43,7 @@ def make_topology_mesh(name: str) -> jax.sharding.Mesh:
         found = topologies.get_topology_desc(platform="cuda", **given)
     else:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    return jax.sharding.Mesh(np.array(found.devices), (AXIS,))
+    return mesh_over(found.devices)
 
 
 def compile_without_gpu() -> None:

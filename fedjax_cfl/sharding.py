@@ -1,7 +1,7 @@
-"""Devices: one mesh axis `clients`, and what is put and computed where."""
+"""Devices: their mesh, over which clients are spread, and what is put and computed where."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.errors import InputError
-
-AXIS = "clients"
-MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
 
 
 def use_cpu_cores(count: int | None = None) -> None:
@@ -51,7 +48,21 @@ def make_mesh(devices: int | None = None) -> Mesh:
         raise InputError(
             f"devices={devices}: between 1 and {len(found)} are available ({found[0].platform})"
         )
-    return Mesh(np.array(found[:devices]), (AXIS,))
+    return mesh_over(found[:devices])
+
+
+def mesh_over(devices: Sequence[Any]) -> Mesh:
+    """Returns the mesh over devices, which keep their order. It has an axis for each prime
+    factor of their number: clients are split over all of them together, and models of clients
+    over some by one axis of a layer, over the others by another (`client_models`).
+    """
+    factors, rest = [], len(devices)
+    while rest > 1:
+        factors.append(next(n for n in range(2, rest + 1) if rest % n == 0))
+        rest //= factors[-1]
+    factors = factors or [1]
+    names = tuple(f"clients_{n}" for n in range(len(factors)))
+    return Mesh(np.array(devices).reshape(factors), names)
 
 
 def replicated_sharding(mesh: Mesh) -> NamedSharding:
@@ -64,36 +75,6 @@ def replicated_shapes(tree: Any, mesh: Mesh) -> Any:
     tree of arrays or of their shapes.
     """
     return jax.tree.map(lambda leaf: shape_on(leaf, replicated_sharding(mesh)), tree)
-
-
-def split_sharding(leaf: Any, mesh: Mesh, first: int = 1) -> NamedSharding:
-    """Returns the sharding of an array [K, ...] of models of clients, split over the devices
-    by its longest axis of parameters that they divide, else by K; whole if it is small or
-    neither can be divided. `first` is the first axis of parameters.
-
-    By parameters, because then a client's row is written and read in place: of the updates
-    [S, ...] of a cohort each device receives its share of the coordinates, never all.
-    """
-    sizes = {axis: size for axis, size in enumerate(leaf.shape) if size % mesh.size == 0}
-    axes = [axis for axis in sizes if axis >= first] or [
-        axis for axis in sizes if axis == first - 1
-    ]
-    small = leaf.size * leaf.dtype.itemsize < MIN_SPLIT_BYTES
-    if not axes or small or mesh.size == 1:
-        return replicated_sharding(mesh)
-    longest = max(axes, key=lambda axis: sizes[axis])
-    return NamedSharding(mesh, PartitionSpec(*[None] * longest, AXIS))
-
-
-def split_by_parameter(tree: Any, mesh: Mesh | None) -> Any:
-    """Asks the compiler to split arrays [S, ...] of updates as `split_sharding` does: for
-    inner products, distances and sorting, which otherwise make every device hold all of them.
-    """
-    if mesh is None or mesh.size == 1:
-        return tree
-    return jax.tree.map(
-        lambda leaf: jax.lax.with_sharding_constraint(leaf, split_sharding(leaf, mesh)), tree
-    )
 
 
 def shape_on(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -130,7 +111,7 @@ def over_devices(block: Callable, mesh: Mesh) -> Callable:
     """
     if mesh.size == 1:
         return block
-    split, whole = PartitionSpec(AXIS), PartitionSpec()
+    split, whole = PartitionSpec(mesh.axis_names), PartitionSpec()
     return jax.shard_map(
         block, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False
     )

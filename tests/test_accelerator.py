@@ -2,27 +2,20 @@
 
 import argparse
 import subprocess
-import sys
-from pathlib import Path
 
+import accelerator
+import accelerator_models
+import accelerator_sides
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pod_model
 import pytest
+import workloads
 
 import fedjax_cfl as cfl
 from fedjax_cfl.papers.cells import load_table, match_names
 from fedjax_cfl.round.cohort import balance_over_devices
-
-FOLDER = str(Path(__file__).resolve().parent.parent / "benchmarks")
-sys.path.insert(0, FOLDER)
-import accelerator  # noqa: E402
-import accelerator_models  # noqa: E402
-import accelerator_sides  # noqa: E402
-import pod_model  # noqa: E402
-import workloads  # noqa: E402
-
-sys.path.remove(FOLDER)
 
 
 def as_task(name):

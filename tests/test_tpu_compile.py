@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hlo
 import jax
 import jax.numpy as jnp
 import jaxlib.version
@@ -21,14 +22,11 @@ from jax import export, lax
 from jax.sharding import PartitionSpec
 
 import fedjax_cfl as cfl
-from fedjax_cfl.sharding import AXIS, on_every_device, split_by_parameter
+from fedjax_cfl.round.client_models import flatten_updates
+from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.simulation.compiler import QUICK, compiler_options
 
 PROGRAM = Path(__file__).resolve().parent.parent / "benchmarks" / "tpu_compile.py"
-sys.path.insert(0, str(PROGRAM.parent))
-import hlo  # noqa: E402
-
-sys.path.remove(str(PROGRAM.parent))
 METHODS = {
     "fedavg": {},
     "ifca": {"m": 3},
@@ -42,13 +40,12 @@ def compiled_text(function, *arguments):
 
 def test_the_reader_finds_exchanges_and_tells_those_of_loops():
     mesh = cfl.make_mesh(4)
+    axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS)
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
     def exchange(x):
-        once = lax.psum(x.sum(0), AXIS)
-        often = lax.fori_loop(0, 3, lambda i, a: a + lax.psum(a * i, AXIS), x[:, :2].sum(0))
+        once = lax.psum(x.sum(0), axes)
+        often = lax.fori_loop(0, 3, lambda i, a: a + lax.psum(a * i, axes), x[:, :2].sum(0))
         return x + once + often.sum()
 
     found = hlo.find_collectives(compiled_text(exchange, np.ones((8, 5), np.float32)))
@@ -67,11 +64,11 @@ def test_distances_are_shared_out_and_a_clustering_waits_for_nobody():
         return lax.fori_loop(0, 9, lambda i, x: jnp.tanh(x @ x / 2e4), x)
 
     def cluster(rows):
-        rows = split_by_parameter(rows, mesh)
+        rows = flatten_updates(rows, mesh)
         return on_every_device(loop, mesh)(rows @ rows.T)
 
     rows = np.random.default_rng(0).normal(size=(32, 1024)).astype(np.float32)
-    held = jax.device_put(rows, jax.NamedSharding(mesh, PartitionSpec(AXIS)))
+    held = jax.device_put(rows, jax.NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
     found = hlo.find_collectives(compiled_text(cluster, held))
     assert {each.kind for each in found} == {"all-to-all", "all-reduce"}
     assert not any(each.in_loop for each in found)

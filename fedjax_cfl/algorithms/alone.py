@@ -11,9 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import reads_in_place
 from fedjax_cfl.round.engine import copy_model, federated
-from fedjax_cfl.round.hooks import ClientFn, Hooks, Start, StartFn, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    ClientFn,
+    Hooks,
+    PrepareFn,
+    Start,
+    StartFn,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
@@ -58,8 +67,8 @@ def nonfed(
         solve if in_place else train_own_model(solve),
         start=shared_model(task, ship_start),
         assign=assign_client_id,
-        prepare=None if in_place else send_own_model,
-        aggregate=client_delta,
+        prepare=None if in_place else send_own_model(local),
+        aggregate=client_delta(local),
     )
     select = full_participation() if trains == "all" else select
     algorithm = federated(task, local, select, hooks)
@@ -98,11 +107,13 @@ def assign_client_id(
     return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
 
 
-def send_own_model(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
-    """Gives each client of the cohort the model of its group, and no device those of others (a
-    `PrepareFn`).
-    """
-    return work._replace(client_extra=jax.tree.map(lambda leaf: leaf[work.group], state.groups))
+def send_own_model(local: Local) -> PrepareFn:
+    """Gives each client of the cohort the model of its group, and no device those of others."""
+
+    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+        return work._replace(client_extra=take_models(state.groups, work.group, local.mesh))
+
+    return prepare
 
 
 def train_own_model(train: ClientFn) -> ClientFn:
@@ -117,17 +128,18 @@ def train_own_model(train: ClientFn) -> ClientFn:
     return Partial(solve, train)
 
 
-def client_delta(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
-    """Returns each client's own update as the step of its group (an `AggregateFn`).
+def client_delta(local: Local) -> AggregateFn:
+    """Returns each client's own update as the step of its group.
 
     It is a scatter; a mean over K groups would be a product with a matrix [S, K].
     """
-    rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
-    step = jax.tree.map(
-        lambda leaf, delta: jnp.zeros_like(leaf).at[rows].set(delta, mode="drop"),
-        state.groups,
-        upload.delta,
-    )
-    return step, jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")
+
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+    ) -> tuple[Params, jax.Array]:
+        rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
+        zeros = jax.tree.map(jnp.zeros_like, state.groups)
+        mass = jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")
+        return put_models(zeros, rows, upload.delta, local.mesh), mass
+
+    return aggregate

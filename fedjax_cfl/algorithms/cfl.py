@@ -26,6 +26,7 @@ from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine, dissimilarity
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.engine import copy_model, federated
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.hooks import (
@@ -42,7 +43,7 @@ from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
-from fedjax_cfl.sharding import on_every_device, split_by_parameter
+from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -223,8 +224,7 @@ def bipartition(
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, data.num_clients)
-            store = partial(jax.tree.map, lambda old, new: old.at[rows].set(new, mode="drop"))
-            latest = store(tree.last_update, delta)
+            latest = put_models(tree.last_update, rows, delta, mesh)
             tree = tree.replace(
                 last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
             )
@@ -242,8 +242,11 @@ def bipartition(
         state = state.replace(memory=tree.replace(last_split=passed, longest_mean=longest_mean))
 
         def cut():
+            parts = compared(delta)
+            if not stale_updates:  # those are split already
+                parts = flatten_updates(parts, mesh)
             half, gamma = bisect_updates(
-                ids, jnp.where(sent, group, -1), compared(delta), ready, linkage, mesh
+                ids, jnp.where(sent, group, -1), parts, ready, linkage, mesh
             )
             return split(state, ids, group, sent, delta, half, ready & (gamma > gamma_max))
 
@@ -275,7 +278,6 @@ def bisect_updates(
     """
     order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
     group = group[order]
-    delta = split_by_parameter(delta, mesh)
 
     def cut_all(apart, group, ready):
         def cut(g):

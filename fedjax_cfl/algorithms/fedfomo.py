@@ -28,9 +28,10 @@ from fedjax_cfl.algorithms.alone import (
 )
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import ClientFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import ClientFn, FinishFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -122,8 +123,8 @@ def fedfomo(
         start=personal_start(task),
         assign=assign_client_id,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
-        aggregate=client_delta,
-        finish=remember_mixture,
+        aggregate=client_delta(local),
+        finish=remember_mixture(local),
     )
     algorithm = federated(task, local, select, hooks)
 
@@ -135,7 +136,12 @@ def fedfomo(
         round=round,
         serve=test,
         clustered=False,
-        client_models=lambda state: (state.groups, state.server, state.memory.mixed),
+        client_models=lambda state: (
+            state.groups,
+            state.server,
+            state.memory.mixed,
+            state.memory.affinity,
+        ),
     )
 
 
@@ -219,20 +225,18 @@ def mix_models(
         client = jnp.minimum(cohort.ids, clients - 1)
         explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
 
-        def pick(client):
+        def pick(client, affinity):
             eligible = memory.uploaded & (jnp.arange(clients) != client)
-            own_key = jax.random.fold_in(key, client)
-            return pick_peers(own_key, memory.affinity[client], eligible, explore, count)
+            return pick_peers(jax.random.fold_in(key, client), affinity, eligible, explore, count)
 
-        peers = jax.vmap(pick)(client)
-        mixed, trained = (
-            jax.tree.map(lambda leaf: leaf[client], models)
-            for models in (memory.mixed, state.groups)
+        mixed, trained, affinity = take_models(
+            (memory.mixed, state.groups, memory.affinity), client, local.mesh
         )
+        peers = jax.vmap(pick)(client, affinity)
         everybody, others = state.groups, ()
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
-            everybody, others = (), jax.tree.map(lambda leaf: leaf[rows], state.groups)
+            everybody, others = (), take_models(state.groups, rows, local.mesh)
         model, gain = mix(cohort, held_out(data), everybody, (mixed, trained, others, peers))
         return work._replace(client_extra=Mixture(model, peers, gain, trained))
 
@@ -300,29 +304,31 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
     return Partial(solve, train_own_model(train))
 
 
-def remember_mixture(
-    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> tuple[State, Traffic]:
-    """Remembers what the clients that answered have mixed (a `FinishFn`).
+def remember_mixture(local: Local) -> FinishFn:
+    """Remembers what the clients that answered have mixed.
 
     A client receives F models, the first of which the round counts already, and sends F
     words; in its first round it receives the common start.
     """
-    memory, mixture, clients = state.memory, upload.extra, state.assignment.size
-    answered, real = upload.weight > 0, cohort.ids < clients
-    rows = jnp.where(answered, cohort.ids, clients)
-    total = jnp.abs(mixture.gain.sum(1, keepdims=True))
-    share = mixture.gain / jnp.where(total > 0, total, 1.0)
-    judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
-    memory = PersonalModels(
-        mixed=jax.tree.map(
-            lambda old, new: old.at[rows].set(new, mode="drop"), memory.mixed, mixture.model
-        ),
-        affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
-        uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
-    )
-    sent = jnp.sum(mixture.peers < clients, axis=1)
-    return state.replace(memory=memory), make_traffic(
-        units_down=jnp.sum(jnp.where(real, jnp.maximum(sent - 1, 0), 0)),
-        words_up=jnp.sum(jnp.where(answered, sent, 0)),
-    )
+
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        memory, mixture, clients = state.memory, upload.extra, state.assignment.size
+        answered, real = upload.weight > 0, cohort.ids < clients
+        rows = jnp.where(answered, cohort.ids, clients)
+        total = jnp.abs(mixture.gain.sum(1, keepdims=True))
+        share = mixture.gain / jnp.where(total > 0, total, 1.0)
+        judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
+        memory = PersonalModels(
+            mixed=put_models(memory.mixed, rows, mixture.model, local.mesh),
+            affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
+            uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
+        )
+        sent = jnp.sum(mixture.peers < clients, axis=1)
+        return state.replace(memory=memory), make_traffic(
+            units_down=jnp.sum(jnp.where(real, jnp.maximum(sent - 1, 0), 0)),
+            words_up=jnp.sum(jnp.where(answered, sent, 0)),
+        )
+
+    return finish

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from fedjax_cfl.algorithms.fesem_start import MakeStart, cluster_local_models
 from fedjax_cfl.clustering.assign import ChooseFn, met_groups
@@ -25,14 +26,23 @@ from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, MigrateFn, PrepareFn, make_report
+from fedjax_cfl.round.hooks import (
+    AggregateFn,
+    AssignFn,
+    FinishFn,
+    Hooks,
+    MigrateFn,
+    PrepareFn,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import Objective, erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_sum, membership_weights
+from fedjax_cfl.round.tree import group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -134,7 +144,7 @@ def fesem(
         assign=assign_nearest(nearest),
         prepare=prepare,
         aggregate=centers.aggregate,
-        finish=keep_models,
+        finish=keep_models(local.mesh),
     )
     return federated(task, local, select, hooks)._replace(client_models=stored_models)
 
@@ -176,11 +186,9 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
 
     def part(model, center):
         mean = jnp.mean(center, axis=0)
-        apart = (center - mean).reshape(center.shape[0], -1)
-        product = jnp.matmul(
-            model.reshape(model.shape[0], -1), apart.T, precision=lax.Precision.HIGHEST
-        )
-        return jnp.sum((center + mean).reshape(apart.shape) * apart, axis=1) - 2 * product
+        apart = center - mean
+        product = inner_products(model, apart, lax.Precision.HIGHEST)
+        return jnp.sum((center + mean) * apart, axis=tuple(range(1, apart.ndim))) - 2 * product
 
     finite = sum(
         jnp.sum(jnp.square(leaf.reshape(len(leaf), -1)), axis=1)
@@ -257,22 +265,30 @@ def rows_of(cohort: Cohort, upload: Upload, memory: Any) -> jax.Array:
     return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
 
 
-def keep_models(
-    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> tuple[State, Traffic]:
-    """Stores the model of every client that trained (a `FinishFn`)."""
-    rows = rows_of(cohort, upload, before.memory)
+def keep_models(mesh: Mesh | None = None) -> FinishFn:
+    """Stores the model of every client that trained; the devices of `mesh` share them."""
 
-    def store(stored, start, delta, center):
-        # The compiler writes the models in place only if it sees that the means, which read them,
-        # were taken before. Hence a condition on the new centers; it is true unless the run has
-        # diverged.
-        taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
-        return stored.at[taken].set(start[gid] + delta, mode="drop")
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        rows = rows_of(cohort, upload, before.memory)
 
-    models = jax.tree.map(store, before.memory.models, before.groups, upload.delta, state.groups)
-    known = before.memory.known.at[rows].set(True, mode="drop")
-    return state.replace(memory=state.memory.replace(models=models, known=known)), make_traffic()
+        def store(stored, start, delta, center):
+            # The compiler writes the models in place only if it sees that the means, which read
+            # them, were taken before. Hence a condition on the new centers; it is true unless the
+            # run has diverged.
+            taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
+            return put_models(stored, taken, start[gid] + delta, mesh)
+
+        models = jax.tree.map(
+            store, before.memory.models, before.groups, upload.delta, state.groups
+        )
+        known = before.memory.known.at[rows].set(True, mode="drop")
+        return state.replace(memory=state.memory.replace(models=models, known=known)), (
+            make_traffic()
+        )
+
+    return finish
 
 
 class Centers(NamedTuple):

@@ -254,7 +254,7 @@ def fesem_ma(
         own = {
             "solve": match_to_center(solve, layers),
             "regroup": recount if words else None,
-            "finish": keep_models,
+            "finish": keep_models(local.mesh),
         }
     hooks = Hooks(
         **own,

@@ -1,6 +1,7 @@
 """How FeSEM starts: the models that the server keeps of every client, and the first centers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from fedjax_cfl.clustering.distances import _dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round import engine
+from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.hooks import Start, StartFn, make_report
 from fedjax_cfl.round.local import Local, full_work
@@ -19,7 +21,7 @@ from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
-from fedjax_cfl.sharding import on_every_device, split_by_parameter
+from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -74,13 +76,14 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
             work = full_work(jnp.zeros_like(cohort.ids))
             upload, faults = train(cohort, data, (keys[1], common), work)
 
-            def by_client(part):
+            def by_client(part, mesh=None):
                 whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
-                return whole.at[cohort.ids].set(part, mode="drop")
+                return put_models(whole, cohort.ids, part, mesh)
 
-            received = split_by_parameter(upload.delta, local.mesh)
-            delta, known = jax.tree.map(by_client, (received, upload.weight > 0))
-            points = embed_deltas(keys[3], delta, known, local.mesh)
+            known = by_client(upload.weight > 0)
+            delta = jax.tree.map(partial(by_client, mesh=local.mesh), upload.delta)
+            compared = jax.tree.map(by_client, flatten_updates(upload.delta, local.mesh))
+            points = embed_deltas(keys[3], compared, known, local.mesh)
 
             def cluster(key, points, known):
                 return kmeans(key, points, m, restarts, weight=known).labels

@@ -24,6 +24,7 @@ from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import (
@@ -41,7 +42,7 @@ from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights
-from fedjax_cfl.sharding import on_every_device, split_by_parameter
+from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -153,7 +154,7 @@ def cluster_updates(
         key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         order = jnp.argsort(cohort.ids)  # so that neither numbers nor ties depend on slots
-        distance = metric(split_by_parameter(upload.delta, mesh))[order][:, order]
+        distance = metric(flatten_updates(upload.delta, mesh))[order][:, order]
 
         def cluster(distance, valid):
             return agglomerate(distance, m, linkage, valid, threshold)

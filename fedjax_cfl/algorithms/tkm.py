@@ -25,6 +25,7 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
+from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import (
     BYZANTINE,
@@ -68,7 +69,7 @@ def tkm(
         sgd(task, local),
         start=random_groups(task, m),
         assign=keep_groups,
-        aggregate=trimmed_mean(beta),
+        aggregate=trimmed_mean(beta, local.mesh),
     )
     rounds = federated(task, local, select, hooks)
     learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
@@ -116,15 +117,15 @@ def local_erm(
             work._replace(step_fraction=fraction),
         )
 
-        def model(start, delta):
-            models = jnp.broadcast_to(start, (data.num_clients, *start.shape[1:]))
-            return models.at[cohort.ids].add(delta, mode="drop")
-
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), start
+        )
+        delta = put_models(zeros, cohort.ids, upload.delta, local.mesh)
         known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
         answers = data.num_clients - counts.dropped.sum()
         sent = make_traffic(units_down=data.num_clients, units_up=answers)
         report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
-        return jax.tree.map(model, start, upload.delta), known, report
+        return jax.tree.map(jnp.add, start, delta), known, report
 
     return learn
 

@@ -10,11 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.tree import inner_products
 from fedjax_cfl.types import Params
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _products(a: jax.Array, b: jax.Array) -> jax.Array:
+    return inner_products(a, b, jax.lax.Precision.HIGHEST)
+
+
+def _sum_all(leaf: jax.Array) -> jax.Array:
+    """Returns the sums [S] of an array [S, ...]."""
+    return jnp.sum(leaf, axis=tuple(range(1, leaf.ndim)))
 
 
 def _rows(tree: Params) -> list[jax.Array]:
@@ -33,17 +43,17 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def gram(delta: Params) -> jax.Array:
     """Returns the inner products [S, S] of the updates `delta` [S, ...]."""
-    return _sum([_dot(rows, rows.T) for rows in _rows(delta)])
+    return _sum([_products(leaf, leaf) for leaf in jax.tree.leaves(drop_statistics(delta))])
 
 
 def cosine(a: Params, b: Params) -> jax.Array:
     """Returns the cosines [S, m] of `a` [S, ...] with `b` [m, ...]; 0 where a norm is 0."""
-    a, b = _rows(a), _rows(b)
+    a, b = (jax.tree.leaves(drop_statistics(side)) for side in (a, b))
     norm_a, norm_b = (
-        jnp.sqrt(_sum([jnp.sum(jnp.square(rows.astype(jnp.float32)), 1) for rows in side]))
+        jnp.sqrt(_sum([_sum_all(jnp.square(leaf.astype(jnp.float32))) for leaf in side]))
         for side in (a, b)
     )
-    product = _sum([_dot(left, right.T) for left, right in zip(a, b, strict=True)])
+    product = _sum([_products(left, right) for left, right in zip(a, b, strict=True)])
     return jnp.clip(_divide(_divide(product, norm_a[:, None]), norm_b), -1, 1)
 
 
@@ -72,8 +82,8 @@ def manhattan(delta: Params) -> jax.Array:
     """
     return _sum(
         [
-            jax.lax.map(lambda row, rows=rows: jnp.sum(jnp.abs(row - rows), axis=1), rows)
-            for rows in _rows(delta)
+            jax.lax.map(lambda one, leaf=leaf: _sum_all(jnp.abs(one - leaf)), leaf)
+            for leaf in jax.tree.leaves(drop_statistics(delta))
         ]
     )
 

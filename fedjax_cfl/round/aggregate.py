@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from fedjax_cfl.round.client_models import split_by_parameter
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.traffic import make_traffic
@@ -93,15 +95,17 @@ def trimmed_group_mean(
     return group_sum(coefficient, jax.tree.map(sort_rows, tree)), count
 
 
-def trimmed_mean(beta: ArrayLike) -> AggregateFn:
+def trimmed_mean(beta: ArrayLike, mesh: Mesh | None = None) -> AggregateFn:
     """Averages each coordinate without the fraction `beta` of a group's clients at both
-    ends (Yin et al. 2018), unweighted; 0.5 is the median.
+    ends (Yin et al. 2018), unweighted; 0.5 is the median. The devices of `mesh` share the
+    coordinates.
     """
 
     def aggregate(
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
-        return trimmed_group_mean(upload.weight > 0, gid, upload.delta, state.active.size, beta)
+        delta = split_by_parameter(upload.delta, mesh)
+        return trimmed_group_mean(upload.weight > 0, gid, delta, state.active.size, beta)
 
     return aggregate
 

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round import faults, timing, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.hooks import (
     AggregateFn,
@@ -139,7 +140,7 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
         besides = traffic.add_traffic(asked.traffic, finishing) if asked else finishing
         reports = add_reports(migration, assignment, answers.report, make_report(besides))
-        info = make_info(state, after.groups, cohort, gid, upload, mass).replace(
+        info = make_info(state, after.groups, cohort, gid, upload, mass, local.mesh).replace(
             shifted=jnp.sum(data.shifted),
             migrated=reports.migrated,
             reclustered=reports.reclustered,
@@ -376,11 +377,8 @@ def finish_round(
     """
     received = state.received
     if parts.local.keep_received:
-        received = jax.tree.map(
-            lambda old, groups: old.at[cohort.ids].set(groups[work.group], mode="drop"),
-            received,
-            sent,
-        )
+        models = jax.tree.map(lambda leaf: leaf[work.group], sent)
+        received = put_models(received, cohort.ids, models, parts.local.mesh)
     return state.replace(
         round=state.round + 1,
         traffic=traffic.add_traffic(state.traffic, reports.traffic),

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.counts import make_count, sum_counts
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.tree import group_mean, squared_norms
@@ -11,7 +13,7 @@ from fedjax_cfl.types import Cohort, Info, Params, State, Upload
 
 
 def deviation(
-    state: State, groups: Params, gid: jax.Array, upload: Upload
+    state: State, groups: Params, gid: jax.Array, upload: Upload, mesh: Mesh | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the distance [S] of each trained model from the new model of its group, and
     the cosine [S] of its delta to the group's step.
@@ -22,14 +24,16 @@ def deviation(
     returned as 0.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
+    alone = state.active.size >= gid.size  # a group for each client
+    steps = take_models(step, gid, mesh) if alone else step
     pairs = zip(
-        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, step)), strict=True
+        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, steps)), strict=True
     )
-    if state.active.size < gid.size:
+    if alone:
+        own = sum(jnp.sum(x * y, axis=tuple(range(1, x.ndim))) for x, y in pairs)
+    else:
         product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
         own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
-    else:  # a group for each client
-        own = sum(jnp.sum(x * y[gid], axis=tuple(range(1, x.ndim))) for x, y in pairs)
     step_square = squared_norms(step).sum(0)[gid]
     gap = upload.squared_norm - 2 * own + step_square
     norms = jnp.sqrt(upload.squared_norm * step_square)
@@ -39,14 +43,21 @@ def deviation(
 
 
 def make_info(
-    state: State, groups: Params, cohort: Cohort, gid: jax.Array, upload: Upload, mass: jax.Array
+    state: State,
+    groups: Params,
+    cohort: Cohort,
+    gid: jax.Array,
+    upload: Upload,
+    mass: jax.Array,
+    mesh: Mesh | None = None,
 ) -> Info:
     """Returns what is known from a round's updates; the engine adds the rest.
 
     `mass` [m] is the weight behind each group's step. The discrepancy is that of FlexCFL,
-    eq. 3: ||trained - new model of its own group||, over all clients and per group.
+    eq. 3: ||trained - new model of its own group||, over all clients and per group. The devices
+    of `mesh` share groups that are one client's each.
     """
-    distance, cosine = deviation(state, groups, gid, upload)
+    distance, cosine = deviation(state, groups, gid, upload, mesh)
     trained = (upload.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)
     known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
@@ -42,17 +43,20 @@ def cut_blocks(index: jax.Array, num_models: int) -> Blocks:
     return Blocks(sort, jnp.cumsum(count) - count, count, jnp.cumsum(-(-count // EVAL_BLOCK)))
 
 
+def find_model(blocks: Blocks, number: jax.Array) -> jax.Array:
+    """Returns the model that a block belongs to."""
+    model = jnp.searchsorted(blocks.until, number, side="right", method="compare_all")
+    return jnp.minimum(model, blocks.size.size - 1)
+
+
 def predict_block(
-    task: Task, models: Params, data: FederatedData, blocks: Blocks, number: jax.Array
+    task: Task, model: Params, data: FederatedData, blocks: Blocks, number: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (place in `data.test.order`, N_test for none; predicted class; cross-entropy)
-    [EVAL_BLOCK] of one block.
+    [EVAL_BLOCK] of one block by its `model`.
     """
     sort, first, count, until = blocks
-    total = sort.size
-    g = jnp.minimum(
-        jnp.searchsorted(until, number, side="right", method="compare_all"), count.size - 1
-    )
+    total, g = sort.size, find_model(blocks, number)
     begin = (number - (until[g] - -(-count[g] // EVAL_BLOCK))) * EVAL_BLOCK
     place = begin + jnp.arange(EVAL_BLOCK)
     slot = jnp.where((place < count[g]) & (number < until[-1]), first[g] + place, total)
@@ -60,7 +64,7 @@ def predict_block(
     rows = data.test.order[test]
     x, y = gather(data, rows)
     owner = jnp.where(slot < total, data.owner[rows], -1)
-    logits = task.predict(jax.tree.map(lambda leaf: leaf[g], models), x, owner)
+    logits = task.predict(model, x, owner)
     guess = jnp.argmax(logits, -1).astype(jnp.int32)
     return jnp.where(slot < total, test, total), guess, cross_entropy(logits, y)
 
@@ -72,7 +76,8 @@ def predict_test_samples(
     order of `data.test.order`.
 
     m models cost one pass over the samples and not m. Samples of clients without a model
-    get class -1.
+    get class -1. Where each client has a model of its own, devices get those of their blocks
+    alone.
     """
     models, index = served
     num_models, total = count_models(models), data.test.order.size
@@ -81,26 +86,36 @@ def predict_test_samples(
     # static bound of blocks per device
     length = -(-(total // EVAL_BLOCK + num_models) // mesh.size)
 
-    @jax.jit  # traced once for its shapes and for the loop
-    def one_block(shared, number):
-        models, data, blocks = shared
-        return predict_block(task, models, data, blocks, number)
+    # devices take them in turn
+    numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
+    split = mesh.size > 1 and num_models == index.size
+    if split:  # [length of all devices, ...]
+        models = take_models(models, jax.vmap(find_model, (None, 0))(blocks, numbers), mesh)
 
-    def device_blocks(shared, numbers):
+    @jax.jit  # traced once for its shapes and for the loop
+    def one_block(shared, models, number, row):
+        data, blocks = shared
+        row = row if split else find_model(blocks, number)
+        model = jax.tree.map(lambda leaf: leaf[row], models)
+        return predict_block(task, model, data, blocks, number)
+
+    def device_blocks(shared, own):
+        (everybody, *shared), (numbers, models) = shared, own
+        models = models if split else everybody
         done = jnp.sum(numbers < shared[-1].until[-1])
-        shapes = jax.eval_shape(one_block, shared, numbers[0])
+        shapes = jax.eval_shape(one_block, shared, models, numbers[0], 0)
         out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
 
         def body(b, out):
-            return jax.tree.map(
-                lambda whole, part: whole.at[b].set(part), out, one_block(shared, numbers[b])
-            )
+            found = one_block(shared, models, numbers[b], b)
+            return jax.tree.map(lambda whole, part: whole.at[b].set(part), out, found)
 
         return lax.fori_loop(0, done, body, out)
 
-    # devices take them in turn
-    numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
-    where, guess, loss = over_devices(device_blocks, mesh)((models, data, blocks), numbers)
+    everybody, own = ((), models) if split else (models, ())
+    where, guess, loss = over_devices(device_blocks, mesh)(
+        (everybody, data, blocks), (numbers, own)
+    )
     guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
@@ -200,10 +215,10 @@ def evaluate_block(
 
 def is_finite(models: Params) -> jax.Array:
     """Returns for each of the models [M, ...] whether all of its numbers are finite."""
-    leaves = jax.tree.leaves(models)
-    return jnp.stack([jnp.isfinite(leaf.reshape(leaf.shape[0], -1)).all(1) for leaf in leaves]).all(
-        0
-    )
+    finite = [
+        jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(models)
+    ]
+    return jnp.stack(finite).all(0)
 
 
 def empty(num_clients: int, num_classes: int) -> tuple:
