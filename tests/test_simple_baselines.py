@@ -24,11 +24,11 @@ from test_reference import (
 )
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.alone import nonfed
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError

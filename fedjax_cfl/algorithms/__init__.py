@@ -2,7 +2,6 @@
 Algorithm per method.
 """
 
-from fedjax_cfl.algorithms.alone import nonfed
 from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
@@ -21,6 +20,7 @@ from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
 from fedjax_cfl.algorithms.md_icfl import md_icfl
+from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
 

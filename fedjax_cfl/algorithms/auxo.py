@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.clustering.assign import keep_groups
-from fedjax_cfl.clustering.distances import _dot
+from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.statistics import drop_statistics
@@ -191,7 +191,7 @@ def name_sides(
     undecided = (fit.side[:, 0] == fit.side[:, 1]) | (fit.score < 0)
     named = fit.member & ~undecided
     both = jnp.any(named & (prefer == 0)) & jnp.any(named & (prefer == 1))
-    apart = 2 - 2 * _dot(unit, unit.T)  # squared distances of unit vectors
+    apart = 2 - 2 * dot(unit, unit.T)  # squared distances of unit vectors
     nearest = jnp.argmin(jnp.where(named, apart, jnp.inf), axis=1)
     of_neighbour = jnp.where(named, prefer, prefer[nearest])
     leader = jnp.argmax(named)

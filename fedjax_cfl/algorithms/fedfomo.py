@@ -5,7 +5,7 @@ Every client has a model of its own. It receives the models of a few others, wei
 how much it lowers the loss on held-out samples of its own per unit of distance, mixes
 them, and trains on. An affinity says which others it is sent next time.
 
-Each client is a group, as in `alone`: group k is client k's model as it was trained last.
+Each client is a group, as in `nonfed`: group k is client k's model as it was trained last.
 K clients, F other models sent to a client. Differs from the paper: every fifth of a
 client's samples is held out, in their order, instead of a random fifth; a client that has
 none held out goes on from its own model.
@@ -20,7 +20,7 @@ from flax import struct
 from jax import lax
 from jax.tree_util import Partial
 
-from fedjax_cfl.algorithms.alone import (
+from fedjax_cfl.algorithms.nonfed import (
     assign_client_id,
     client_delta,
     shared_model,

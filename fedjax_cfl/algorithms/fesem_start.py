@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from fedjax_cfl.clustering.distances import _dot, gram
+from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round import engine
@@ -125,7 +125,7 @@ def embed_deltas(key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = 
             values, vectors = jnp.linalg.eigh(products)
         else:
             values, vectors = top_eigenpairs(
-                key, lambda basis: _dot(products, basis), known.size, MAX_EMBEDDING_DIMENSIONS
+                key, lambda basis: dot(products, basis), known.size, MAX_EMBEDDING_DIMENSIONS
             )
         return (jnp.sqrt(jnp.maximum(values, 0.0)) * vectors)[:, ::-1]
 

@@ -14,7 +14,8 @@ from fedjax_cfl.round.tree import inner_products
 from fedjax_cfl.types import Params
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a @ b in full float32, whatever JAX's default precision is."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -27,34 +28,35 @@ def _sum_all(leaf: jax.Array) -> jax.Array:
     return jnp.sum(leaf, axis=tuple(range(1, leaf.ndim)))
 
 
-def _rows(tree: Params) -> list[jax.Array]:
+def as_rows(tree: Params) -> list[jax.Array]:
     """Returns the leaves as matrices [S, P of the leaf], without running statistics."""
     return [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(drop_statistics(tree))]
 
 
-def _sum(parts: list[jax.Array]) -> jax.Array:
+def add_up(parts: list[jax.Array]) -> jax.Array:
+    """Returns the sum of arrays of one shape."""
     return functools.reduce(jnp.add, parts)
 
 
-def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns a / b, 0 where b is 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
 def gram(delta: Params) -> jax.Array:
     """Returns the inner products [S, S] of the updates `delta` [S, ...]."""
-    return _sum([_products(leaf, leaf) for leaf in jax.tree.leaves(drop_statistics(delta))])
+    return add_up([_products(leaf, leaf) for leaf in jax.tree.leaves(drop_statistics(delta))])
 
 
 def cosine(a: Params, b: Params) -> jax.Array:
     """Returns the cosines [S, m] of `a` [S, ...] with `b` [m, ...]; 0 where a norm is 0."""
     a, b = (jax.tree.leaves(drop_statistics(side)) for side in (a, b))
     norm_a, norm_b = (
-        jnp.sqrt(_sum([_sum_all(jnp.square(leaf.astype(jnp.float32))) for leaf in side]))
+        jnp.sqrt(add_up([_sum_all(jnp.square(leaf.astype(jnp.float32))) for leaf in side]))
         for side in (a, b)
     )
-    product = _sum([_products(left, right) for left, right in zip(a, b, strict=True)])
-    return jnp.clip(_divide(_divide(product, norm_a[:, None]), norm_b), -1, 1)
+    product = add_up([_products(left, right) for left, right in zip(a, b, strict=True)])
+    return jnp.clip(divide(divide(product, norm_a[:, None]), norm_b), -1, 1)
 
 
 def dissimilarity(a: Params, b: Params) -> jax.Array:
@@ -80,7 +82,7 @@ def manhattan(delta: Params) -> jax.Array:
 
     One row at a time: all at once would need an array of S^2 P numbers.
     """
-    return _sum(
+    return add_up(
         [
             jax.lax.map(lambda one, leaf=leaf: _sum_all(jnp.abs(one - leaf)), leaf)
             for leaf in jax.tree.leaves(drop_statistics(delta))
@@ -140,7 +142,7 @@ def _divergence(p: jax.Array, q: jax.Array) -> jax.Array:
     With u = (p - q) / (p + q) it is m ((1 + u) log(1 + u) + (1 - u) log(1 - u)) / 2; for
     small u the logarithms would cancel, and a power series takes their place.
     """
-    u = _divide(jnp.abs(p - q), p + q)
+    u = divide(jnp.abs(p - q), p + q)
     square = jnp.square(u)
     series = square * (1 + square * (1 / 6 + square * (1 / 15 + square * (1 / 28 + square / 45))))
     rest = jnp.where(u < 1, 1 - u, 1.0)  # 0 log 0 = 0

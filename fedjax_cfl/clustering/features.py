@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.clustering.distances import _divide, _dot, _rows, _sum
+from fedjax_cfl.clustering.distances import add_up, as_rows, divide, dot
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Params
 
@@ -21,7 +21,7 @@ def _features(values: jax.Array, vectors: jax.Array, square_norm: jax.Array, m: 
     # are arbitrary.
     rounding = vectors.shape[0] * jnp.finfo(jnp.float32).eps * jnp.max(values)
     scores = jnp.where(values > rounding, jnp.sqrt(jnp.maximum(values, 0)), 0) * vectors
-    features = jnp.clip(_divide(scores, jnp.sqrt(jnp.maximum(square_norm, 0))[:, None]), -1, 1)
+    features = jnp.clip(divide(scores, jnp.sqrt(jnp.maximum(square_norm, 0))[:, None]), -1, 1)
     # the largest entry of each column, which is made positive
     pivot = jnp.take_along_axis(features, jnp.argmax(jnp.abs(features), axis=0)[None], axis=0)
     return jnp.pad(features * jnp.where(pivot < 0, -1, 1), ((0, 0), (0, m - width)))
@@ -58,8 +58,8 @@ def top_eigenpairs(
     for _ in range(power):
         basis = jnp.linalg.qr(sketch)[0]
         sketch = multiply(basis)
-    values, vectors = jnp.linalg.eigh(_dot(basis.T, sketch))
-    return values, _dot(basis, vectors)
+    values, vectors = jnp.linalg.eigh(dot(basis.T, sketch))
+    return values, dot(basis, vectors)
 
 
 def edc_randomized(
@@ -68,16 +68,16 @@ def edc_randomized(
     """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
     their Gram matrix (see `top_eigenpairs`).
     """
-    rows = _rows(delta)
+    rows = as_rows(delta)
     size = rows[0].shape[0]
     values, vectors = top_eigenpairs(
         key,
-        lambda basis: _sum([_dot(part, _dot(part.T, basis)) for part in rows]),
+        lambda basis: add_up([dot(part, dot(part.T, basis)) for part in rows]),
         size,
         min(m + oversample, size),
         power,
     )
-    square_norm = _sum([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
+    square_norm = add_up([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
     return _features(values, vectors, square_norm, m)
 
 
@@ -91,7 +91,7 @@ def madc(gram: jax.Array, valid: jax.Array | None = None) -> jax.Array:
     index = jnp.arange(gram.shape[0])
     valid = jnp.ones(index.shape, bool) if valid is None else valid
     norm = jnp.sqrt(jnp.maximum(jnp.diag(gram), 0))
-    cosines = _divide(_divide(gram, norm[:, None]), norm)
+    cosines = divide(divide(gram, norm[:, None]), norm)
 
     def row(i):
         others = valid & (index != i) & (index[:, None] != index)  # [j, z]

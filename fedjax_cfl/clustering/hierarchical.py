@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fedjax_cfl.clustering.distances import _divide
+from fedjax_cfl.clustering.distances import divide
 from fedjax_cfl.errors import InputError
 
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
@@ -18,7 +18,7 @@ def _ward(to_a, to_b, size_a, size_b, apart, size):
     """
     # scaled, because the square of FARTHEST is beyond float32
     unit = jnp.maximum(jnp.maximum(to_a, to_b), apart)
-    a, b, between = _divide(to_a, unit), _divide(to_b, unit), _divide(apart, unit)
+    a, b, between = divide(to_a, unit), divide(to_b, unit), divide(apart, unit)
     square = (size + size_a) * a * a + (size + size_b) * b * b - size * between * between
     return unit * jnp.sqrt(jnp.maximum(square, 0) / (size + size_a + size_b))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl.clustering.distances import _divide, _dot
+from fedjax_cfl.clustering.distances import divide, dot
 from fedjax_cfl.types import Key
 
 # points that are closer, relative to their norm, differ by rounding alone
@@ -78,14 +78,14 @@ def _move(x: jax.Array, weight: jax.Array, centers: jax.Array) -> jax.Array:
     # where no point is left to move to, the center stays, and its cluster stays empty
     moves = (far > 0).at[rank].get(mode="fill", fill_value=False)
     empty = jnp.where(moves[:, None], x[point.at[rank].get(mode="clip")], centers)
-    return jnp.where(mass[:, None] > 0, _divide(_dot(member.T, x), mass[:, None]), empty)
+    return jnp.where(mass[:, None] > 0, divide(dot(member.T, x), mass[:, None]), empty)
 
 
 def _lloyd(x: jax.Array, weight: jax.Array, centers: jax.Array, iterations: int) -> jax.Array:
     """Returns the centers [m, p] after Lloyd's iterations, which stop when centers hardly move."""
     total = jnp.sum(weight)
-    mean = _divide(_dot(weight, x), total)
-    tolerance = 1e-4 * jnp.mean(_divide(_dot(weight, jnp.square(x - mean)), total))
+    mean = divide(dot(weight, x), total)
+    tolerance = 1e-4 * jnp.mean(divide(dot(weight, jnp.square(x - mean)), total))
 
     def unfinished(carry):
         step, _, shift = carry
@@ -151,9 +151,9 @@ def silhouette(
     def score(row):
         point, label, counts = row
         total = jnp.sqrt(jnp.sum(jnp.square(x - point), axis=-1)) @ member
-        inside = _divide(total[label], size[label] - 1)
+        inside = divide(total[label], size[label] - 1)
         outside = jnp.min(
-            jnp.where((jnp.arange(m) != label) & (size > 0), _divide(total, size), jnp.inf)
+            jnp.where((jnp.arange(m) != label) & (size > 0), divide(total, size), jnp.inf)
         )
         alone = (size[label] <= 1) | jnp.isinf(outside)
         return jnp.where(

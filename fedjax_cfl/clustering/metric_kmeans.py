@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.clustering.distances import MetricFn, _divide, _dot
+from fedjax_cfl.clustering.distances import MetricFn, divide, dot
 from fedjax_cfl.types import Key
 
 BLOCK = 256  # rows and columns of a distance matrix in memory at a time
@@ -44,7 +44,7 @@ def cluster_means(
     member = jnp.where(labels[:, None] == jnp.arange(m), valid[:, None], False).astype(jnp.float32)
     size = member.sum(0)
     kept = jnp.where(valid[:, None], points, 0.0)
-    return _divide(_dot(member.T, kept), size[:, None]), size
+    return divide(dot(member.T, kept), size[:, None]), size
 
 
 def seed_centers(
@@ -142,8 +142,8 @@ def distance_sums(points: jax.Array, member: jax.Array, metric: MetricFn) -> jax
     def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         i, j = pair
         distance = metric(points[i], points[j])
-        total = total.at[i].add(_dot(distance, weights[j]))
-        return total.at[j].add(jnp.where(i < j, _dot(distance.T, weights[i]), 0.0)), None
+        total = total.at[i].add(dot(distance, weights[j]))
+        return total.at[j].add(jnp.where(i < j, dot(distance.T, weights[i]), 0.0)), None
 
     total = lax.scan(add, jnp.zeros_like(weights), jnp.triu_indices(blocks))[0]
     return total.reshape(blocks * size, -1)[:count]

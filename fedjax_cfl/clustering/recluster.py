@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.clustering.distances import MetricFn, _dot
+from fedjax_cfl.clustering.distances import MetricFn, dot
 from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
 from fedjax_cfl.round.tree import group_sum
 from fedjax_cfl.types import Params
@@ -174,7 +174,7 @@ def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> 
         ((labels[:, None] == jnp.arange(m)) & valid[:, None]).astype(jnp.float32)
         for labels in (old, new)
     )
-    return former_shares(_dot(before.T, after)).T
+    return former_shares(dot(before.T, after)).T
 
 
 def former_shares(joined: jax.Array) -> jax.Array:
