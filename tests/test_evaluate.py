@@ -4,6 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import chex
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.data.federated import train_label_counts
-from fedjax_cfl.round import select
+from fedjax_cfl.round import client_models, select
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated
@@ -71,6 +72,27 @@ def test_predictions_are_those_of_a_loop_over_clients(
         expected = answers(linear, models, index, toy)
         np.testing.assert_array_equal(guess, expected[0])
         np.testing.assert_allclose(loss, expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_each_client_is_tested_on_its_own_model(toy, linear, monkeypatch, devices):
+    """Where clients have models of their own, devices hold those of their blocks alone."""
+    monkeypatch.setattr(evaluate, "EVAL_BLOCK", 4)
+    monkeypatch.setattr(client_models, "MIN_SPLIT_BYTES", 1)
+    mesh, index = cfl.make_mesh(devices), jnp.array([*range(12), -1, 13])
+    models = jax.vmap(linear.init)(jax.random.split(KEY, 14))
+    expected = answers(linear, models, index, toy)
+    places = jax.tree.map(lambda leaf: client_models.split_sharding(leaf, mesh), models)
+    held = jax.device_put(models, places)
+    predict = jax.jit(
+        lambda models: evaluate.predict_test_samples(linear, mesh, ServedModels(models, index), toy)
+    )
+    guess, loss = predict(held)
+    np.testing.assert_array_equal(guess, expected[0])
+    np.testing.assert_allclose(loss, expected[1], rtol=1e-5)
+    text = predict.lower(held).compile().as_text()
+    weights = max(leaf.size for leaf in jax.tree.leaves(models))
+    assert devices == 1 or not hlo.count_arrays(text, {weights})
 
 
 def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
