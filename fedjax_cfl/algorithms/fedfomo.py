@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.nonfed import (
@@ -123,8 +124,8 @@ def fedfomo(
         start=personal_start(task),
         assign=assign_client_id,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
-        aggregate=client_delta(local),
-        finish=remember_mixture(local),
+        aggregate=client_delta(local.mesh),
+        finish=remember_mixture(local.mesh),
     )
     algorithm = federated(task, local, select, hooks)
 
@@ -304,7 +305,7 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
     return Partial(solve, train_own_model(train))
 
 
-def remember_mixture(local: Local) -> FinishFn:
+def remember_mixture(mesh: Mesh | None) -> FinishFn:
     """Remembers what the clients that answered have mixed.
 
     A client receives F models, the first of which the round counts already, and sends F
@@ -321,7 +322,7 @@ def remember_mixture(local: Local) -> FinishFn:
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
         judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
         memory = PersonalModels(
-            mixed=put_models(memory.mixed, rows, mixture.model, local.mesh),
+            mixed=put_models(memory.mixed, rows, mixture.model, mesh),
             affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
             uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
         )

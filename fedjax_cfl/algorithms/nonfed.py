@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from fedjax_cfl.round.client_models import put_models, take_models
@@ -67,8 +68,8 @@ def nonfed(
         solve if in_place else train_own_model(solve),
         start=shared_model(task, ship_start),
         assign=assign_client_id,
-        prepare=None if in_place else send_own_model(local),
-        aggregate=client_delta(local),
+        prepare=None if in_place else send_own_model(local.mesh),
+        aggregate=client_delta(local.mesh),
     )
     select = full_participation() if trains == "all" else select
     algorithm = federated(task, local, select, hooks)
@@ -107,11 +108,11 @@ def assign_client_id(
     return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
 
 
-def send_own_model(local: Local) -> PrepareFn:
+def send_own_model(mesh: Mesh | None) -> PrepareFn:
     """Gives each client of the cohort the model of its group, and no device those of others."""
 
     def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
-        return work._replace(client_extra=take_models(state.groups, work.group, local.mesh))
+        return work._replace(client_extra=take_models(state.groups, work.group, mesh))
 
     return prepare
 
@@ -128,7 +129,7 @@ def train_own_model(train: ClientFn) -> ClientFn:
     return Partial(solve, train)
 
 
-def client_delta(local: Local) -> AggregateFn:
+def client_delta(mesh: Mesh | None) -> AggregateFn:
     """Returns each client's own update as the step of its group.
 
     It is a scatter; a mean over K groups would be a product with a matrix [S, K].
@@ -140,6 +141,6 @@ def client_delta(local: Local) -> AggregateFn:
         rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
         zeros = jax.tree.map(jnp.zeros_like, state.groups)
         mass = jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")
-        return put_models(zeros, rows, upload.delta, local.mesh), mass
+        return put_models(zeros, rows, upload.delta, mesh), mass
 
     return aggregate

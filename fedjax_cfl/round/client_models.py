@@ -69,6 +69,13 @@ def list_moves(split: Split, mesh: Mesh) -> list[NamedSharding]:
     return [place_split(each, mesh) for each in [*moves, [(), *split[1:]]]]
 
 
+def constrain(leaf: jax.Array, places: list[NamedSharding]) -> jax.Array:
+    """Asks the compiler to hold an array at `places`, one after another."""
+    for place in places:
+        leaf = lax.with_sharding_constraint(leaf, place)
+    return leaf
+
+
 def flatten_updates(delta: Params, mesh: Mesh | None) -> Params:
     """Returns updates [S, ...], whose clients devices share, as one matrix [S, P] of which each
     has some columns, for inner products and distances; zeros make the columns divisible, and
@@ -79,7 +86,7 @@ def flatten_updates(delta: Params, mesh: Mesh | None) -> Params:
     rows = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(drop_statistics(delta))]
     width = sum(part.shape[1] for part in rows)
     flat = jnp.pad(jnp.concatenate(rows, axis=1), ((0, 0), (0, -width % mesh.size)))
-    return lax.with_sharding_constraint(flat, place_split([(), mesh.axis_names], mesh))
+    return constrain(flat, [place_split([(), mesh.axis_names], mesh)])
 
 
 def split_by_parameter(tree: Params, mesh: Mesh | None) -> Params:
@@ -89,12 +96,9 @@ def split_by_parameter(tree: Params, mesh: Mesh | None) -> Params:
     if mesh is None or mesh.size == 1:
         return tree
 
-    def move(leaf):
-        for place in list_moves(find_split(leaf, mesh), mesh)[1:]:
-            leaf = lax.with_sharding_constraint(leaf, place)
-        return leaf
-
-    return jax.tree.map(move, tree)
+    return jax.tree.map(
+        lambda leaf: constrain(leaf, list_moves(find_split(leaf, mesh), mesh)[1:]), tree
+    )
 
 
 def take_models(models: Params, rows: jax.Array, mesh: Mesh | None) -> Params:
@@ -105,9 +109,8 @@ def take_models(models: Params, rows: jax.Array, mesh: Mesh | None) -> Params:
         return jax.tree.map(lambda leaf: leaf[rows], models)
 
     def take(leaf):
-        taken = leaf[rows.reshape(-1)]
-        for place in list_moves(find_split(leaf, mesh), mesh)[::-1]:
-            taken = lax.with_sharding_constraint(taken, place)
+        moves = list_moves(find_split(leaf, mesh), mesh)
+        taken = constrain(leaf[rows.reshape(-1)], moves[::-1])
         return taken.reshape(*rows.shape, *leaf.shape[1:])
 
     return jax.tree.map(take, models)
@@ -121,9 +124,8 @@ def put_models(models: Params, rows: jax.Array, new: Params, mesh: Mesh | None) 
     def put(leaf, new):
         if mesh is not None and mesh.size > 1:
             split = find_split(leaf, mesh)
-            for place in list_moves(split, mesh)[1:]:
-                new = lax.with_sharding_constraint(new, place)
-            leaf = lax.with_sharding_constraint(leaf, place_split(split, mesh))
+            new = constrain(new, list_moves(split, mesh)[1:])
+            leaf = constrain(leaf, [place_split(split, mesh)])
         return leaf.at[rows].set(new, mode="drop")
 
     return jax.tree.map(put, models, new)
