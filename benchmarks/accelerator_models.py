@@ -9,7 +9,8 @@ import numpy as np
 from workloads import sizes
 
 import fedjax_cfl as cfl
-from fedjax_cfl.models.layers import Conv, add_channel_axis, dense, flatten, max_pool
+from fedjax_cfl.models.convolution import Conv, max_pool
+from fedjax_cfl.models.layers import add_channel_axis, dense, flatten
 
 HERE = Path(__file__).resolve().parent
 

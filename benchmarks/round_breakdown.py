@@ -46,7 +46,7 @@ from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 import fedjax_cfl as cfl
 from fedjax_cfl.data import drift
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key
+from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.sharding import replicated_sharding

@@ -8,10 +8,11 @@ import fedjax_cfl as cfl
 from fedjax_cfl.clustering.assign import every_round, met_groups, training_loss
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import federated, random_groups
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import random_groups
 
 ROUNDS = 30
 cfl.use_cpu_cores()

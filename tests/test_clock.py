@@ -15,7 +15,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import availability, device_clock, select, select_by_group, timing
 from fedjax_cfl.round.clock import device_profiles, end_round
 from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.engine import SELECT, derive_key
+from fedjax_cfl.round.keys import SELECT, derive_key
 from fedjax_cfl.types import Cohort, Traffic
 
 

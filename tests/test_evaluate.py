@@ -19,8 +19,9 @@ from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round import client_models, select
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, make_report
+from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation import evaluate

@@ -20,12 +20,13 @@ from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
-from fedjax_cfl.round import engine, faults, select
+from fedjax_cfl.round import faults, select
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.engine import START, derive_key
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.keys import FAULTS, START, derive_key
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort, Upload
 
@@ -189,15 +190,13 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
     def without_them(upload, gid, cohort, client_extra, state):
-        gone = faults.draw_failures(
-            engine.derive_key(KEY, engine.FAULTS, round), faults.DROPOUT, cohort, chance
-        )
+        gone = faults.draw_failures(derive_key(KEY, FAULTS, round), faults.DROPOUT, cohort, chance)
         left = upload.replace(weight=jnp.where(gone, 0.0, upload.weight))
         return weighted_mean(left, gid, cohort, client_extra, state)
 
     def by_hand(task, local, select):
         hooks = Hooks(sgd(task, local), aggregate=without_them)
-        return engine.federated(task, local, select, hooks)
+        return federated(task, local, select, hooks)
 
     def one(algorithm):
         state = jax.jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))

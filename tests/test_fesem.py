@@ -31,7 +31,7 @@ from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.keys import SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.types import Cohort, Traffic, Upload

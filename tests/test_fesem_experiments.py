@@ -20,7 +20,7 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models import layers, norms
+from fedjax_cfl.models import convolution, norms
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fesem_fig3, figures, report, report_plot
 from fedjax_cfl.papers.cells import load_table, row_columns
@@ -317,7 +317,7 @@ def test_pooling_after_a_norm_has_the_same_gradient_compiled():
         "params": {"scale": np.float32([1.1, 0.9, 1.3]), "bias": np.float32([0.1, -0.2, 0.3])}
     }
     gradient = jax.grad(
-        lambda x: jax.nn.relu(layers.max_pool(norm.apply(params, x), "same")).mean()
+        lambda x: jax.nn.relu(convolution.max_pool(norm.apply(params, x), "same")).mean()
     )
     with jax.disable_jit():
         expected = gradient(x)

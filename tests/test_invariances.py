@@ -26,7 +26,7 @@ from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.round.shuffle import random_permutations
-from fedjax_cfl.simulation.choose_k import sample_clients
+from fedjax_cfl.simulation.choose_k import draw_clients
 from fedjax_cfl.simulation.vectorize import stack_data
 from fedjax_cfl.types import Cohort
 
@@ -199,8 +199,11 @@ def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
     chex.assert_trees_all_equal(one.state, other.state)
     for row, same in zip(one.rows, other.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})
-    few, same = (sample_clients(KEY, data, 5) for data in (indexed, copies))
-    chex.assert_trees_all_equal(few, same)
+    few, same = (draw_clients(KEY, data, 5) for data in (indexed, copies))
+    for view in ("train", "test"):
+        rows, others = getattr(few, view).order, getattr(same, view).order
+        chex.assert_trees_all_equal(gather(few, rows), gather(same, others))
+        np.testing.assert_array_equal(few.owner[rows], same.owner[others])
 
 
 def test_grids_stack_shared_samples(toy):

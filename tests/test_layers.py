@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import jit_as_users_do
 
-from fedjax_cfl.models import layers, norms
+from fedjax_cfl.models import convolution, layers, norms, recurrent
 from fedjax_cfl.models.task import as_task
 from fedjax_cfl.models.zoo import BiGRU
 
@@ -34,10 +34,10 @@ def test_kernels_are_drawn_as_flax_draws_them(shape):
 
 def test_recurrent_layers_start_as_in_keras():
     x = jnp.zeros((1, 2, 300))
-    for layer, gates in ((layers.GRU(64), 3), (layers.LSTM(64), 4)):
+    for layer, gates in ((recurrent.GRU(64), 3), (recurrent.LSTM(64), 4)):
         params = jax.jit(layer.init)(KEY, x)["params"]
-        recurrent = np.asarray(params["recurrent_kernel"])
-        np.testing.assert_allclose(recurrent @ recurrent.T, np.eye(64), atol=1e-5)
+        matrix = np.asarray(params["recurrent_kernel"])
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(64), atol=1e-5)
         assert 0.95 < np.abs(params["kernel"]).max() / np.sqrt(6 / (300 + gates * 64)) <= 1
         assert params["bias"].sum() == (64 if gates == 4 else 0)
     np.testing.assert_array_equal(params["bias"], np.repeat([0, 1, 0, 0], 64))
@@ -68,14 +68,17 @@ CONVOLUTIONS = [
 def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(
     size, channels, features, kernel, strides, padding
 ):
-    ways = [layers.Conv(features, kernel, strides, padding, method) for method in layers.METHODS]
+    ways = [
+        convolution.Conv(features, kernel, strides, padding, method)
+        for method in convolution.METHODS
+    ]
     x = normal(2, 2, size, size, channels)  # [clients, B, H, W, C]
     shapes, *others = (jax.eval_shape(conv.init, KEY, x[0])["params"] for conv in ways)
     assert all(shapes == other for other in others)
     params = jax.tree.map(lambda leaf: normal(2, *leaf.shape) / 10, shapes)
 
     def by_jax(params, x):
-        steps, layout = layers._pair(strides), ("NHWC", "HWIO", "NHWC")
+        steps, layout = convolution._pair(strides), ("NHWC", "HWIO", "NHWC")
         return (
             jax.lax.conv_general_dilated(
                 x, params["kernel"], steps, padding.upper(), dimension_numbers=layout
@@ -106,7 +109,7 @@ def test_every_way_to_convolve_is_that_of_jax_with_one_kernel_per_client(
 )
 def test_the_backend_decides_how_to_convolve(monkeypatch, backend, kernel, found):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    conv = layers.Conv(4, kernel)
+    conv = convolution.Conv(4, kernel)
     params = jax.eval_shape(conv.init, KEY, jnp.zeros((1, 5, 5, 1)))
     jaxpr = str(jax.make_jaxpr(conv.apply)(params, jnp.zeros((2, 5, 5, 1))))
     assert (
@@ -120,7 +123,7 @@ def test_the_backend_decides_how_to_convolve(monkeypatch, backend, kernel, found
 def test_a_convolution_refuses_unknown_words():
     for field in ({"method": "fft"}, {"padding": "full"}):
         with pytest.raises(ValueError, match="is allowed"):
-            layers.Conv(1, 3, **field).init(KEY, jnp.zeros((1, 5, 5, 1)))
+            convolution.Conv(1, 3, **field).init(KEY, jnp.zeros((1, 5, 5, 1)))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_max_pool_equals_reduce_window(shape, padding):
             normal(2, *shape, 3) - 5
         )
 
-    close(with_gradient(lambda x: layers.max_pool(x, padding)), with_gradient(window))
+    close(with_gradient(lambda x: convolution.max_pool(x, padding)), with_gradient(window))
 
 
 def test_batch_norm_uses_the_statistics_of_the_batch():
@@ -210,7 +213,9 @@ def slow_lstm(p, x, reverse):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("layer", "slow"), [(layers.GRU, slow_gru), (layers.LSTM, slow_lstm)])
+@pytest.mark.parametrize(
+    ("layer", "slow"), [(recurrent.GRU, slow_gru), (recurrent.LSTM, slow_lstm)]
+)
 def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
     x = normal(3, 5, 4)
     params = jax.jit(layer(6).init)(KEY, x)["params"]

@@ -9,7 +9,7 @@ from conftest import FEATURES, matrix, spent
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model, md_icfl
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, md_icfl
 from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import back_search, class_labels, generator
 from fedjax_cfl.data.federated import train_label_shares
@@ -18,6 +18,7 @@ from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.select import full_participation, uniform
+from fedjax_cfl.round.start import common_model
 from fedjax_cfl.round.traffic import count_bytes
 from fedjax_cfl.simulation.metrics import ari
 

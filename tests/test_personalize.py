@@ -7,6 +7,7 @@ import pytest
 from conftest import build, call
 
 import fedjax_cfl as cfl
+from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.local import full_work
@@ -18,9 +19,8 @@ from fedjax_cfl.simulation.personalize import (
     compare_updates,
     extend_state,
     finetune_clients,
-    hold_out,
+    hold_out_clients,
     split_clients,
-    take_clients,
 )
 from fedjax_cfl.types import ServedModels
 
@@ -108,13 +108,13 @@ def test_new_clients_have_not_been_met(toy, linear, local, models):
 
 
 def test_only_clients_that_can_be_scored_are_held_out(toy):
-    kept, held = hold_out(toy, 0.4, 0)
+    kept, held = hold_out_clients(toy, 0.4, 0)
     assert len(held) == 6 and sorted([*kept, *held]) == list(range(14))
     assert (np.asarray(toy.train.size)[held] > 0).all() and (
         np.asarray(toy.test.size)[held] > 0
     ).all()
     with pytest.raises(InputError, match=r"evaluate.new_clients=0.99: 14 of 14 clients cannot"):
-        hold_out(toy, 0.99, 0)
+        hold_out_clients(toy, 0.99, 0)
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,12 @@ from fedjax_cfl.round import select
 from fedjax_cfl.round.availability import online_by_intervals
 from fedjax_cfl.round.clock import device_profiles, end_round
 from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.engine import (
-    ASSIGN,
-    SELECT,
-    START,
-    TRAIN,
-    derive_key,
-    federated,
-    random_groups,
-)
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start, make_report
+from fedjax_cfl.round.keys import ASSIGN, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.shuffle import random_permutations
+from fedjax_cfl.round.start import random_groups
 
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001

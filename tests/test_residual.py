@@ -9,7 +9,7 @@ import pytest
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.models import GroupNorm, MobileNetV2, ResNet18, ShuffleNetV2, ViT, as_task
-from fedjax_cfl.models.layers import DepthwiseConv
+from fedjax_cfl.models.convolution import DepthwiseConv
 from fedjax_cfl.models.residual import _shuffle
 from fedjax_cfl.models.transformer import _Attention
 

@@ -40,7 +40,7 @@ from fedjax_cfl.round.aggregate import (
     weighted_mean,
 )
 from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.engine import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.round.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.simulation import evaluate

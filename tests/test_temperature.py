@@ -26,7 +26,7 @@ from fedjax_cfl.algorithms.founding import (
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.engine import MIGRATE, derive_key
+from fedjax_cfl.round.keys import MIGRATE, derive_key
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort, Traffic, Upload

@@ -8,7 +8,8 @@ import numpy as np
 from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, population
 
 import fedjax_cfl as cfl
-from fedjax_cfl.models.layers import Conv, add_channel_axis, dense, flatten, max_pool
+from fedjax_cfl.models.convolution import Conv, max_pool
+from fedjax_cfl.models.layers import add_channel_axis, dense, flatten
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.sharding import replicated_sharding
 from peers import Trained

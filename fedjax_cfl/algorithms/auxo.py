@@ -25,11 +25,12 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import copy_model, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
@@ -145,18 +146,16 @@ def one_group(task: Task, m: int) -> StartFn:
     """Starts with all clients in group 0, where they have score 1."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        clients, initial = data.num_clients, task.init(key)
-        groups = copy_model(initial, m)
-        first = jnp.arange(m) == 0
+        initial, clients = one_active_group(task, m)(key, data), data.num_clients
         memory = Scores(
-            group=jnp.broadcast_to(first.astype(jnp.float32), (clients, m)),
+            group=jnp.zeros((clients, m)).at[:, 0].set(1.0),
             side=jnp.full((clients, m, 2), 0.5, jnp.float32),
             count=jnp.zeros((clients, m)),
             cut_seen=jnp.zeros(m, bool),
             rounds=jnp.zeros(m, jnp.int32),
             joining=jnp.zeros(clients, bool),
         )
-        return Start(groups, jnp.zeros(clients, jnp.int32), memory, active=first)
+        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
 
     return start
 

@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import met_groups
-from fedjax_cfl.clustering.distances import cosine, dissimilarity
-from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.distances import cosine
+from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_models import flatten_updates, put_models
-from fedjax_cfl.round.engine import copy_model, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.hooks import (
     AggregateFn,
@@ -41,9 +41,9 @@ from fedjax_cfl.round.hooks import (
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
-from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -64,7 +64,6 @@ from fedjax_cfl.validation import (
     check_arguments,
 )
 
-LINKAGES = ("single", "complete", "average")
 # (round, active [m], norm of the mean update [m], longest norm [m], clients [m], the longest mean
 # update so far []) -> [m] bool, the groups to cut
 DueFn = Callable[..., jax.Array]
@@ -132,7 +131,7 @@ def cfl(
 
     hooks = Hooks(
         solve,
-        start=single_active_group(task, m, stale_updates),
+        start=start_undivided(task, m, stale_updates),
         assign=descend_splits(train_aside(solve, local)),
         regroup=bipartition(due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.mesh),
         aggregate=aggregate,
@@ -142,22 +141,22 @@ def cfl(
     )
 
 
-def single_active_group(task: Task, m: int, stale_updates: bool) -> StartFn:
-    """Starts from one random model in group 0; the other groups are not active yet."""
+def start_undivided(task: Task, m: int, stale_updates: bool) -> StartFn:
+    """Starts with all clients in one group; nothing has been cut yet."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        groups = copy_model(task.init(key), m)
-        zeros = jax.tree.map(jnp.zeros_like, groups)
+        initial = one_active_group(task, m)(key, data)
+        zeros = jax.tree.map(jnp.zeros_like, initial.groups)
         clients = data.num_clients
         tree = SplitTree(
             jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
         ).replace(longest_mean=jnp.zeros(()))
         if stale_updates:
             latest = jax.tree.map(
-                lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
+                lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), initial.groups
             )
             tree = tree.replace(last_update=latest, known=jnp.zeros(clients, bool))
-        return Start(groups, memory=tree, active=jnp.arange(m) == 0)
+        return initial._replace(memory=tree)
 
     return start
 
@@ -260,47 +259,6 @@ def bipartition(
         )
 
     return regroup
-
-
-def bisect_updates(
-    ids: jax.Array,
-    group: jax.Array,
-    delta: Params,
-    ready: jax.Array,
-    linkage: str,
-    mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Cuts each group of `ready` [m] bool in two; returns the half [R] int32, 0 or 1, of
-    each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
-
-    alpha is the largest cosine between the halves. Half 0 has the client of lowest id.
-    Rows of group -1 are masked.
-    """
-    order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
-    group = group[order]
-
-    def cut_all(apart, group, ready):
-        def cut(g):
-            inside = group == g
-
-            def two():
-                label = agglomerate(apart, 2, linkage, inside)
-                across = inside[:, None] & inside & (label[:, None] != label)
-                return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
-
-            return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
-
-        # one group at a time: the distances of all groups would be m matrices [R, R]
-        return lax.map(cut, jnp.arange(ready.size))
-
-    apart = dissimilarity(delta, delta)[order][:, order]
-    label, gamma = on_every_device(cut_all, mesh)(apart, group, ready)
-    return (
-        jnp.zeros_like(group)
-        .at[order]
-        .set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)),
-        gamma,
-    )
 
 
 def split(

@@ -5,10 +5,11 @@ Clients train one global model on their own data; the server averages their upda
 """
 
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import gradient_step, sgd
+from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.types import Algorithm, Selection, Task
 
 

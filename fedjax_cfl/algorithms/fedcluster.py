@@ -15,7 +15,7 @@ groups.
 import jax
 from jax import lax
 
-from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, single_active_group
+from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, start_undivided
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
@@ -59,7 +59,7 @@ def fedcluster(
 
     hooks = Hooks(
         solve,
-        start=single_active_group(task, m, False),
+        start=start_undivided(task, m, False),
         assign=descend_splits(train_aside(solve, local)),
         regroup=bipartition(
             due, "average", gamma, False, lambda delta: delta["head"]["kernel"], local.mesh

@@ -25,10 +25,11 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import former_shares, mix_former_models
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import copy_model, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
     Algorithm,
@@ -158,16 +159,15 @@ def one_model(task: Task, m: int) -> StartFn:
     """Starts with all clients on one random model."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        clients, initial = data.num_clients, task.init(key)
-        groups = copy_model(initial, m)
+        clients = data.num_clients
         memory = DriftLosses(
             jnp.full(clients, NEVER, jnp.float32),
             jnp.zeros(clients, bool),
             jnp.zeros(m, jnp.int32),
             jnp.zeros((), jnp.int32),
         )
-        everyone = jnp.zeros(clients, jnp.int32)
-        return Start(groups, everyone, memory, active=jnp.arange(m) == 0)
+        initial = one_active_group(task, m)(key, data)
+        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
 
     return start
 

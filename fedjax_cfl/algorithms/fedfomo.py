@@ -28,6 +28,7 @@ from fedjax_cfl.algorithms.nonfed import (
     train_own_model,
 )
 from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.data.holdout import held_out_samples, hold_out_samples
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
@@ -38,7 +39,6 @@ from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
-    ClientIndex,
     Cohort,
     FederatedData,
     Info,
@@ -130,7 +130,7 @@ def fedfomo(
     algorithm = federated(task, local, select, hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
-        return algorithm.round(key, state, hold_out(data, validation))
+        return algorithm.round(key, state, hold_out_samples(data, validation))
 
     # not clustered: every client has a model from the start
     return algorithm._replace(
@@ -157,34 +157,6 @@ def personal_start(task: Task) -> StartFn:
         )
 
     return start
-
-
-def hold_out(data: FederatedData, share: float) -> FederatedData:
-    """Returns the data without a `share` of every client's training samples, evenly spread
-    over them; they stay in `train.order`, behind the client's others.
-    """
-    train = data.train
-    at = jnp.arange(train.order.size)
-    # whose range it is: hidden samples have no owner, and stay behind those that are shown
-    client = jnp.searchsorted(train.start, at, side="right").astype(jnp.int32) - 1
-    place = at - train.start[client]
-    shown = (client >= 0) & (place < train.size[client])
-    # 1e-3: shares are rounded
-    before, after = (jnp.floor(number * share + 1e-3) for number in (place, place + 1))
-    part = jnp.where(shown, (after > before).astype(jnp.int32), 2)
-    _, _, order = lax.sort((client, part, train.order), num_keys=2, is_stable=True)
-    size = jnp.zeros_like(train.size).at[client].add((part == 0).astype(jnp.int32))
-    return data.replace(train=ClientIndex(order, train.start, size))
-
-
-def held_out(data: FederatedData) -> FederatedData:
-    """Returns the data of `hold_out` with the samples held out for training samples."""
-    train, owner = data.train, data.owner[data.train.order]
-    owner = jnp.where(owner < 0, data.num_clients, owner)
-    whole = jnp.zeros_like(train.size).at[owner].add(1, mode="drop")
-    return data.replace(
-        train=train.replace(start=train.start + train.size, size=whole - train.size)
-    )
 
 
 def pick_peers(
@@ -238,7 +210,9 @@ def mix_models(
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
             everybody, others = (), take_models(state.groups, rows, local.mesh)
-        model, gain = mix(cohort, held_out(data), everybody, (mixed, trained, others, peers))
+        model, gain = mix(
+            cohort, held_out_samples(data), everybody, (mixed, trained, others, peers)
+        )
         return work._replace(client_extra=Mixture(model, peers, gain, trained))
 
     return prepare

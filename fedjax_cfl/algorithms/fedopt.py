@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.types import Algorithm, Params, Selection, Task
 from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
 

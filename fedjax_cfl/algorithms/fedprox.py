@@ -8,11 +8,12 @@ which keeps the unfinished updates of stragglers.
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 

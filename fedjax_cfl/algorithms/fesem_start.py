@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.round import engine
 from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.hooks import Start, StartFn, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean
 from fedjax_cfl.sharding import on_every_device
@@ -48,9 +48,9 @@ def random_models(task: Task, local: Local, m: int) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key)
-        models = engine.copy_model(task.init(keys[1]), data.num_clients)
+        models = copy_model(task.init(keys[1]), data.num_clients)
         memory = ClientModels(models, jnp.ones(data.num_clients, bool))
-        return engine.random_groups(task, m)(keys[0], data)._replace(memory=memory)
+        return random_groups(task, m)(keys[0], data)._replace(memory=memory)
 
     return start
 

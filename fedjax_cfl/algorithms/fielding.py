@@ -40,7 +40,7 @@ from fedjax_cfl.clustering.represent import (
     with_false_reports,
 )
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
-from fedjax_cfl.round.engine import copy_model, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     FinishFn,
@@ -53,6 +53,7 @@ from fedjax_cfl.round.hooks import (
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
     Algorithm,

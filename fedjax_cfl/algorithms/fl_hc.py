@@ -40,6 +40,7 @@ from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, membership_weights
 from fedjax_cfl.sharding import on_every_device
@@ -97,7 +98,7 @@ def fl_hc(
     if linkage == "ward" and metric is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
     local = local.resolve()
-    solve, start = sgd(task, local), single_active_group(task, m)
+    solve, start = sgd(task, local), start_unclustered(task, m)
     join = keep_groups
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local), metric, warm_up)
@@ -122,16 +123,14 @@ def fl_hc(
     return grouped._replace(round=round, serve=serve, clustered=False)
 
 
-def single_active_group(task: Task, m: int) -> StartFn:
-    """Starts from one random model in group 0; the other groups are not active yet."""
+def start_unclustered(task: Task, m: int) -> StartFn:
+    """Starts with all clients in one group; nobody has been compared yet."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        initial = jax.tree.map(lambda leaf: leaf[None], task.init(key))
-        groups = jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial)
-        memory = GroupDirections(
-            *(jax.tree.map(jnp.zeros_like, tree) for tree in (initial, groups))
-        )
-        return Start(groups, memory=memory, active=jnp.arange(m) == 0)
+        initial = one_active_group(task, m)(key, data)
+        zeros = jax.tree.map(jnp.zeros_like, initial.groups)
+        none = jax.tree.map(lambda leaf: leaf[:1], zeros)
+        return initial._replace(memory=GroupDirections(none, zeros))
 
     return start
 

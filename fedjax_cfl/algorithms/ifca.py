@@ -24,10 +24,9 @@ from fedjax_cfl.clustering.migrate import (
 )
 from fedjax_cfl.clustering.shift_detection import DetectFn, tv
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import engine
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import SELECT, TRAIN, derive_key, federated, no_clients
+from fedjax_cfl.round.engine import federated, keep_served
 from fedjax_cfl.round.faults import add_fault_counts, sum_rounds
 from fedjax_cfl.round.hooks import (
     AggregateFn,
@@ -38,9 +37,11 @@ from fedjax_cfl.round.hooks import (
     StartFn,
     make_report,
 )
+from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
@@ -54,9 +55,9 @@ class ShiftMemory(struct.PyTreeNode):
     shift_reference: ShiftReference
 
 
-def random_groups(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+def independent_models(task: Task, local: Local, select: Selection, m: int) -> StartFn:
     """Starts from m independent random models."""
-    return engine.random_groups(task, m)
+    return random_groups(task, m)
 
 
 def ifca(
@@ -65,7 +66,7 @@ def ifca(
     select: Selection,
     *,
     m: PositiveInt,
-    start: MakeStart = random_groups,
+    start: MakeStart = independent_models,
     solve: Callable[[Task, Local], ClientFn] = sgd,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
@@ -76,7 +77,7 @@ def ifca(
 
     Option II of the paper is the default; option I, gradient averaging, is
     `solve=gradient_step` with `aggregate=cohort_mean`.
-    Args: `start` is random_groups | reject_unbalanced(share) | spread_models; `with_l2`
+    Args: `start` is independent_models | reject_unbalanced(share) | spread_models; `with_l2`
     adds the L2 penalty to the losses that are compared (D10); `migrate` is as in
     `ifca_mig`.
     """
@@ -88,7 +89,7 @@ def ifca(
         migrate=migrate,
         assign=every_round(best_model(task, local, with_l2)),
         aggregate=aggregate,
-        start_clients=no_clients if start is random_groups and migrate is None else None,
+        start_clients=no_clients if start is independent_models and migrate is None else None,
     )
     return federated(task, local, select, hooks)
 
@@ -99,7 +100,7 @@ def ifca_mig(
     select: Selection,
     *,
     m: PositiveInt,
-    start: MakeStart = random_groups,
+    start: MakeStart = independent_models,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
     detector: DetectFn = tv,
@@ -137,7 +138,7 @@ def ifca_restarts(
     m: PositiveInt,
     restarts: PositiveInt = 5,
     restart_rounds: PositiveInt = 10,
-    start: MakeStart = random_groups,
+    start: MakeStart = independent_models,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
 ) -> Algorithm:
@@ -165,7 +166,7 @@ def ifca_restarts(
         state = algorithm.init(key, data).replace(
             groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
         )
-        return engine.keep_served(state) if local.keep_received else state
+        return keep_served(state) if local.keep_received else state
 
     return algorithm._replace(init=init, data_clients=None)
 
@@ -193,7 +194,7 @@ def reject_unbalanced(share: Fraction = 0.1, tries: PositiveInt = 100) -> MakeSt
     def make(task: Task, local: Local, select: Selection, m: int) -> StartFn:
         local = local.resolve()
         losses = over_clients(training_loss(task), local)
-        draw = engine.random_groups(task, m)
+        draw = random_groups(task, m)
 
         def start(key: Key, data: FederatedData) -> Start:
             cohort = first_cohort(local, select, key, data)
@@ -232,7 +233,7 @@ def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartF
 
     def start(key: Key, data: FederatedData) -> Start:
         cohort = first_cohort(local, select, key, data)
-        common = engine.random_groups(task, 1)(key, data).groups
+        common = random_groups(task, 1)(key, data).groups
         work = full_work(jnp.zeros_like(cohort.ids))
         upload, faults = train(cohort, data, (derive_key(key, TRAIN), common), work)
         real, usable = cohort.ids < data.num_clients, upload.weight > 0

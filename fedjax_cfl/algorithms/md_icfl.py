@@ -29,10 +29,11 @@ from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import MakeSampler, Sampler
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import federated, random_groups
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
     Algorithm,
@@ -101,16 +102,6 @@ def send_distances(
 
 WEAK = Privacy(init_label_shares, send_label_shares)
 STRONG = Privacy(lambda data: (), send_distances)
-
-
-def common_model(task: Task, m: int) -> StartFn:
-    """Starts all m groups from one random model."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial = random_groups(task, 1)(key, data).groups
-        return Start(jax.tree.map(lambda leaf: jnp.repeat(leaf, m, axis=0), initial))
-
-    return start
 
 
 def md_icfl(

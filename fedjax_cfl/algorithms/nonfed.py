@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import reads_in_place
-from fedjax_cfl.round.engine import copy_model, federated
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     ClientFn,
@@ -27,6 +27,7 @@ from fedjax_cfl.round.hooks import (
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,

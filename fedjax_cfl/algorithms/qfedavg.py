@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.engine import federated, no_clients
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 

@@ -24,10 +24,11 @@ from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, collect_rules, resolve_target
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.compilation import Inputs
-from fedjax_cfl.simulation.personalize import check_rule, hold_out, take_clients
+from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
@@ -65,7 +66,7 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
     if share:
-        data = take_clients(data, hold_out(data, share, config["seed"])[0])
+        data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
     task = build_task(config, pool)
     if config["resident"] != "host":

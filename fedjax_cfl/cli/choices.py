@@ -40,13 +40,14 @@ from fedjax_cfl.algorithms.founding import (
     start_from_founders,
     start_from_initial,
 )
-from fedjax_cfl.algorithms.ifca import random_groups, reject_unbalanced, spread_models
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, common_model
+from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, spread_models
+from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.clustering.synthesis import back_search, generator
 from fedjax_cfl.errors import require
-from fedjax_cfl.round import aggregate, engine, sgd
+from fedjax_cfl.round import aggregate, sgd
+from fedjax_cfl.round.start import common_model, random_groups
 from fedjax_cfl.validation import Rule, one_of, parameter_rules
 
 # tuples that no setting of a method fills: how clients train, who is selected, what is returned
@@ -54,10 +55,15 @@ FIXED = ("task", "local", "select", "return")
 
 
 class Maker(NamedTuple):
-    """A function that is made from further settings of the same method."""
+    """Makes a function from further settings of the same method, which are its parameters."""
 
     make: Callable[..., Any]
-    settings: tuple[str, ...]
+    fixed: tuple[str, ...] = ()  # parameters that are no settings
+
+    @property
+    def settings(self) -> list[str]:
+        """Returns the names of the settings."""
+        return [name for name in inspect.signature(self.make).parameters if name not in self.fixed]
 
 
 MEANS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
@@ -69,8 +75,8 @@ DETECTORS = {
 }
 IFCA = {
     "start": {
-        "random": random_groups,
-        "reject_unbalanced": Maker(reject_unbalanced, ("share",)),
+        "random": independent_models,
+        "reject_unbalanced": Maker(reject_unbalanced, fixed=("tries",)),
         "kmeanspp_loss": spread_models,
     },
     "solve": {"sgd": sgd.sgd, "gradient_step": sgd.gradient_step},
@@ -81,8 +87,8 @@ IFCA = {
 }
 FLEXCFL = {
     "measure": {
-        "edc": Maker(cluster_by_edc, ("restarts",)),
-        "edc_randomized": Maker(cluster_by_randomized_edc, ("restarts",)),
+        "edc": Maker(cluster_by_edc),
+        "edc_randomized": Maker(cluster_by_randomized_edc),
         "madc": cluster_by_madc,
         "none": found_alone,
     },
@@ -105,8 +111,8 @@ FLEXCFL = {
 FIELDING = {
     "represent": {
         "labels": represent.label_shares,
-        "embedding": Maker(represent.embedding, ("units", "images_per_class", "epochs", "lr")),
-        "gradient": Maker(represent.gradient, ("length", "images_per_class", "epochs", "lr")),
+        "embedding": Maker(represent.embedding),
+        "gradient": Maker(represent.gradient),
     },
     "metric": {
         "l1": distances.l1,
@@ -114,29 +120,27 @@ FIELDING = {
         "squared_euclidean": distances.squared_euclidean,
     },
     "cluster": {
-        "silhouette": Maker(
-            metric_kmeans.by_silhouette, ("restarts", "iterations", "participants")
-        ),
+        "silhouette": Maker(metric_kmeans.by_silhouette),
         "k_center": metric_kmeans.k_center,
     },
     "trigger": {
-        "center_shift": Maker(recluster.center_shift, ("tau",)),
-        "since_clustering": Maker(recluster.center_shift_since_clustering, ("tau",)),
-        "pairwise": Maker(recluster.pairwise, ("delta",)),
-        "pairwise_as_printed": Maker(recluster.pairwise_as_printed, ("delta",)),
-        "always": Maker(recluster.always, ()),
-        "never": Maker(recluster.never, ()),
+        "center_shift": Maker(recluster.center_shift),
+        "since_clustering": Maker(recluster.center_shift_since_clustering),
+        "pairwise": Maker(recluster.pairwise, fixed=("printed",)),
+        "pairwise_as_printed": Maker(recluster.pairwise_as_printed),
+        "always": Maker(recluster.always),
+        "never": Maker(recluster.never),
     },
     "hear": {"all": hear_all, "cohort": hear_cohort, "nobody": None},
     "aggregate": MEANS,
-    "server": {"none": None, "yogi": Maker(fedopt.yogi, ("server_lr", "b1", "b2"))},
+    "server": {"none": None, "yogi": Maker(fedopt.yogi, fixed=("tau",))},
 }
 # by method and parameter, the functions that can be named
 CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.auxo: {
         "split": {
-            "fixed": Maker(split_at, ("split_rounds",)),
-            "adaptive": Maker(split_adaptively, ("participants", "least")),
+            "fixed": Maker(split_at),
+            "adaptive": Maker(split_adaptively),
         }
     },
     algorithms.cfl: {"aggregate": MEANS},
@@ -147,7 +151,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.fesem: {
         "form": {"prox": pull_plainly, "eq8": pull_by_size},
         "start": {
-            "local": Maker(cluster_local_models, ("restarts",)),
+            "local": Maker(cluster_local_models),
             "random_models": random_models,
         },
         "estep": {"all": e_step_of_all, "selected": e_step_of_cohort},
@@ -180,35 +184,10 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.ifca_restarts: IFCA,
     algorithms.md_icfl: {
         "sampling": {
-            "back_search": Maker(
-                back_search,
-                (
-                    "samples",
-                    "prior_weight",
-                    "prior_mean",
-                    "squared",
-                    "search_lr",
-                    "search_steps",
-                    "warm_start",
-                ),
-            ),
-            "generator": Maker(
-                generator,
-                (
-                    "samples",
-                    "prior_weight",
-                    "prior_mean",
-                    "squared",
-                    "hidden",
-                    "generator_lr",
-                    "generator_steps",
-                    "generator_batch",
-                    "bounded",
-                    "warm_start",
-                ),
-            ),
+            "back_search": Maker(back_search),
+            "generator": Maker(generator),
         },
-        "start": {"common": common_model, "random": engine.random_groups},
+        "start": {"common": common_model, "random": random_groups},
         "privacy": {"weak": WEAK, "strong": STRONG},
         "aggregate": MEANS,
     },

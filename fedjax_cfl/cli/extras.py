@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl.cli.build import build_algorithm, build_local, build_population
+from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.runs.session import Extras, measure_nothing
 from fedjax_cfl.simulation.driver import Result
@@ -17,10 +18,9 @@ from fedjax_cfl.simulation.personalize import (
     assign_newcomers,
     compare_updates,
     finetune_clients,
-    hold_out,
+    hold_out_clients,
     next_key,
     select_remembered,
-    take_clients,
 )
 from fedjax_cfl.types import ServedModels
 
@@ -56,7 +56,7 @@ def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Ext
 
     def add_newcomers(found: Extras, result: Result) -> None:
         _, everybody = build_population(config)
-        kept, held = hold_out(everybody, share, config["seed"])
+        kept, held = hold_out_clients(everybody, share, config["seed"])
         population = take_clients(everybody, np.concatenate([kept, held]))
         cold = build_algorithm(config, task, population, mesh, select=select_remembered(at_once))
         key = jax.random.key(config["seed"])

@@ -1,13 +1,17 @@
-"""Agglomerative clustering from a distance matrix."""
+"""Agglomerative clustering from a distance matrix, and by the directions of updates."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from fedjax_cfl.clustering.distances import divide
+from fedjax_cfl.clustering.distances import dissimilarity, divide
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.types import Params
 
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
 
@@ -71,7 +75,7 @@ def agglomerate(
         index,
     )
     merge = functools.partial(_merge_closest, LINKAGES[linkage])
-    label = jax.lax.while_loop(unfinished, merge, start)[4]  # the lowest index of the cluster
+    label = lax.while_loop(unfinished, merge, start)[4]  # the lowest index of the cluster
     number = jnp.cumsum(valid & (label == index)) - 1
     return jnp.where(valid, number[label], -1).astype(jnp.int32)
 
@@ -83,7 +87,7 @@ def _merge_closest(update, carry):
     # the write of the step before, made before anything is read: else XLA copies the matrix at
     # every step
     for axis in (0, 1):
-        distance = jax.lax.dynamic_update_index_in_dim(distance, union, a, axis)
+        distance = lax.dynamic_update_index_in_dim(distance, union, a, axis)
     i = jnp.argmin(bound)
     row = jnp.where((size > 0) & (index != i), distance[i], jnp.inf)
     j, nearest = jnp.argmin(row), jnp.min(row)
@@ -99,3 +103,44 @@ def _merge_closest(update, carry):
     size = jnp.where(merge, size.at[a].add(size[b]).at[b].set(0), size)
     label = jnp.where(merge & (label == b), a, label)
     return distance, (a, union), bound, size, label
+
+
+def bisect_updates(
+    ids: jax.Array,
+    group: jax.Array,
+    delta: Params,
+    ready: jax.Array,
+    linkage: str,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts each group of `ready` [m] bool in two; returns the half [R] int32, 0 or 1, of
+    each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
+
+    alpha is the largest cosine between the halves. Half 0 has the client of lowest id.
+    Rows of group -1 are masked.
+    """
+    order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
+    group = group[order]
+
+    def cut_all(apart, group, ready):
+        def cut(g):
+            inside = group == g
+
+            def two():
+                label = agglomerate(apart, 2, linkage, inside)
+                across = inside[:, None] & inside & (label[:, None] != label)
+                return jnp.maximum(label, 0), jnp.sqrt(jnp.min(jnp.where(across, apart, 1.0)))
+
+            return lax.cond(ready[g], two, lambda: (jnp.zeros_like(group), jnp.zeros(())))
+
+        # one group at a time: the distances of all groups would be m matrices [R, R]
+        return lax.map(cut, jnp.arange(ready.size))
+
+    apart = dissimilarity(delta, delta)[order][:, order]
+    label, gamma = on_every_device(cut_all, mesh)(apart, group, ready)
+    return (
+        jnp.zeros_like(group)
+        .at[order]
+        .set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)),
+        gamma,
+    )

@@ -225,3 +225,35 @@ def format_description(data: FederatedData) -> str:
         *without,
     ]
     return ", ".join(parts)
+
+
+def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
+    """Returns the data of some clients, who are numbered in the order given."""
+    number = np.full(data.num_clients + 1, -1, np.int32)  # the last: of holdings nobody has
+    number[clients] = np.arange(clients.size)
+    owner = number[np.asarray(data.owner)]
+    rows = np.flatnonzero(owner >= 0)
+    is_test = np.zeros(data.y.size, bool)
+    is_test[np.asarray(data.test.order)] = True
+
+    def view(mask: np.ndarray):
+        kept = np.flatnonzero(mask[rows])
+        return build_client_index(kept, owner[rows][kept], clients.size)
+
+    def cut(column, places):
+        return None if column is None else jnp.asarray(np.asarray(column)[places])
+
+    names = data.client_names
+    sample = rows if data.sample is None else np.asarray(data.sample)[rows]
+    return data.replace(
+        y=cut(data.y, rows),
+        owner=jnp.asarray(owner[rows]),
+        train=view(~is_test),
+        test=view(is_test),
+        concept=cut(data.concept, clients),
+        shifted=cut(data.shifted, clients),
+        sample=jnp.asarray(sample, jnp.int32),
+        turns=cut(data.turns, rows),
+        time=cut(data.time, rows),
+        client_names=names and ClientNames(tuple(names.names[k] for k in clients.tolist())),
+    )

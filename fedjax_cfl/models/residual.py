@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.layers import Conv, DepthwiseConv, add_channel_axis, dense
+from fedjax_cfl.models.convolution import Conv, DepthwiseConv
+from fedjax_cfl.models.layers import add_channel_axis, dense
 from fedjax_cfl.models.norms import GroupNorm
 
 Norm = Callable[[], nn.Module]  # makes a layer called as (x [B, H, W, C], owner [B])

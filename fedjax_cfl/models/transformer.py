@@ -4,7 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.layers import Conv, add_channel_axis, dense
+from fedjax_cfl.models.convolution import Conv
+from fedjax_cfl.models.layers import add_channel_axis, dense
 
 
 class ViT(nn.Module):

@@ -22,19 +22,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.layers import (
-    GRU,
-    KERAS,
-    LSTM,
-    Conv,
-    Init,
-    add_channel_axis,
-    dense,
-    flatten,
-    max_pool,
-    pytorch,
-)
+from fedjax_cfl.models.convolution import Conv, max_pool
+from fedjax_cfl.models.layers import KERAS, Init, add_channel_axis, dense, flatten, pytorch
 from fedjax_cfl.models.norms import BatchStatNorm
+from fedjax_cfl.models.recurrent import GRU, LSTM
 
 
 class MCLR(nn.Module):

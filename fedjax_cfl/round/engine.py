@@ -1,15 +1,13 @@
 """One federated round, in order. A method is a call of `federated` with hooks of its own."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round import faults, timing, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import put_models
@@ -19,14 +17,27 @@ from fedjax_cfl.round.hooks import (
     Hooks,
     Start,
     StartClientsFn,
-    StartFn,
     add_reports,
     make_report,
 )
 from fedjax_cfl.round.info import make_info
+from fedjax_cfl.round.keys import (
+    ASSIGN,
+    BYZANTINE,
+    FAULTS,
+    MIGRATE,
+    PREPARE,
+    REGROUP,
+    SELECT,
+    START,
+    TRAIN,
+    derive_key,
+    derive_keys,
+)
 from fedjax_cfl.round.local import Local, Work, full_work
+from fedjax_cfl.round.server import apply_server_optimizer, rebase
 from fedjax_cfl.round.sgd import client_cost
-from fedjax_cfl.round.tree import squared_norms
+from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.types import (
     Algorithm,
     Asked,
@@ -43,45 +54,6 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
-
-# Purposes: every draw of a run is made with fold_in(key, purpose), then the round, then the
-# client's id; never with a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(
-    PURPOSES := 10
-)
-
-
-def derive_key(key: Key, purpose: ArrayLike, round: ArrayLike | None = None) -> Key:
-    """Returns the key of one purpose; of one round, if given."""
-    key = jax.random.fold_in(key, purpose)
-    return key if round is None else jax.random.fold_in(key, round)
-
-
-def derive_keys(key: Key, round: ArrayLike) -> Key:
-    """Returns the keys [PURPOSES] of all purposes in one round.
-
-    All at once, because each would be compiled by itself.
-    """
-    return jax.vmap(derive_key, (None, 0, None))(key, jnp.arange(PURPOSES), round)
-
-
-def random_groups(task: Task, num_groups: int) -> StartFn:
-    """Starts from `num_groups` independent random models."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        return Start(jax.vmap(task.init)(jax.random.split(key, num_groups)))
-
-    return start
-
-
-def copy_model(model: Params, count: int) -> Params:
-    """Returns `count` copies of one model, stacked [count, ...]."""
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), model)
-
-
-def no_clients(key: Key, num_clients: int) -> jax.Array:
-    """Returns no ids: the start reads nobody's samples (a `StartClientsFn`)."""
-    return jnp.zeros(0, jnp.int32)
 
 
 def serve_global(state: State) -> ServedModels:
@@ -316,34 +288,6 @@ def regroup(
     return state, rebase(upload, sent, state.groups, gid), gid
 
 
-def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Upload:
-    """Returns the upload with each delta relative to the model of the client's present
-    group `gid` [S]: start + delta - group.
-
-    A client that changed its group, or whose group was given another model, trained from
-    what was `sent` [m, ...]. Its group can use its model, but not its delta.
-    """
-
-    def differs(old, new):
-        return jnp.any((old != new).reshape(len(old), -1), axis=1)
-
-    changed = jax.tree.reduce(jnp.logical_or, jax.tree.map(differs, sent, groups))  # [m]
-    elsewhere = ((gid != upload.start_group) | changed[gid]) & (upload.weight > 0)
-
-    def shift() -> Upload:
-        def from_new_group(delta, sent, groups):
-            return delta + sent[upload.start_group] - groups[gid]
-
-        delta = jax.tree.map(
-            partial(jax.vmap(jnp.where), elsewhere),
-            jax.tree.map(from_new_group, upload.delta, sent, groups),
-            upload.delta,
-        )
-        return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
-
-    return jax.lax.cond(jnp.any(elsewhere), shift, lambda: upload)
-
-
 def update_groups(
     parts: Parts, state: State, cohort: Cohort, work: Work, gid: jax.Array, upload: Upload
 ) -> tuple[State, jax.Array, traffic.Traffic]:
@@ -387,21 +331,3 @@ def finish_round(
         received=received,
         start_faults=faults.no_faults(),
     )
-
-
-def apply_server_optimizer(
-    server: optax.GradientTransformation, state: State, step: Params, mass: jax.Array
-) -> tuple[Params, Any]:
-    """Applies the server optimizer to every group of positive `mass` [m]; the others keep
-    their model and optimizer state. Returns both, [m, ...].
-    """
-    changed = (mass > 0) & state.active
-    updates, new_server = jax.vmap(server.update)(
-        jax.tree.map(jnp.negative, step), state.server, state.groups
-    )
-    updated = jax.vmap(optax.apply_updates)(state.groups, updates)
-    # running statistics are averaged, whatever the optimizer does with weights
-    updated = copy_statistics(updated, jax.tree.map(jnp.add, state.groups, step))
-
-    keep = partial(jax.vmap(jnp.where), changed)
-    return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_cfl.data.federated import build_client_index, gather
+from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError, require
-from fedjax_cfl.round.engine import SELECT, derive_key
+from fedjax_cfl.round.keys import SELECT, derive_key
 from fedjax_cfl.simulation.driver import run
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 
@@ -53,7 +52,7 @@ def choose_k(
     candidates = sorted(candidates)
     if not candidates:
         raise InputError("candidates=[]: at least one number of groups is allowed")
-    few = sample_clients(derive_key(key, SELECT), data, clients)
+    few = draw_clients(derive_key(key, SELECT), data, clients)
     table = []
     for m in candidates:
         last = run(make(m), task, few, key, rounds=rounds, discard="none", mesh=mesh).rows[-1]
@@ -67,31 +66,10 @@ def pick_best(table: list[dict[str, Any]], by: str) -> int:
     return next(row["m"] for row in table if row[by] == value)
 
 
-def sample_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
+def draw_clients(key: Key, data: FederatedData, clients: int) -> FederatedData:
     """Returns the data of randomly drawn clients, renumbered 0, 1, ... in their old
     order; of all if there are no more.
     """
     drawn = np.sort(np.asarray(jax.random.permutation(key, data.num_clients)[:clients]))
-    number = np.full(data.num_clients + 1, -1, np.int32)  # the last entry is that of owner -1
-    number[drawn] = np.arange(drawn.size)
-    owner = number[np.asarray(data.owner)]
-    test = np.isin(np.arange(owner.size), np.asarray(data.test.order))
-    kept = np.flatnonzero(owner >= 0)
-    owner, test = owner[kept], test[kept]
-    train, held_out = (
-        build_client_index(np.flatnonzero(rows), owner[rows], drawn.size) for rows in (~test, test)
-    )
-    x, y = gather(data, jnp.asarray(kept))
-    return data.replace(
-        x=x,
-        y=y,
-        sample=None,
-        turns=None,
-        time=None,
-        owner=jnp.asarray(owner),
-        train=train,
-        test=held_out,
-        concept=data.concept[drawn],
-        shifted=data.shifted[drawn],
-        max_client_samples=int(train.size.max()),
-    )
+    few = take_clients(data, drawn)
+    return few.replace(time=None, max_client_samples=int(few.train.size.max()))

@@ -10,18 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_cfl.clustering.distances import cosine
-from fedjax_cfl.data.federated import build_client_index
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import TRAIN, derive_key
 from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.keys import TRAIN, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.simulation.evaluate import count_models, evaluate_clients
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.types import (
     Algorithm,
-    ClientNames,
     FederatedData,
     Key,
     Selection,
@@ -126,7 +124,7 @@ class NewClients(NamedTuple):
     served: ServedModels  # of the whole population, the clients of the run have none
 
 
-def hold_out(data: FederatedData, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out_clients(data: FederatedData, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the clients [K - H] that take part and those [H] that are held out: a share of
     all, drawn among those with training and test samples.
 
@@ -141,38 +139,6 @@ def hold_out(data: FederatedData, share: float, seed: int) -> tuple[np.ndarray, 
         )
     held = np.sort(np.random.default_rng([seed, data.num_clients]).choice(able, count, False))
     return np.setdiff1d(np.arange(data.num_clients), held), held
-
-
-def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
-    """Returns the data of some clients, who are numbered in the order given."""
-    number = np.full(data.num_clients + 1, -1, np.int32)  # the last: of holdings nobody has
-    number[clients] = np.arange(clients.size)
-    owner = number[np.asarray(data.owner)]
-    rows = np.flatnonzero(owner >= 0)
-    is_test = np.zeros(data.y.size, bool)
-    is_test[np.asarray(data.test.order)] = True
-
-    def view(mask: np.ndarray):
-        kept = np.flatnonzero(mask[rows])
-        return build_client_index(kept, owner[rows][kept], clients.size)
-
-    def cut(column, places):
-        return None if column is None else jnp.asarray(np.asarray(column)[places])
-
-    names = data.client_names
-    sample = rows if data.sample is None else np.asarray(data.sample)[rows]
-    return data.replace(
-        y=cut(data.y, rows),
-        owner=jnp.asarray(owner[rows]),
-        train=view(~is_test),
-        test=view(is_test),
-        concept=cut(data.concept, clients),
-        shifted=cut(data.shifted, clients),
-        sample=jnp.asarray(sample, jnp.int32),
-        turns=cut(data.turns, rows),
-        time=cut(data.time, rows),
-        client_names=names and ClientNames(tuple(names.names[k] for k in clients.tolist())),
-    )
 
 
 def select_remembered(at_once: int) -> Selection:
