@@ -26,8 +26,9 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import fedgroup_fig5, figures, processes, report, runner
+from fedjax_cfl.papers import fedgroup_fig5, processes, report, runner
 from fedjax_cfl.papers.cells import Cell, is_finished, load_table
+from fedjax_cfl.runs import plot_bands
 from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set
@@ -494,7 +495,7 @@ def test_figures_are_drawn(verb, kind):
 
 
 def test_running_mean_leaves_out_what_is_missing():
-    found = figures.smooth(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
+    found = plot_bands.smooth(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
     np.testing.assert_allclose(found, [1.0, np.nan, 4.0, 6.0, 7.5])
 
 

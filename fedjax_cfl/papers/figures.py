@@ -18,12 +18,12 @@ from fedjax_cfl.papers.report import finished_rows, row_title
 from fedjax_cfl.runs.plot import (
     add_legend,
     format_percent_axis,
-    make_palette,
     new_figure,
     save_figure,
     style_axes,
 )
-from fedjax_cfl.runs.results import compute_measures, read_metrics, series
+from fedjax_cfl.runs.plot_bands import average_runs, draw_band, line_styles
+from fedjax_cfl.runs.results import compute_measures, read_metrics
 
 AXIS_LABELS = {
     "accuracy": "test accuracy",
@@ -31,62 +31,12 @@ AXIS_LABELS = {
     "discrepancy": "discrepancy",
     "mean_client_distance": "mean client distance (L1)",
 }
-# evaluations: from how many on a line is steadied, and over how many
-MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11
-
-
-def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
-    """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN
-    where they are.
-    """
-    finite = np.isfinite(values)
-    total, count = (
-        np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite)
-    )
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
-
-
-def average_seeds(
-    runs: list[list[dict]], names: tuple[str, ...]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rounds, mean and sd over runs (n - 1; 0 for one), each [R], of the sum of
-    `names` at the rounds that every run evaluated.
-    """
-    by_round = [{row["round"]: row for row in rows} for rows in runs]
-    rounds = sorted(set.intersection(*map(set, by_round)))
-    found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
-    values = np.array(found).sum(axis=1)  # [seeds, R]
-    spread = values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
-    return np.array(rounds, float), values.mean(axis=0), spread
 
 
 def column_styles(table: dict) -> dict[str, tuple]:
     """Returns the colour and line style of every column, the same in all panels."""
-    palette = make_palette(7)  # yellow, the eighth, is too pale for a line
-    return {
-        name: (palette[i % 7], ("-", "--", ":")[i // 7 % 3])
-        for i, name in enumerate(table["columns"])
-    }
-
-
-def draw_band(
-    axes: Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, style: tuple, label: str
-) -> None:
-    """Draws a line with its band."""
-    if len(x) > MIN_SMOOTHED_LENGTH:
-        axes.plot(x, mean, color=style[0], linewidth=0.5, alpha=0.3)
-        mean, spread = smooth(mean), smooth(spread)
-    axes.plot(
-        x,
-        mean,
-        color=style[0],
-        linestyle=style[1],
-        linewidth=1.5,
-        marker="o" if len(x) <= 20 else "",
-        markersize=3,
-        label=label,
-    )
-    axes.fill_between(x, mean - spread, mean + spread, color=style[0], alpha=0.18, linewidth=0)
+    columns = table["columns"]
+    return dict(zip(columns, line_styles(len(columns)), strict=True))
 
 
 def read_cells(
@@ -127,7 +77,7 @@ def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Pat
         for i, name in enumerate(panels):
             axes = grid[i, j]
             for column, seeds in methods.items():
-                draw_band(axes, *average_seeds(seeds, (name,)), styles[column], column)
+                draw_band(axes, *average_runs(seeds, (name,)), styles[column], column)
             style_axes(
                 axes,
                 row_title(table, row) if i == 0 else "",
@@ -158,8 +108,8 @@ def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], pa
         base = models_sent(methods[table["baseline"]]) if table["baseline"] in methods else 1.0
         unit = f"x {table['baseline']}'s in all" if table["baseline"] in methods else "models"
         for column, seeds in methods.items():
-            _, sent, _ = average_seeds(seeds, ("units_down", "units_up"))
-            _, mean, spread = average_seeds(seeds, ("accuracy",))
+            _, sent, _ = average_runs(seeds, ("units_down", "units_up"))
+            _, mean, spread = average_runs(seeds, ("accuracy",))
             draw_band(left, sent / base, mean, spread, styles[column], column)
         style_axes(left, row_title(table, row), f"models sent so far, {unit}", "test accuracy")
         left.set_xlim(left=0)

@@ -17,11 +17,11 @@ from fedjax_cfl.runs.compare_inputs import IDENTITY
 from fedjax_cfl.runs.plot import (
     add_legend,
     format_percent_axis,
-    make_palette,
     new_figure,
     save_figure,
     style_axes,
 )
+from fedjax_cfl.runs.plot_bands import draw_band, line_styles
 from fedjax_cfl.runs.plot_costs import ROUNDS, Cost, mean_curve
 from fedjax_cfl.runs.results import atomic_write
 
@@ -132,17 +132,16 @@ def draw(path: Path, groups: list[dict[str, Any]]) -> None:
     scale, heading = scale_cost(cost, largest)
     figure = new_figure(13, 5.0)
     left, right = figure.subplots(1, 2, sharey=True)
-    palette, dashes = make_palette(7), ("-", "--", ":", "-.")  # yellow is too pale for a line
-    for position, (rounds, mean, sd, sent) in enumerate(drawn):
-        color, dash = palette[position % 7], dashes[position // 7 % 4]
-        for axes, x in ((left, rounds), (right, sent / scale)):
-            marker = "o" if len(x) <= 20 else ""
-            axes.plot(x, mean, linewidth=1.9, marker=marker, markersize=4, color=color, ls=dash)
-            axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.18, linewidth=0)
+    labels, lines = [group["label"] for group in groups], []
+    for label, style, (rounds, mean, sd, sent) in zip(
+        labels, line_styles(len(groups)), drawn, strict=True
+    ):
+        lines.append(draw_band(left, rounds, mean, sd, style, label))
+        draw_band(right, sent / scale, mean, sd, style, label)
     style_axes(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
     style_axes(right, "Accuracy against communication", heading, "")
     for axes in (left, right):
         axes.set_xlim(left=0)
         format_percent_axis(axes)
-    add_legend(figure, left.get_lines(), [group["label"] for group in groups])
+    add_legend(figure, lines, labels)
     save_figure(figure, path)

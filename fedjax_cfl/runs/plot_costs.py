@@ -8,11 +8,10 @@ from matplotlib.figure import Figure
 from fedjax_cfl.runs.plot import (
     add_legend,
     format_percent_axis,
-    make_palette,
     new_figure,
     style_axes,
 )
-from fedjax_cfl.runs.results import series
+from fedjax_cfl.runs.plot_bands import average_runs, draw_band, line_styles
 
 
 class Cost(NamedTuple):
@@ -48,16 +47,10 @@ def mean_curve(
     """Returns cost, mean accuracy and its sample sd over runs, each [R], at the rounds that
     every run has evaluated; the sd of one run is 0.
     """
-    by_round = [{row["round"]: row for row in run["rows"]} for run in members]
-    rounds = sorted(set.intersection(*map(set, by_round)))
-
-    def table(names: tuple[str, ...]) -> np.ndarray:  # [runs, R]
-        found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
-        return np.array(found, float).reshape(len(members), len(names), len(rounds)).sum(1)
-
-    accuracy = table(("accuracy",))
-    sd = accuracy.std(0, ddof=1) if len(members) > 1 else np.zeros(len(rounds))
-    return table(cost.fields).mean(0) / cost.scale, accuracy.mean(0), sd
+    rows = [run["rows"] for run in members]
+    _, spent, _ = average_runs(rows, cost.fields)
+    _, mean, sd = average_runs(rows, ("accuracy",))
+    return spent / cost.scale, mean, sd
 
 
 def draw_costs(groups: list[dict[str, Any]]) -> Figure:
@@ -70,18 +63,15 @@ def draw_costs(groups: list[dict[str, Any]]) -> Figure:
         del costs["sim_time"]
     figure = new_figure(12, 7.6 if timed else 4.2)
     shape = (2, 2) if timed else (1, 3)
-    palette, dashes = make_palette(7), ("-", "--", ":", "-.")  # yellow is too pale for a line
     panels, lines = figure.subplots(*shape, sharey=True).flat, {}
     for (name, cost), axes in zip(costs.items(), panels, strict=True):
-        for position, group in enumerate(groups):
+        for position, (group, style) in enumerate(
+            zip(groups, line_styles(len(groups)), strict=True)
+        ):
             if any(run.get(name, 0) is None for run in group["members"]):
                 continue  # nobody counted it
             x, mean, sd = mean_curve(group["members"], cost)
-            colour, dash = palette[position % 7], dashes[position // 7 % 4]
-            marker = "o" if len(x) <= 20 else ""
-            (line,) = axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, lw=1.7)
-            lines.setdefault(position, line)
-            axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
+            lines.setdefault(position, draw_band(axes, x, mean, sd, style, group["label"]))
         style_axes(axes, "", cost.heading, "test accuracy" if cost is ROUNDS else "")
         axes.set_xlim(left=0)
         format_percent_axis(axes)
