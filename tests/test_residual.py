@@ -9,7 +9,7 @@ import pytest
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.models import GroupNorm, MobileNetV2, ResNet18, ShuffleNetV2, ViT, as_task
-from fedjax_cfl.models.convolution import DepthwiseConv
+from fedjax_cfl.models.convolution import DepthwiseConv, shift_and_add, shift_and_add_per_image
 from fedjax_cfl.models.residual import _shuffle
 from fedjax_cfl.models.transformer import _Attention
 
@@ -58,20 +58,36 @@ def test_a_sample_is_alone_and_every_parameter_learns(name):
     assert not np.allclose(changed[1], logits[1])
 
 
-@pytest.mark.parametrize(("side", "strides"), [(5, 1), (6, 2), (7, 2), (1, 2)])
-def test_depthwise_convolution_is_the_grouped_one_of_jax(side, strides):
-    x, layer = normal(2, side, side + 1, 4), DepthwiseConv(strides)
-    params = jax.jit(layer.init)(KEY, x)
+@pytest.mark.parametrize("convolve", [shift_and_add, shift_and_add_per_image])
+@pytest.mark.parametrize(("side", "stride"), [(5, 1), (6, 2), (7, 2), (1, 2)])
+def test_depthwise_convolution_is_the_grouped_one_of_jax(side, stride, convolve):
+    """And its gradients, with a kernel for each of two clients."""
+    x, kernel = normal(2, 3, side, side + 1, 4), normal(2, 3, 3, 4)
+
+    def grouped(x, kernel, stride):
+        layout = ("NHWC", "HWIO", "NHWC")
+        kernel, steps = kernel[:, :, None], (stride, stride)
+        return jax.lax.conv_general_dilated(
+            x, kernel, steps, "SAME", dimension_numbers=layout, feature_group_count=4
+        )
+
+    def run(convolve):
+        def objective(x, kernel):
+            out = convolve(x, kernel, stride)
+            return jnp.sum(jnp.sin(3 * out)), out
+
+        return jax.jit(jax.vmap(jax.grad(objective, argnums=(0, 1), has_aux=True)))(x, kernel)
+
+    close(run(convolve), run(grouped))
+
+
+@pytest.mark.parametrize(("backend", "loops"), [("cpu", True), ("gpu", False), ("tpu", False)])
+def test_a_cpu_takes_one_image_after_another(monkeypatch, backend, loops):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    layer, x = DepthwiseConv(), jnp.zeros((2, 5, 5, 4))
+    params = jax.eval_shape(layer.init, KEY, x)
     assert params["params"]["kernel"].shape == (3, 3, 4)
-    expected = jax.lax.conv_general_dilated(
-        x,
-        params["params"]["kernel"][:, :, None],
-        (strides, strides),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=4,
-    )
-    close(jax.jit(layer.apply)(params, x), expected)
+    assert ("scan[" in str(jax.make_jaxpr(layer.apply)(params, x))) == loops
 
 
 def test_halves_are_interleaved():
