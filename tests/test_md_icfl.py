@@ -390,6 +390,7 @@ def test_groups_start_from_different_models_unless_one_is_asked_for(linear, toy,
             linear, local, full_participation(), m=3, sampling=back_search(**QUICK), **settings
         )
         kernel = np.asarray(method.init(KEY, toy).groups["head"]["kernel"])
+        assert kernel.shape == (3, 5, 4)
         return len({row.tobytes() for row in kernel})
 
     assert (starts(), starts(start=common_model)) == (3, 1)

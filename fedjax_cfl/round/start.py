@@ -20,7 +20,7 @@ def common_model(task: Task, num_groups: int) -> StartFn:
     """Starts all groups from one random model."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        return Start(copy_model(jax.vmap(task.init)(jax.random.split(key, 1)), num_groups))
+        return Start(copy_model(task.init(jax.random.split(key, 1)[0]), num_groups))
 
     return start
 
