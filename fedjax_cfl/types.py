@@ -190,16 +190,19 @@ class Report(struct.PyTreeNode):
     groups were assigned.
     """
 
-    traffic: Traffic  # of the whole step, or of each slot
+    traffic: Traffic  # of the whole step, or of each client [K] or slot [S]
     migrated: jax.Array  # [] int32, clients that changed group
     reclustered: jax.Array  # [] int32, how often all clients were clustered anew
     fault_counts: FaultCounts
+    # samples that clients infer, of the whole step [] or of each client [K] or slot [S]; one that
+    # is trained on counts as `clock.TRAIN_TO_INFERENCE`
+    samples: jax.Array
 
 
 class State(struct.PyTreeNode):
     """Everything that a run carries from round to round.
 
-    A checkpoint is this, `owner` and `y` of the data, and the key.
+    A checkpoint is this and `rounds.DataState`; the key comes from the seed.
     """
 
     round: jax.Array  # [] int32, rounds finished

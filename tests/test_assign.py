@@ -20,6 +20,7 @@ from fedjax_cfl.clustering.assign import (
 from fedjax_cfl.round import traffic
 from fedjax_cfl.round.counts import make_count
 from fedjax_cfl.round.faults import no_faults
+from fedjax_cfl.round.hooks import make_report
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)
@@ -76,7 +77,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
 
 def test_every_round_charges_the_real_clients(toy, models):
     cohort = Cohort(ids=jnp.array([3, 14, 5, 14, 0]), rank=jnp.arange(5))
-    gid, report = every_round(lambda *_: (jnp.array([2, 0, 1, 0, 2]), no_faults()))(
+    gid, report = every_round(lambda *_: (jnp.array([2, 0, 1, 0, 2]), make_report()))(
         KEY, met(models, [-1] * 14), toy, cohort
     )
     assert gid.tolist() == [2, 0, 1, 0, 2]
@@ -89,7 +90,8 @@ def test_cold_start_touches_only_newcomers(toy, models):
 
     def choose(key, state, data, newcomers):
         asked.append(newcomers.ids.tolist())
-        return jnp.full(newcomers.ids.shape, 2), no_faults().replace(nonfinite=jnp.int32(7))
+        bad = no_faults().replace(nonfinite=jnp.int32(7))
+        return jnp.full(newcomers.ids.shape, 2), make_report(fault_counts=bad)
 
     state = met(models, [0, 1, -1, 1, -1, *[0] * 9])
     cohort = Cohort(ids=jnp.array([1, 4, 14, 0, 2, 3]), rank=jnp.arange(6))
@@ -112,7 +114,7 @@ def test_nearest_direction_finds_the_planted_group(toy):
     delta = jnp.array([[9, 1, 1, 0], [-9, 0.5, 0.4, 0], [0.1, 1, 3, 0], [0, 0.2, 0.1, 5.0]])
 
     def pretrain(newcomers, data, shared, work):
-        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), no_faults()
+        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), make_report()
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
     chosen, _ = nearest_direction(pretrain)(
@@ -153,7 +155,7 @@ def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
     delta = jnp.array([[1, 1, 1, 0.5], [0, 0, 0, 0], [0, 9, 0, 1], [-1, 0, -1, -0.5]])
 
     def pretrain(newcomers, data, shared, work):
-        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), no_faults()
+        return sent([0.0] * 4, [1] * 4).replace(delta={"w": delta}), make_report()
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
     state = met(directions, [-1] * 14, memory=memory)

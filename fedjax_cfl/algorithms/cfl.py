@@ -28,7 +28,7 @@ from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import add_fault_counts, no_faults
+from fedjax_cfl.round.faults import add_fault_counts
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     AssignFn,
@@ -174,9 +174,10 @@ def descend_splits(train: TrainFn) -> AssignFn:
     ) -> tuple[jax.Array, Report]:
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
         real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
+        nothing = make_report(samples=jnp.zeros(clients.shape))
 
         def cut(h, carry):
-            here, trained, faults = carry
+            here, trained, report = carry
             undecided = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
@@ -186,18 +187,25 @@ def descend_splits(train: TrainFn) -> AssignFn:
                 )
                 trainees = cohort.replace(ids=jnp.where(undecided, cohort.ids, data.num_clients))
                 shared, work = (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here))
-                upload, bad = train(trainees, data, shared, work)
-                return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], bad
+                upload, more = train(trainees, data, shared, work)
+                return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], more
 
-            leaves, bad = lax.cond(
-                jnp.any(undecided), sides, lambda: (jnp.zeros_like(undecided), no_faults())
+            leaves, more = lax.cond(
+                jnp.any(undecided), sides, lambda: (jnp.zeros_like(undecided), nothing)
             )
             here = jnp.where(undecided & leaves, h, here).astype(jnp.int32)
-            return here, trained + undecided, add_fault_counts(faults, bad)
+            return (
+                here,
+                trained + undecided,
+                report.replace(
+                    fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
+                    samples=report.samples + more.samples,
+                ),
+            )
 
-        begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), no_faults()
-        gid, trained, faults = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, make_report(make_traffic(trained, trained), fault_counts=faults)
+        begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
+        gid, trained, report = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
+        return gid, report.replace(traffic=make_traffic(trained, trained))
 
     return assign
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round import faults
-from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.round.engine import federated, serve_global
 from fedjax_cfl.round.hooks import AssignFn, Hooks, PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work, full_work
@@ -112,6 +113,7 @@ def assign_with_s1_traffic(same_set: bool) -> AssignFn:
     ) -> tuple[jax.Array, Report]:
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (1 if same_set else 2), units_up=real)
-        return jnp.zeros_like(cohort.ids), make_report(sent)
+        samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
+        return jnp.zeros_like(cohort.ids), make_report(sent, samples=samples)
 
     return assign

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import keep_groups, training_loss
 from fedjax_cfl.clustering.hierarchical import agglomerate
@@ -30,7 +31,7 @@ from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -201,6 +202,12 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
     return of_all
 
 
+def report_losses(models: jax.Array, data: FederatedData, moved: ArrayLike = 0) -> Report:
+    """Returns the report of clients that each download and test `models` [K] models."""
+    sent = make_traffic(units_down=models, words_up=models)
+    return make_report(sent, moved, samples=models * data.train.size)
+
+
 # (loss [K, m], group [K], weight [K], settled [m] bool) -> (into [m], the group that each one
 # is merged into; weights [m, m] of the old models in the new ones)
 MergeFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -276,21 +283,19 @@ def detect_drift(
             used=jnp.where(used, changes, memory.used),
             changes=changes,
         )
-        asked = known.astype(jnp.int32)
-        tries = asked * state.active.sum()
-        sent = add_traffic(make_traffic(units_down=tries, words_up=tries))
         after = state.replace(
             groups=groups, server=server, active=active, assignment=group, memory=memory
         )
-        return after, make_report(sent, jnp.sum(group != old))
+        return after, report_losses(known * state.active.sum(), data, jnp.sum(group != old))
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         if not data.has_drift:
             return state, make_report()
+        nothing = report_losses(jnp.zeros(data.num_clients, jnp.int32), data)
         return lax.cond(
             jnp.any(data.shifted),
             lambda state: change(state, data),
-            lambda state: (state, make_report()),
+            lambda state: (state, nothing),
             state,
         )
 

@@ -21,14 +21,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.algorithms.fesem_start import MakeStart, cluster_local_models
-from fedjax_cfl.clustering.assign import ChooseFn, met_groups
+from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     AssignFn,
@@ -46,7 +45,6 @@ from fedjax_cfl.round.tree import group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
-    FaultCounts,
     FederatedData,
     Key,
     Params,
@@ -141,7 +139,7 @@ def fesem(
         sgd(task, local, objective),
         start=start,
         migrate=centers.estep(nearest, move),
-        assign=assign_nearest(nearest),
+        assign=nearest_stored_center(nearest),
         prepare=prepare,
         aggregate=centers.aggregate,
         finish=keep_models(local.mesh),
@@ -202,33 +200,20 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
     return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
 
 
-def nearest_stored_center(nearest_of: NearestFn) -> ChooseFn:
-    """Chooses the center that is nearest to each client's stored model, by `nearest_of`."""
+def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
+    """Assigns each client the center nearest to its stored model, by `nearest_of`. The server
+    knows that model: nothing is sent.
+    """
 
-    def choose(
+    def assign(
         key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, FaultCounts]:
+    ) -> tuple[jax.Array, Report]:
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
         nearest = nearest_of(
             jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups
         )
         kept = jnp.maximum(met_groups(state, cohort), 0)
-        return jnp.where(state.memory.known[clients], nearest, kept), no_faults()
-
-    return choose
-
-
-def assign_nearest(nearest_of: NearestFn) -> AssignFn:
-    """Assigns every client of the cohort the center nearest to its stored model.
-
-    The server knows that model: nothing is sent.
-    """
-    choose = nearest_stored_center(nearest_of)
-
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        return choose(key, state, data, cohort)[0], make_report()
+        return jnp.where(state.memory.known[clients], nearest, kept), make_report()
 
     return assign
 

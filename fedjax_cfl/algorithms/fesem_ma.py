@@ -32,10 +32,10 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem import (
-    assign_nearest,
     e_step_of_all,
     keep_models,
     nearest_center,
+    nearest_stored_center,
     rows_of,
     stored_mean,
     stored_models,
@@ -260,7 +260,7 @@ def fesem_ma(
         **own,
         start=with_class_counts(cluster_local_models(restarts)(start_task, local, m), words),
         migrate=e_step_of_all(nearest_of),
-        assign=send_class_counts(assign_nearest(nearest_of), words),
+        assign=send_class_counts(nearest_stored_center(nearest_of), words),
         aggregate=mean_over(mean),
     )
     return federated(task, local, select, hooks)._replace(client_models=stored_models)

@@ -14,7 +14,7 @@ from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.hooks import Start, StartFn, make_report
+from fedjax_cfl.round.hooks import Start, StartFn
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
@@ -74,7 +74,7 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
             common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
             cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
             work = full_work(jnp.zeros_like(cohort.ids))
-            upload, faults = train(cohort, data, (keys[1], common), work)
+            upload, report = train(cohort, data, (keys[1], common), work)
 
             def by_client(part, mesh=None):
                 whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
@@ -95,7 +95,7 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
                 memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
-                report=make_report(sent, fault_counts=faults),
+                report=report.replace(traffic=sent),
             )
 
         return start

@@ -210,7 +210,8 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         state = state.replace(memory=state.memory.replace(trigger=trigger))
         sent = representation.report(drifted, points.shape[1])
         migrated = jnp.sum(drifted & (moves.labels != old))
-        return state, make_report(sent, migrated, reclustered=fired)
+        inferred = representation.inferences * asked * data.train.size
+        return state, make_report(sent, migrated, reclustered=fired, samples=inferred)
 
     def recluster_all(key: Key, state: State, moves: Moves) -> State:
         m = state.active.size
@@ -236,7 +237,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         return lax.cond(
             jnp.any(asked),
             lambda state: event(key, state, data, asked),
-            lambda state: (state, make_report(nothing)),
+            lambda state: (state, make_report(nothing, samples=jnp.zeros(data.num_clients))),
             state,
         )
 

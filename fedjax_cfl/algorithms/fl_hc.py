@@ -26,7 +26,6 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     AssignFn,
@@ -197,17 +196,18 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
             work = full_work(jnp.zeros_like(gid))
-            upload, faults = train(newcomers, data, (key, state.memory.initial), work)
+            upload, report = train(newcomers, data, (key, state.memory.initial), work)
             both = jax.tree.map(
                 lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
             )
             distance = metric(both)[: gid.size, gid.size :]
             usable = state.active & jnp.isfinite(distance)
             closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
-            return closest.astype(jnp.int32), faults
+            return closest.astype(jnp.int32), report
 
-        joined, faults = lax.cond(jnp.any(waiting), nearest, lambda: (gid, no_faults()))
+        nothing = make_report(samples=jnp.zeros(gid.shape))
+        joined, report = lax.cond(jnp.any(waiting), nearest, lambda: (gid, nothing))
         sent = make_traffic(units_down=waiting, units_up=waiting)
-        return jnp.where(waiting, joined, gid), make_report(sent, fault_counts=faults)
+        return jnp.where(waiting, joined, gid), report.replace(traffic=sent)
 
     return assign

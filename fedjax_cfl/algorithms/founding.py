@@ -12,7 +12,7 @@ from flax import struct
 
 from fedjax_cfl.algorithms.temperature import Temperature
 from fedjax_cfl.clustering import distances, features
-from fedjax_cfl.clustering.assign import ChooseFn, nearest_direction, random_group
+from fedjax_cfl.clustering.assign import nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
@@ -20,7 +20,14 @@ from fedjax_cfl.clustering.recluster import former_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
-from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn, add_reports, make_report
+from fedjax_cfl.round.hooks import (
+    AssignFn,
+    MigrateFn,
+    Start,
+    StartFn,
+    add_reports,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.traffic import make_traffic
@@ -131,12 +138,12 @@ def parse_pretrain(text: str) -> Callable[[Local], Local]:
     return kinds[kind](int(number))
 
 
-def join_nearest(pretrain: TrainFn) -> ChooseFn:
+def join_nearest(pretrain: TrainFn) -> AssignFn:
     """Lets newcomers join the group of the most similar direction."""
     return nearest_direction(pretrain)
 
 
-def join_random(pretrain: TrainFn) -> ChooseFn:
+def join_random(pretrain: TrainFn) -> AssignFn:
     """Lets newcomers join a random group (ablation RAC)."""
     return random_group
 
@@ -159,7 +166,7 @@ class ColdStart(NamedTuple):
     measure: MeasureFn = cluster_by_edc()
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
-    newcomers: Callable[[TrainFn], ChooseFn] = join_nearest  # join_nearest | join_random
+    newcomers: Callable[[TrainFn], AssignFn] = join_nearest  # join_nearest | join_random
     recluster: Sequence[int] = ()  # rounds, from 0, before which the groups are founded again
 
 
@@ -185,14 +192,14 @@ def make_found_groups(pretrain: TrainFn, local: Local, founding: ColdStart, m: i
     ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]:
         cohort = make_cohort(ids, data, local)
         work = full_work(jnp.zeros_like(cohort.ids))
-        upload, faults = pretrain(cohort, data, (keys[0], initial), work)
+        upload, report = pretrain(cohort, data, (keys[0], initial), work)
         # slots in the order of selection, whatever the devices
         rows = jnp.argsort(cohort.rank)[: ids.size]
         valid = upload.weight[rows] > 0
         labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, m), -1)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
         directions, founders = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
-        return cohort, gid, directions, founders, faults
+        return cohort, gid, directions, founders, report.fault_counts
 
     return found
 
@@ -263,7 +270,7 @@ def recluster_at(
                 temperature=jnp.full_like(memory.temperature, heat.temperature_max)
             )
         refounded = state.replace(assignment=founded, memory=memory)
-        assignment, more = reassign(
+        assignment, chosen = reassign(
             nearest_direction(pretrain), local, keys[3], refounded, data, met & (founded < 0)
         )
         new = membership_weights(met.astype(jnp.float32), assignment, m)
@@ -271,7 +278,8 @@ def recluster_at(
         drawn_count = jnp.sum(met[drawn])
         # down: the initial model to founders, then m directions to everybody met
         sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)
-        report = make_report(sent, fault_counts=add_fault_counts(faults, more), reclustered=1)
+        bad = add_fault_counts(faults, chosen.fault_counts)
+        report = make_report(sent, fault_counts=bad, reclustered=1)
         return refounded.replace(assignment=assignment, groups=means), report
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
@@ -280,6 +288,6 @@ def recluster_at(
         state, founded = jax.lax.cond(
             due, found_again, lambda key, state, data: (state, make_report()), key, state, data
         )
-        return state, add_reports(moves, founded)
+        return state, add_reports(moves, founded).replace(samples=moves.samples)
 
     return migrate

@@ -235,7 +235,7 @@ def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartF
         cohort = first_cohort(local, select, key, data)
         common = random_groups(task, 1)(key, data).groups
         work = full_work(jnp.zeros_like(cohort.ids))
-        upload, faults = train(cohort, data, (derive_key(key, TRAIN), common), work)
+        upload, report = train(cohort, data, (derive_key(key, TRAIN), common), work)
         real, usable = cohort.ids < data.num_clients, upload.weight > 0
         models = jax.tree.map(jnp.add, common, upload.delta)
         first = jnp.argmin(jnp.where(usable, cohort.rank, cohort.rank.size))
@@ -251,6 +251,6 @@ def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartF
         clients = real.sum()
         sent = make_traffic(clients * (1 + m), clients, words_up=clients * m)
         groups = jax.tree.map(lambda leaf: leaf[chosen], models)
-        return Start(groups, report=make_report(sent, fault_counts=faults))
+        return Start(groups, report=report.replace(traffic=sent))
 
     return start

@@ -1,12 +1,11 @@
 """Which group each client of the cohort trains.
 
-A `ChooseFn` names groups; `every_round` and `cold_start` make an `AssignFn` (see `hooks`)
-of it. The engine stores the groups as the assignment of the cohort; other clients keep
-theirs.
+All are `AssignFn`s (see `hooks`). Those that choose do not say what is sent: `every_round` and
+`cold_start` do. The engine stores the groups as the assignment of the cohort; other clients
+keep theirs.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, over_clients
-from fedjax_cfl.round.faults import no_faults
 from fedjax_cfl.round.hooks import AssignFn, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
@@ -22,17 +20,7 @@ from fedjax_cfl.round.pretrain import TrainFn
 from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import leaf_norms
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Report, State, Task
-
-
-class ChooseFn(Protocol):
-    """Chooses the group [S] int32 of each client of a cohort. Where clients train for it,
-    the counts say whose update is not finite.
-    """
-
-    def __call__(
-        self, key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, FaultCounts]: ...
+from fedjax_cfl.types import Cohort, FederatedData, Key, Report, State, Task
 
 
 def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]:
@@ -68,7 +56,7 @@ def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]
     return client_loss
 
 
-def best_model(task: Task, local: Local, with_l2: bool = False) -> ChooseFn:
+def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
     """Chooses the group model of lowest loss on the client's training set.
 
     Ties go to the lowest group. A model whose loss is not finite is chosen only if all
@@ -78,15 +66,16 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> ChooseFn:
 
     def choose(
         key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, FaultCounts]:
+    ) -> tuple[jax.Array, Report]:
         loss = losses(cohort, data, state.groups)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
-        return jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32), no_faults()
+        best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
+        return best, make_report(samples=loss.shape[1] * client_range(cohort.ids, data)[0])
 
     return choose
 
 
-def every_round(choose: ChooseFn) -> AssignFn:
+def every_round(choose: AssignFn) -> AssignFn:
     """Chooses the groups of the whole cohort in every round (IFCA, Algorithm 1 line 6).
 
     A client downloads m models, one of which the round counts already, and sends its
@@ -96,10 +85,10 @@ def every_round(choose: ChooseFn) -> AssignFn:
     def assign(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        gid, faults = choose(key, state, data, cohort)
+        gid, report = choose(key, state, data, cohort)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (state.active.size - 1), words_up=real)
-        return gid, make_report(sent, fault_counts=faults)
+        return gid, report.replace(traffic=sent)
 
     return assign
 
@@ -125,7 +114,7 @@ def keep_groups(
     return jnp.maximum(met_groups(state, cohort), 0), make_report()
 
 
-def cold_start(choose: ChooseFn) -> AssignFn:
+def cold_start(choose: AssignFn) -> AssignFn:
     """Keeps the group of every client already met, and chooses that of the others once.
 
     A newcomer downloads m vectors when it is first met, and chooses by itself (FlexCFL,
@@ -137,16 +126,16 @@ def cold_start(choose: ChooseFn) -> AssignFn:
     ) -> tuple[jax.Array, Report]:
         cold = is_cold(state, cohort)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
-        chosen, faults = choose(key, state, data, newcomers)
+        chosen, report = choose(key, state, data, newcomers)
         met = jnp.maximum(met_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
         sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.size)
-        return gid, make_report(sent, fault_counts=faults)
+        return gid, report.replace(traffic=sent)
 
     return assign
 
 
-def nearest_direction(pretrain: TrainFn) -> ChooseFn:
+def nearest_direction(pretrain: TrainFn) -> AssignFn:
     """Chooses the group of most similar direction: clients pre-train from the initial model,
     and the cosine dissimilarity of their update is smallest (FlexCFL, eq. 8).
 
@@ -156,21 +145,21 @@ def nearest_direction(pretrain: TrainFn) -> ChooseFn:
 
     def choose(
         key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, FaultCounts]:
+    ) -> tuple[jax.Array, Report]:
         memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
-        upload, faults = pretrain(cohort, data, (key, memory.initial), work)
+        upload, report = pretrain(cohort, data, (key, memory.initial), work)
         similarity = cosine(upload.delta, memory.directions)
         finite = jnp.isfinite(leaf_norms(memory.directions).sum(0))
         usable = memory.has_founders & finite & jnp.isfinite(similarity)
-        return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), faults
+        return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), report
 
     return choose
 
 
 def random_group(
     key: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[jax.Array, FaultCounts]:
-    """Draws a uniformly random group for each client (ablation RAC; a `ChooseFn`)."""
+) -> tuple[jax.Array, Report]:
+    """Draws a uniformly random group for each client (ablation RAC; an `AssignFn`)."""
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
     gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, state.active.size))(keys)
-    return gid, no_faults()
+    return gid, make_report()

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.clustering.assign import ChooseFn
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.faults import add_fault_counts, no_faults
-from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn, make_report
+from fedjax_cfl.round.faults import add_fault_counts
+from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn, make_report
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import FaultCounts, FederatedData, Key, Report, State
+from fedjax_cfl.types import FederatedData, Key, Report, State
 
 # clients reassigned at once: bounds the updates in memory, however many clients have shifted
 CLIENT_BLOCK = 32
@@ -68,18 +67,18 @@ def charge_swapped(detected: jax.Array, met: jax.Array, data: FederatedData) -> 
 
 
 def reassign(
-    choose: ChooseFn, local: Local, key: Key, state: State, data: FederatedData, mask: jax.Array
-) -> tuple[jax.Array, FaultCounts]:
+    choose: AssignFn, local: Local, key: Key, state: State, data: FederatedData, mask: jax.Array
+) -> tuple[jax.Array, Report]:
     """Chooses new groups for the clients of `mask` [K] bool, in blocks.
 
-    Returns the assignment [K] of all clients, and what went wrong.
+    Returns the assignment [K] of all clients, and what went wrong and each client [K] inferred.
     """
     size = min(CLIENT_BLOCK, data.num_clients)
     queue = jnp.argsort(~mask, stable=True).astype(jnp.int32)
     count = jnp.sum(mask)
 
     def block(b, carry):
-        assignment, faults = carry
+        assignment, report = carry
         place = b * size + jnp.arange(size)
         ids = jnp.where(
             place < count, queue[jnp.minimum(place, data.num_clients - 1)], data.num_clients
@@ -87,13 +86,17 @@ def reassign(
         cohort = make_cohort(ids, data, local)
         gid, more = choose(key, state, data, cohort)
         assignment = assignment.at[cohort.ids].set(gid.astype(jnp.int32), mode="drop")
-        return assignment, add_fault_counts(faults, more)
+        return assignment, report.replace(
+            fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
+            samples=report.samples.at[cohort.ids].add(more.samples, mode="drop"),
+        )
 
-    return lax.fori_loop(0, -(-count // size), block, (state.assignment, no_faults()))
+    begin = state.assignment, make_report(samples=jnp.zeros(data.num_clients))
+    return lax.fori_loop(0, -(-count // size), block, begin)
 
 
 def on_shift(
-    choose: ChooseFn,
+    choose: AssignFn,
     local: Local,
     detect: DetectFn,
     units_each: int = 0,
@@ -113,12 +116,12 @@ def on_shift(
         counts = train_label_counts(data)
         met = state.assignment >= 0
         detected = met & detect(counts, before.reference, before.initial_size)
-        assignment, faults = reassign(choose, local, key, state, data, detected)
+        assignment, report = reassign(choose, local, key, state, data, detected)
         migrated = jnp.sum(detected & (assignment != state.assignment))
         reference = jnp.where(detected[:, None], counts, before.reference)
         memory = state.memory.replace(shift_reference=before.replace(reference=reference))
-        sent = make_traffic(units_down=units_each * jnp.sum(charge(detected, met, data)))
+        sent = make_traffic(units_down=units_each * charge(detected, met, data))
         state = state.replace(assignment=assignment, memory=memory)
-        return state, make_report(sent, migrated, faults)
+        return state, report.replace(traffic=sent, migrated=migrated)
 
     return migrate

@@ -16,6 +16,7 @@ from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
+from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
@@ -38,6 +39,8 @@ class Representation(NamedTuple):
     report: Callable[[jax.Array, int], Traffic]
     # (shared, K) -> what sending `shared` to each client [K] takes
     setup: Callable[[Any, int], Traffic]
+    # what computing a point takes: samples inferred for each sample of the client
+    inferences: int = 0
 
 
 MakeRepresentation = Callable[[Task, Local], Representation]
@@ -103,6 +106,7 @@ def embedding(
             squared_euclidean,
             send_words,
             send_shared,
+            inferences=1,
         )
 
     return make
@@ -204,6 +208,7 @@ def gradient(
             squared_euclidean,
             lambda who, length: make_traffic(units_up=who),
             lambda shared, clients: make_traffic(units_down=jnp.ones(clients, jnp.int32)),
+            inferences=TRAIN_TO_INFERENCE,
         )
 
     return make

@@ -11,6 +11,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.availability import PresenceFn
 from fedjax_cfl.types import Cohort, Upload
 
+TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
+
 
 class ClockFn(Protocol):
     """Says how long each client of a cohort takes, [S] float32 seconds. `slot_bytes` [S]

@@ -17,14 +17,13 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.availability import Availability, read_availability
-from fedjax_cfl.round.clock import Clock, device_profiles
+from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE, Clock, device_profiles
 from fedjax_cfl.round.tables import read_numbers, read_table
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
 
 # log-normal: median and sigma of the logarithm
 INFERENCE_SECONDS = 0.035, 0.6  # a sample; the mean is 42 ms
 BYTES_PER_SECOND = 10.1e6 / 8, 1.0  # harmonic mean 6.15 Mbit/s
-TRAIN_TO_INFERENCE = 3.0  # forward and backward, relative to forward
 KBIT = 1024 / 8  # bytes, as FedScale counts
 COLUMNS = ("computation", "communication")  # ms a sample, kbit a second
 ALWAYS_ONLINE = Availability()

@@ -236,8 +236,8 @@ def train_cohort(
     """Step 4: trains every client from the model of its group, after `waited` [n] seconds.
 
     A late client, and one that is offline before it can answer, count as one that never
-    answered. A client's time includes the traffic of the `assignment`, but not a model that it
-    was sent when it was `asked`.
+    answered. A client's time includes the traffic and the inference of the `assignment`, but not
+    a model that it was sent when it was `asked`.
     """
     local, clock = parts.local, parts.local.clock
     attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
@@ -253,6 +253,7 @@ def train_cohort(
         sent = traffic.make_traffic(units_down=served, units_up=answered)
         sizes = [traffic.slot_bytes(t, model_bytes_of(state)) for t in (sent, assignment.traffic)]
         seconds = clock.seconds(cohort, upload, sizes[0] + sizes[1])
+        seconds += timing.infer_seconds(clock, cohort, assignment.samples, data.num_clients)
         seconds = jnp.where(cohort.ids < data.num_clients, seconds, 0.0)
         end = timing.end_round(clock, state, data, cohort, work.group, answered, seconds, waited)
         duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)

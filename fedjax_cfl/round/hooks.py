@@ -44,14 +44,16 @@ class StartFn(Protocol):
 
 
 class MigrateFn(Protocol):
-    """Changes groups before a round's selection: clients move, or new groups are founded."""
+    """Changes groups before a round's selection: clients move, or new groups are founded.
+    Traffic and samples of its report take simulated time where they are given for each client.
+    """
 
     def __call__(self, key: Key, state: State, data: FederatedData) -> tuple[State, Report]: ...
 
 
 class AssignFn(Protocol):
-    """Names the group [S] that each client of the cohort trains. The traffic of its report
-    may be given for each slot.
+    """Names the group [S] that each client of the cohort trains. Traffic and samples of its
+    report take simulated time where they are given for each slot.
     """
 
     def __call__(
@@ -150,25 +152,30 @@ def make_report(
     migrated: ArrayLike = 0,
     fault_counts: FaultCounts | None = None,
     reclustered: ArrayLike = 0,
+    samples: ArrayLike = 0,
 ) -> Report:
-    """Returns a report. By default nothing was sent, nobody moved and nothing failed."""
+    """Returns a report. By default nothing was sent or inferred, nobody moved and nothing
+    failed.
+    """
     return Report(
         make_traffic() if traffic is None else traffic,
         jnp.asarray(migrated, jnp.int32),
         jnp.asarray(reclustered, jnp.int32),
         no_faults() if fault_counts is None else fault_counts,
+        jnp.asarray(samples, jnp.float32),
     )
 
 
 def add_reports(*reports: Report) -> Report:
-    """Returns the sum of reports. It names the first bad update of the first report that
-    has one.
+    """Returns the sum of reports, over their clients and slots too. It names the first bad
+    update of the first report that has one.
     """
     return Report(
         add_traffic(*(report.traffic for report in reports)),
         jnp.asarray(sum(report.migrated for report in reports), jnp.int32),
         jnp.asarray(sum(report.reclustered for report in reports), jnp.int32),
         add_fault_counts(*(report.fault_counts for report in reports)),
+        jnp.asarray(sum(report.samples.sum() for report in reports), jnp.float32),
     )
 
 

@@ -4,19 +4,22 @@ whose data shifted.
 
 from typing import Protocol
 
+from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.faults import Faults, sum_fault_counts, with_faults
-from fedjax_cfl.round.hooks import ClientFn
+from fedjax_cfl.round.hooks import ClientFn, make_report
 from fedjax_cfl.round.local import Local, Work
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Upload
 
 
 class TrainFn(Protocol):
-    """Trains a cohort from models [m, ...]; `shared` is (key, models)."""
+    """Trains a cohort from models [m, ...]; `shared` is (key, models). It reports faults, and
+    the samples [S] of its steps; what is sent is up to the caller.
+    """
 
     def __call__(
         self, cohort: Cohort, data: FederatedData, shared: tuple[Key, Params], work: Work
-    ) -> tuple[Upload, FaultCounts]: ...
+    ) -> tuple[Upload, Report]: ...
 
 
 def train_aside(solve: ClientFn, local: Local) -> TrainFn:
@@ -29,8 +32,9 @@ def train_aside(solve: ClientFn, local: Local) -> TrainFn:
 
     def run(
         cohort: Cohort, data: FederatedData, shared: tuple[Key, Params], work: Work
-    ) -> tuple[Upload, FaultCounts]:
+    ) -> tuple[Upload, Report]:
         upload, counts = train(cohort, data, (shared, (shared[0], ())), work)
-        return upload, sum_fault_counts(counts, cohort)
+        samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps
+        return upload, make_report(fault_counts=sum_fault_counts(counts, cohort), samples=samples)
 
     return run

@@ -79,7 +79,8 @@ def wait_before(
     clock: Clock | None, state: State, migration: Report, asked: Asked | None, model_bytes: int
 ) -> jax.Array:
     """Returns the seconds [n] that pass before clients train: for the slowest report of drift,
-    where the traffic of `migration` is known for each client, and for the slowest that is asked.
+    where what `migration` sends and infers is known for each client, and for the slowest that
+    is asked.
 
     Nobody waits for the reports of another group, but where all clients are clustered anew.
     """
@@ -89,14 +90,23 @@ def wait_before(
         return waited
     own = clock_of(clock, groups_of(state))
     client_bytes = slot_bytes(migration.traffic, model_bytes)
-    if client_bytes.ndim:
-        reports = latest(clock.ask_seconds(client_bytes, jnp.zeros_like(own)), own, count)
+    if client_bytes.ndim or migration.samples.ndim:
+        reports = latest(clock.ask_seconds(client_bytes, migration.samples), own, count)
         reports = jnp.where(migration.reclustered > 0, reports.max(), reports)
         waited += jnp.where(reports > 0, reports + clock.server_seconds, 0.0)
     if asked is not None:
         client_bytes = slot_bytes(asked.traffic, model_bytes)
         waited += latest(clock.ask_seconds(client_bytes, asked.samples), own, count)
     return waited
+
+
+def infer_seconds(clock: Clock, cohort: Cohort, samples: jax.Array, num_clients: int) -> jax.Array:
+    """Returns the seconds [S] that clients of the cohort take to infer `samples` [S]."""
+    if clock.ask_seconds is None:
+        return jnp.zeros(cohort.ids.shape)
+    nothing = jnp.zeros(num_clients)
+    each = nothing.at[cohort.ids].set(samples, mode="drop")
+    return clock.ask_seconds(nothing, each)[jnp.minimum(cohort.ids, num_clients - 1)]
 
 
 def end_round(
