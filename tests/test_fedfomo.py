@@ -188,9 +188,9 @@ def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, wh
         assert all(
             row == column or column in uploaded for row, column in zip(rows, columns, strict=True)
         )
-    # nobody is sent in the first round, which ships the start; 0 and 1 to 2 and 3; 2 and 3 to 0,
-    # and 3 to 2
-    assert seen == [(2, 2, 0, 0), (4, 2, 0, 4), (3, 2, 0, 3)]
+    # nobody is sent in the first round, which ships the start; 0 and 1 to 2 and 3, and the start;
+    # 2 and 3 to 0, and 3 to 2
+    assert seen == [(2, 2, 0, 0), (6, 2, 0, 4), (3, 2, 0, 3)]
 
 
 def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.io
 
-from fedjax_cfl.data import federate, partition
+from fedjax_cfl.data import concept, federate, partition
 from fedjax_cfl.data.datasets import cifar10, digit_sources, download, multi_source_digits
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.hdf5 import read_hdf5
@@ -133,9 +133,12 @@ def test_what_cannot_be_is_refused(pool, says, make, options, changes):
     assert "\n" not in str(caught.value)
 
 
-def test_codes_need_the_device(pool):
-    with pytest.raises(InputError, match="resident=host"):
-        federate(pool, partition.ifca_rotations(pool), on_host=True)
+def test_codes_need_the_device_and_no_concept(pool):
+    held = partition.ifca_rotations(pool)
+    with pytest.raises(InputError, match="resident=host: this partition turns"):
+        federate(pool, held, on_host=True)
+    with pytest.raises(InputError, match="concept: this partition turns"):
+        federate(pool, held, concept.rotate)
 
 
 @pytest.fixture

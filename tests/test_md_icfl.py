@@ -1,6 +1,7 @@
 """MD-ICFL: the federated model distance, the two samplers, and rounds of the method."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +11,14 @@ from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, md_icfl
-from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
+from fedjax_cfl.clustering.model_distance import answer, class_distances, nearest_group
 from fedjax_cfl.clustering.synthesis import back_search, class_labels, generator
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.norms import BatchStatNorm
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort
+from fedjax_cfl.round.keys import REGROUP, derive_keys
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.select import full_participation, uniform
 from fedjax_cfl.round.start import common_model
@@ -23,6 +26,19 @@ from fedjax_cfl.round.traffic import count_bytes
 from fedjax_cfl.simulation.metrics import ari
 
 KEY = jax.random.key(3)
+
+
+class Normalized(nn.Module):
+    """A convolution whose channels are normalised over each client's batch, and a dense layer."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x, owner=None):
+        x = nn.relu(BatchStatNorm()(nn.Conv(4, (3, 3))(x), owner))
+        return nn.Dense(self.num_classes)(x.reshape(len(x), -1))
+
+
 QUICK = {"samples": 4, "search_steps": 20}
 TURNS = 4
 
@@ -255,7 +271,21 @@ def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     assert square < weak and plain < weak
 
 
-@pytest.mark.parametrize(
+def test_a_generator_minds_its_prior_and_its_bound(reader, rotated, trained, local):
+    def draw(**settings):
+        make = generator(samples=3, hidden=32, generator_steps=200, prior_mean=3.0, **settings)
+        sampler = make(reader, local.resolve())
+        return np.asarray(jax.jit(lambda: sampler.sample(KEY, (), trained, rotated))()[0])
+
+    pulled, plain = (
+        np.abs(draw(bounded=False, squared=True, prior_weight=weight) - 3).mean()
+        for weight in (10.0, 0.0)
+    )
+    assert pulled < 0.5 < 2 < plain
+    assert np.abs(draw(squared=True, prior_weight=10.0)).max() <= 1
+
+
+WARM = pytest.mark.parametrize(
     "make",
     [
         lambda warm: back_search(samples=3, search_steps=3, warm_start=warm),
@@ -263,6 +293,9 @@ def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     ],
     ids=["back_search", "generator"],
 )
+
+
+@WARM
 def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, trained, local):
     warm, cold = (make(each)(reader, local.resolve()) for each in (True, False))
     memory = warm.init(KEY, trained, rotated)
@@ -274,6 +307,35 @@ def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, train
     assert kept == () and cold.init(KEY, trained, rotated) == ()
     before, after = (confidence(reader, trained, samples).mean() for samples in (first, last))
     assert after < before and after < confidence(reader, trained, again).mean()
+
+
+@WARM
+def test_a_warm_sampler_recovers_from_a_model_that_was_not_finite(
+    make, reader, rotated, trained, local
+):
+    warm = make(True)(reader, local.resolve())
+    spoilt = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), trained)
+    step = jax.jit(lambda memory, models: warm.sample(KEY, memory, models, rotated))
+    samples, memory = step(warm.init(KEY, trained, rotated), spoilt)
+    assert np.isfinite(samples[0]).all() and not np.isfinite(samples[1]).any()
+    samples, _ = step(memory, trained)
+    assert np.isfinite(samples).all()
+
+
+def test_pseudo_samples_share_no_batch_statistics(toy, local):
+    """Of a network that normalises over a client's batch: one device or four, alone or together."""
+    task = cfl.as_task(Normalized(10), (8, 8, 1), 10)
+    models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
+    data = toy.replace(x=jnp.zeros((len(toy.y), 8, 8, 1)), num_classes=10)
+    drawn = []
+    for devices in (1, 4):
+        own = local._replace(mesh=cfl.make_mesh(devices)).resolve()
+        sampler = back_search(samples=3, search_steps=5)(task, own)
+        drawn.append(np.asarray(jax.jit(lambda s=sampler: s.sample(KEY, (), models, data))()[0]))
+    np.testing.assert_allclose(drawn[0], drawn[1], atol=1e-4)
+    model, samples = task.init(KEY), jnp.asarray(drawn[0][0])
+    together, alone = answer(task, model, samples), answer(task, model, samples[:, :1])
+    np.testing.assert_allclose(together[:, :1], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +387,32 @@ def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, mo
         if members:
             expected[j] = trained[members].mean(axis=0)
     np.testing.assert_allclose(matrix(after.groups), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("privacy", [WEAK, STRONG], ids=["weak", "strong"])
+def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, models, privacy):
+    """Every odd client has one label, so that others count for nothing (eq. 4)."""
+    owner = np.asarray(toy.owner)
+    y = np.where(owner % 2, owner // 2 % toy.num_classes, toy.y).astype(np.int32)
+    skewed, local = toy.replace(y=jnp.asarray(y)), local._replace(epochs=30)
+    algorithm = quick(linear, local, 3, privacy)
+    state = algorithm.init(KEY, skewed).replace(groups=models)
+    after, _ = jax.jit(algorithm.round)(KEY, state, skewed)
+    own = jax.tree.map(lambda leaf: leaf[state.assignment], models)
+    alone = cfl.algorithms.nonfed(linear, local, full_participation())
+    trained, _ = jax.jit(alone.round)(KEY, alone.init(KEY, skewed).replace(groups=own), skewed)
+    sampler = back_search(**QUICK)(linear, local.resolve())
+    samples, _ = sampler.sample(derive_keys(KEY, 0)[REGROUP], (), models, skewed)
+    cohort = make_cohort(jnp.arange(skewed.num_clients), skewed, local)
+    ids = np.minimum(cohort.ids, skewed.num_clients - 1)
+    delta = jax.tree.map(lambda new, old: (new - old)[ids], trained.groups, own)
+    present = state.assignment[ids]
+    distance = class_distances(linear, local)(cohort, skewed, (models, samples), (present, delta))
+    share = train_label_shares(skewed)[ids]
+    wanted = nearest_group(share, distance, present)
+    real = (np.asarray(cohort.ids) < skewed.num_clients) & (share.sum(1) > 0)
+    assert (after.assignment[ids] == wanted)[real].all()
+    assert (wanted != nearest_group(jnp.ones_like(share), distance, present))[real].any()
 
 
 def test_a_client_that_never_answers_stays(linear, toy, local):

@@ -60,6 +60,7 @@ class PersonalModels(struct.PyTreeNode):
     mixed: Params  # [K, ...], each client's model before its last local training
     affinity: jax.Array  # [K, K] float32, how useful j's model has been to i
     uploaded: jax.Array  # [K] bool, clients that answered in the round before
+    started: jax.Array  # [K] bool, clients that were sent the common start
 
 
 class Mixture(struct.PyTreeNode):
@@ -153,7 +154,7 @@ def personal_start(task: Task) -> StartFn:
         initial, clients = shared_model(task, False)(key, data), data.num_clients
         nobody = jnp.zeros(clients, bool)
         return initial._replace(
-            memory=PersonalModels(initial.groups, 0.1 * jnp.eye(clients), nobody)
+            memory=PersonalModels(initial.groups, 0.1 * jnp.eye(clients), nobody, nobody)
         )
 
     return start
@@ -282,8 +283,8 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
     """Remembers what the clients that answered have mixed.
 
-    A client receives F models, the first of which the round counts already, and sends F
-    words; in its first round it receives the common start.
+    A client receives F models, in its first round the common start as well, and sends F words.
+    The round counts one model down already.
     """
 
     def finish(
@@ -299,10 +300,12 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
             mixed=put_models(memory.mixed, rows, mixture.model, mesh),
             affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
             uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
+            started=memory.started.at[cohort.ids].set(True, mode="drop"),
         )
         sent = jnp.sum(mixture.peers < clients, axis=1)
+        down = sent + ~before.memory.started[jnp.minimum(cohort.ids, clients - 1)]
         return state.replace(memory=memory), make_traffic(
-            units_down=jnp.sum(jnp.where(real, jnp.maximum(sent - 1, 0), 0)),
+            units_down=jnp.sum(jnp.where(real, jnp.maximum(down - 1, 0), 0)),
             words_up=jnp.sum(jnp.where(answered, sent, 0)),
         )
 

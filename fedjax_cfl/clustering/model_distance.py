@@ -48,9 +48,14 @@ def class_distances(task: Task, local: Local) -> CohortFn:
 
 
 def answer(task: Task, model: Params, samples: jax.Array) -> jax.Array:
-    """Returns the probabilities [C, M, C] that a model gives samples [C, M, ...]."""
+    """Returns the probabilities [C, M, C] that a model gives samples [C, M, ...], each alone."""
     flat = samples.reshape(-1, *samples.shape[2:])
-    return jax.nn.softmax(task.predict(model, flat)).reshape(*samples.shape[:2], -1)
+    return jax.nn.softmax(predict_alone(task, model, flat)).reshape(*samples.shape[:2], -1)
+
+
+def predict_alone(task: Task, model: Params, samples: jax.Array) -> jax.Array:
+    """Returns the logits [B, C] of samples [B, ...] that share no batch statistics."""
+    return task.predict(model, samples, jnp.arange(len(samples)))
 
 
 def nearest_group(label_share: jax.Array, distance: jax.Array, present: jax.Array) -> jax.Array:

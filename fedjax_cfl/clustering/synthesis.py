@@ -9,6 +9,7 @@ are stored if these are float32, else from 0 to 1.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from fedjax_cfl.clustering.model_distance import predict_alone
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.tree import leaf_norms
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
@@ -75,6 +78,14 @@ def map_models(function: Callable[..., Any], local: Local, inputs: Any) -> Any:
     return lax.map(function, inputs, batch_size=width if width > 1 else None)
 
 
+def keep_finite(kept: Params, new: Params) -> Params:
+    """Returns the `kept` [m, ...], and the `new` in place of those that are not finite, which
+    would stay so.
+    """
+    finite = jnp.isfinite(leaf_norms(kept).sum(0))
+    return jax.tree.map(partial(jax.vmap(jnp.where), finite), kept, new)
+
+
 def back_search(
     samples: PositiveInt = 30,
     search_lr: PositiveFloat = 0.1,
@@ -96,7 +107,8 @@ def back_search(
 
     def make(task: Task, local: Local) -> Sampler:
         def objective(x, model, label):
-            return jnp.sum(cross_entropy(task.predict(model, x), label) + prior.penalty(x))
+            each = cross_entropy(predict_alone(task, model, x), label) + prior.penalty(x)
+            return jnp.sum(each)
 
         def search(one):
             model, x, label = one
@@ -120,7 +132,9 @@ def back_search(
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
             count, shape = len(jax.tree.leaves(models)[0]), data.x.shape[1:]
             label = class_labels(data.num_classes, samples)
-            noise = memory if warm_start else draw_noise(key, models, data)
+            noise = draw_noise(key, models, data)
+            if warm_start:
+                noise = jnp.where(jnp.isfinite(memory), memory, noise)
             spare = -label.size % _mesh(local).size
             padded, labels = (
                 jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
@@ -184,7 +198,8 @@ class GeneratorTraining(NamedTuple):
                 True,
                 mutable=["batch_stats"],
             )
-            each = cross_entropy(self.task.predict(model, x), label) + self.prior.penalty(x)
+            logits = predict_alone(self.task, model, x)
+            each = cross_entropy(logits, label) + self.prior.penalty(x)
             return jnp.mean(each), changed["batch_stats"]
 
         def step(number, carry):
@@ -251,11 +266,9 @@ def generator(
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
-            variables = (
-                memory
-                if warm_start
-                else jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
-            )
+            variables = jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
+            if warm_start:
+                variables = keep_finite(memory, variables)
             rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
             inputs = jax.tree.map(lambda leaf: leaf[rows], (keys, variables, models))
             run = over_devices(lambda _, own: map_models(one, local, own), _mesh(local))

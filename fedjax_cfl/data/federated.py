@@ -41,6 +41,11 @@ def federate(
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
+    if concept is not None and holdings.code is not None:
+        raise InputError(
+            "concept: this partition turns and relabels the samples of its own groups; use"
+            " concept=none"
+        )
     if on_host:
         return federate_on_host(pool, holdings, concept, clients)
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
@@ -110,10 +115,15 @@ def federate_on_host(
     """Returns a population whose samples stay on the host. Raises InputError for what edits
     all samples at once.
     """
-    if concept is not None or holdings.code is not None:
+    if concept is not None:
         raise InputError(
             "resident=host: a concept edits all samples at once; use concept=none, or"
             " resident=device"
+        )
+    if holdings.code is not None:
+        raise InputError(
+            "resident=host: this partition turns the samples of its groups, which is done on the"
+            " device; use resident=device"
         )
     train, test = (
         build_client_index(holdings.sample[rows], holdings.owner[rows], clients, np)
