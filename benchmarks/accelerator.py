@@ -43,7 +43,7 @@ COLUMNS = (
     "roofline,cold_start_s,compile_s,memory_planned,memory_peak,nvidia_smi_mib,moved,quick,note"
 ).split(",")
 AGREE = ("check", "result", "device", "quick")
-TESTS = ("test_invariances.py", "test_reductions.py", "test_dual.py")
+TESTS = ("test_invariances.py", "test_reductions.py", "test_dual_sgd.py")
 TABLES = (
     ("flexcfl_table3", ("MNIST-CNN", "FEMNIST-CNN", "FashionMNIST-CNN", "Sent140-*")),
     ("flexcfl_table4", ("MNIST-CNN-*", "FEMNIST-CNN-*", "FashionMNIST-CNN-*", "Sent140-*")),

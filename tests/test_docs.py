@@ -119,6 +119,12 @@ def test_examples_are_listed():
         assert path.suffix not in (".py", ".ipynb") or f"`{path.name}`" in text, path.name
 
 
+def test_test_files_are_listed():
+    text = (ROOT / "tests/README.md").read_text()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        assert f"`{path.name}`" in text, path.name
+
+
 LIBRARY = """
 import sys
 ABSENT = ("hydra", "omegaconf", "matplotlib", "pyarrow", "orbax", "sklearn", "pooch")

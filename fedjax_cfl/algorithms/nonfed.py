@@ -58,7 +58,7 @@ def nonfed(
     Args: `trains` all (every client trains E epochs in every round) | cohort (only those
     that `select` draws, as many steps as FedAvg takes); `ship_start` counts the common
     start as K models down.
-    A test costs at least one block of samples per client (`evaluate.BLOCK`). Its auxiliary
+    A test costs at least one block of samples per client (`evaluate.EVAL_BLOCK`). Its auxiliary
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
     """

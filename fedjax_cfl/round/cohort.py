@@ -81,7 +81,8 @@ def over_clients(client_fn: Callable[..., Any], local: Local) -> CohortFn:
 def reads_in_place(local: Local) -> bool:
     """Returns whether a client's solver can read rows of models [K, ...] of all clients where
     they lie: on one device. Several devices each hold a part of every row
-    (`sharding.split_sharding`), and the runs of a grid would copy their K rows for each client.
+    (`client_models.split_sharding`), and the runs of a grid would copy their K rows for each
+    client.
     """
     assert local.mesh is not None  # `Local.resolve` has settled it
     return local.mesh.size == 1 and not local.vmap_runs
