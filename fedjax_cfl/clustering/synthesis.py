@@ -78,6 +78,12 @@ def map_models(function: Callable[..., Any], local: Local, inputs: Any) -> Any:
     return lax.map(function, inputs, batch_size=width if width > 1 else None)
 
 
+def draw_noise(samples: int, key: Key, models: Params, data: FederatedData) -> jax.Array:
+    """Draws what a search starts from: `samples` of each class and model [C M, m, ...]."""
+    count = len(jax.tree.leaves(models)[0])
+    return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
+
+
 def keep_finite(kept: Params, new: Params) -> Params:
     """Returns the `kept` [m, ...], and the `new` in place of those that are not finite, which
     would stay so.
@@ -125,14 +131,10 @@ def back_search(
             found = map_models(search, local, (models, noise.swapaxes(0, 1), label.T))
             return found.swapaxes(0, 1)
 
-        def draw_noise(key: Key, models: Params, data: FederatedData):
-            count = len(jax.tree.leaves(models)[0])
-            return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
-
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
             count, shape = len(jax.tree.leaves(models)[0]), data.x.shape[1:]
             label = class_labels(data.num_classes, samples)
-            noise = draw_noise(key, models, data)
+            noise = draw_noise(samples, key, models, data)
             if warm_start:
                 noise = jnp.where(jnp.isfinite(memory), memory, noise)
             spare = -label.size % _mesh(local).size
@@ -144,7 +146,7 @@ def back_search(
             drawn = found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape)
             return drawn, found if warm_start else memory
 
-        return Sampler(draw_noise if warm_start else no_memory, sample)
+        return Sampler(partial(draw_noise, samples) if warm_start else no_memory, sample)
 
     return make
 

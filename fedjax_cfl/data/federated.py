@@ -41,11 +41,8 @@ def federate(
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
-    if concept is not None and holdings.code is not None:
-        raise InputError(
-            "concept: this partition turns and relabels the samples of its own groups; use"
-            " concept=none"
-        )
+    if holdings.code is not None:
+        check_turned(concept, on_host)
     if on_host:
         return federate_on_host(pool, holdings, concept, clients)
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
@@ -78,6 +75,20 @@ def federate(
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
     )
+
+
+def check_turned(concept: Callable | None, on_host: bool) -> None:
+    """Raises InputError for what a partition that turns its samples cannot have."""
+    if concept is not None:
+        raise InputError(
+            "concept: this partition turns and relabels the samples of its own groups; use"
+            " concept=none"
+        )
+    if on_host:
+        raise InputError(
+            "resident=host: this partition turns the samples of its groups, which is done on the"
+            " device; use resident=device"
+        )
 
 
 def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,11 +130,6 @@ def federate_on_host(
         raise InputError(
             "resident=host: a concept edits all samples at once; use concept=none, or"
             " resident=device"
-        )
-    if holdings.code is not None:
-        raise InputError(
-            "resident=host: this partition turns the samples of its groups, which is done on the"
-            " device; use resident=device"
         )
     train, test = (
         build_client_index(holdings.sample[rows], holdings.owner[rows], clients, np)
