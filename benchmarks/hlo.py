@@ -129,17 +129,6 @@ def find_host_transfers(text: str) -> list[str]:
     return found
 
 
-def count_ops(text: str, op: str, in_loop: bool = False) -> int:
-    """Returns how many instructions of one kind a program has; `in_loop`: those that a
-    loop repeats.
-    """
-    instructions = parse_instructions(text)
-    loops = find_loops(instructions)
-    return sum(
-        each.op == op and (not in_loop or each.computation in loops) for each in instructions
-    )
-
-
 def count_arrays(text: str, elements: set[int]) -> dict[str, int]:
     """Returns shape -> number of the instructions that return an array of so many elements."""
     return Counter(
