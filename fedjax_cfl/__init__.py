@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedjax_cfl.round import Faults, Local, federated, select
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
-    from fedjax_cfl.simulation import choose_k, make_block_fn, make_run_fn, run
+    from fedjax_cfl.simulation import choose_k, make_run_fn, run
     from fedjax_cfl.types import (
         Algorithm,
         ClientIndex,
@@ -54,7 +54,6 @@ __all__ = [
     "federate",
     "federated",
     "load_run",
-    "make_block_fn",
     "make_mesh",
     "make_run_fn",
     "models",
@@ -72,7 +71,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     "round": ("Faults", "Local", "federated", "select"),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
-    "simulation": ("choose_k", "make_block_fn", "make_run_fn", "run"),
+    "simulation": ("choose_k", "make_run_fn", "run"),
 }
 
 

@@ -5,12 +5,12 @@ from rich.markup import escape
 # numbers
 
 
-def format_si(value: float, unit: str) -> str:
-    """Formats with a decimal prefix: format_si(3.2e9, "B") is "3.20 GB"."""
+def format_bytes(value: float) -> str:
+    """Formats with a decimal prefix: format_bytes(3.2e9) is "3.20 GB"."""
     for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= power:
-            return f"{value / power:.2f} {prefix}{unit}"
-    return f"{value:g} {unit}"
+            return f"{value / power:.2f} {prefix}B"
+    return f"{value:g} B"
 
 
 # texts from files: labels, names of data sets, groups, folders and runs

@@ -13,7 +13,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import power_of_choice
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import availability, device_clock, select, select_by_group, timing
-from fedjax_cfl.round.clock import device_profiles, end_round
+from fedjax_cfl.round.clock import device_profiles, find_duration
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.keys import SELECT, derive_key
 from fedjax_cfl.types import Cohort, Traffic
@@ -100,11 +100,11 @@ def test_bad_settings_are_refused(settings, said):
 def test_rounds_grow_with_participants_and_over_commitment_never_lengthens_them():
     rng = np.random.default_rng(0)
     seconds = jnp.asarray(rng.lognormal(3, 1, 26), jnp.float32)
-    whole = [float(end_round(seconds, jnp.arange(26) < n, None)[0]) for n in range(27)]
+    whole = [float(find_duration(seconds, jnp.arange(26) < n, None)[0]) for n in range(27)]
     assert whole == sorted(whole) and whole[0] == 0
     everyone = jnp.ones(26, bool)
     for wait_for in (1, 20, 26, 40):
-        duration, late = end_round(seconds, everyone, wait_for)
+        duration, late = find_duration(seconds, everyone, wait_for)
         assert duration <= whole[-1]
         assert late.sum() == max(26 - wait_for, 0)
     assert device_clock.fedscale_clock(30, 5, 26, overcommit=1.3).wait_for == 20

@@ -11,7 +11,7 @@ from conftest import CLASSES, FEATURES, build, spent
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedfomo import fedfomo, pick_peers
 from fedjax_cfl.data import stream
-from fedjax_cfl.data.holdout import held_out_samples, hold_out_samples
+from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.select import from_table, full_participation
 
@@ -231,7 +231,7 @@ def test_peers_are_the_best_known_or_drawn():
 
 def test_held_out_samples_are_a_fifth_and_the_others_are_trained_on(toy):
     fit = hold_out_samples(toy, 0.2)
-    held = held_out_samples(fit)
+    held = take_held_out(fit)
     sizes = np.asarray(toy.train.size)
     assert held.train.size.tolist() == (sizes // 5).tolist()
     for client in range(toy.num_clients):
@@ -251,7 +251,7 @@ def test_clients_of_a_stream_hold_out_samples_of_their_own(toy):
     met = jnp.ones(toy.num_clients, bool)
     now, _, _ = jax.jit(shift.apply)(jax.random.key(1), 0, data, memory, met)
     fit = hold_out_samples(now, 0.2)
-    held = held_out_samples(fit)
+    held = take_held_out(fit)
     assert (now.train.size < toy.train.size).any()
     np.testing.assert_array_equal(fit.train.size + held.train.size, now.train.size)
     for client in range(toy.num_clients):

@@ -18,6 +18,7 @@ from fedjax_cfl.algorithms.fedopt import fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.flexcfl import fedgroup
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.power_of_choice import rpow_d
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round import select
@@ -107,7 +108,7 @@ def test_devices(usual, method, toy, mlp, local, devices, width):
 
 def chosen_by_loss(task, local):
     """Returns go(key, data) -> (state, infos) of four rounds with clients of high loss."""
-    algorithm = fedavg(task, local, select.power_of_choice(4, 9))
+    algorithm = fedavg(task, local, rpow_d(4, 9))
 
     def one(state, _, key, data):
         return algorithm.round(key, state, data)

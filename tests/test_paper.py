@@ -27,7 +27,7 @@ from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fedgroup_fig5, processes, report, runner
-from fedjax_cfl.papers.cells import Cell, is_finished, load_table
+from fedjax_cfl.papers.cells import Cell, has_run, load_table
 from fedjax_cfl.runs import plot_bands
 from fedjax_cfl.runs.results import compute_measures
 
@@ -246,7 +246,7 @@ def test_other_rounds_are_stated_and_can_be_changed(verb):
             ["rounds=5"],
         )
     )
-    assert not is_finished(cell)
+    assert not has_run(cell)
 
 
 def test_cells_of_other_settings_are_refused(verb):

@@ -16,9 +16,10 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from fedjax_cfl import algorithms
+from fedjax_cfl.algorithms.power_of_choice import draw_candidates, rpow_d
 from fedjax_cfl.round import select
 from fedjax_cfl.round.availability import online_by_intervals
-from fedjax_cfl.round.clock import device_profiles, end_round
+from fedjax_cfl.round.clock import device_profiles, find_duration
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start, make_report
@@ -338,18 +339,20 @@ def visits(model, data, pick_ids, round, local):
 
 
 def test_power_of_choice(toy, linear, local):
-    """The highest known losses of eight candidates, those never selected first; a client
-    without data answers nothing, so that nothing is known of it.
+    """The highest known losses of eight candidates, those never selected first, in random
+    order; a client without data is no candidate.
     """
-    draw = select.draw_uniform(8)
-    algorithm = algorithms.fedavg(linear, local, select.power_of_choice(3, 8))
+    algorithm = algorithms.fedavg(linear, local, rpow_d(3, 8))
     assert algorithm.data_clients is None
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
-    known = np.where(np.asarray(toy.train.size) > 0, np.inf, -np.inf)
-    model, chosen = models_of(state.groups)[0], []
+    known, model, chosen = np.full(14, np.inf), models_of(state.groups)[0], []
     for round in range(7):
-        candidates = np.asarray(draw(derive_key(KEY, SELECT, round), round, 14))
-        cohort = candidates[np.argsort(-known[candidates], kind="stable")[:3]].tolist()
+        key = derive_key(KEY, SELECT, round)
+        candidates = np.asarray(draw_candidates(key, state, toy, 8))
+        new = 1e30 * (1 + np.asarray(jax.random.uniform(jax.random.fold_in(key, 1), (14,))))
+        score = np.where(np.isinf(known), new, known)
+        cohort = candidates[np.argsort(-score[candidates])[:3]].tolist()
+        assert len(set(candidates)) == 8 and toy.train.size[candidates].min() > 0
         done = visits(model, toy, cohort, round, local)
         trained_by = {client: visit for client, visit in done.items() if visit.weight}
         model = mean(
@@ -482,7 +485,7 @@ def test_a_round_ends_with_the_last_answer_if_fewer_come():
         ([1, 1, 1, 1], None, 9.0, [0, 0, 0, 0]),
         ([0, 0, 0, 0], 2, 0.0, [0, 0, 0, 0]),
     ):
-        found = end_round(seconds, jnp.array(answers, bool), wait_for)
+        found = find_duration(seconds, jnp.array(answers, bool), wait_for)
         assert found[0] == duration and found[1].tolist() == [bool(n) for n in late]
 
 

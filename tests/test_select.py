@@ -3,7 +3,6 @@ that says what is meant.
 """
 
 import random
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from conftest import build
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedprox import partial_epochs
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.algorithms.power_of_choice import rpow_d
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select
 from fedjax_cfl.round.clock import device_profiles
@@ -59,21 +59,10 @@ def test_py_sample_is_pythons_generator(round_robin):
     assert pick.draw(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
 
 
-def test_power_of_choice_refuses_what_cannot_be(toy, linear, local):
-    with pytest.raises(InputError, match=r"^candidates=3: must be at least clients_per_round=4$"):
-        select.power_of_choice(4, 3)
-    with pytest.raises(InputError, match=r"^clients_per_round=0: must be a whole number >= 1$"):
-        select.power_of_choice(0, 3)
-    some = select.power_of_choice(2, 15)
-    with pytest.raises(InputError, match="15: must be at most 14, the number of clients"):
-        jax.eval_shape(
-            lambda key: some.select(key, some.init(toy), SimpleNamespace(round=0), toy), KEY
-        )
+def test_a_start_refuses_a_selection_that_is_not_known_before_the_run(toy, linear, local):
     start = {"m": 2, "start": "kmeanspp_loss"}
     with pytest.raises(InputError, match=r"^algorithm\.start: this start needs the clients of the"):
-        jax.eval_shape(
-            build(ifca, linear, local, select.power_of_choice(2, 3), **start).init, KEY, toy
-        )
+        jax.eval_shape(build(ifca, linear, local, rpow_d(2, 3), **start).init, KEY, toy)
 
 
 @pytest.mark.parametrize(

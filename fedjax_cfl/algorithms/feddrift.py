@@ -110,7 +110,6 @@ def feddrift(
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
     delta_merge: NonNegativeFloat | None = None,
-    open_models: OpenFn = open_each,
 ) -> Algorithm:
     """FedDrift with at most m models.
 
@@ -119,7 +118,7 @@ def feddrift(
     """
     check_arguments(feddrift, locals(), "algorithm")
     merge = merge_models(delta if delta_merge is None else delta_merge)
-    return _feddrift(task, local, select, m, delta, open_models, merge)
+    return _feddrift(task, local, select, m, delta, open_each, merge)
 
 
 def feddrift_eager(

@@ -28,7 +28,7 @@ from fedjax_cfl.algorithms.nonfed import (
     train_own_model,
 )
 from fedjax_cfl.clustering.assign import training_loss
-from fedjax_cfl.data.holdout import held_out_samples, hold_out_samples
+from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
@@ -211,9 +211,7 @@ def mix_models(
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
             everybody, others = (), take_models(state.groups, rows, local.mesh)
-        model, gain = mix(
-            cohort, held_out_samples(data), everybody, (mixed, trained, others, peers)
-        )
+        model, gain = mix(cohort, take_held_out(data), everybody, (mixed, trained, others, peers))
         return work._replace(client_extra=Mixture(model, peers, gain, trained))
 
     return prepare

@@ -26,7 +26,7 @@ from fedjax_cfl.clustering.shift_detection import DetectFn, tv
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import federated, keep_served
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.faults import add_fault_counts, sum_rounds
 from fedjax_cfl.round.hooks import (
     AggregateFn,
@@ -41,10 +41,12 @@ from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import no_clients, random_groups
+from fedjax_cfl.round.start import keep_served, no_clients, random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
+
+MAX_DRAWS = 100
 
 MakeStart = Callable[[Task, Local, Selection, int], StartFn]
 
@@ -166,7 +168,7 @@ def ifca_restarts(
         state = algorithm.init(key, data).replace(
             groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
         )
-        return keep_served(state) if local.keep_received else state
+        return keep_served(local, state)
 
     return algorithm._replace(init=init, data_clients=None)
 
@@ -185,9 +187,9 @@ def first_cohort(local: Local, select: Selection, key: Key, data: FederatedData)
     return make_cohort(ids, data, local)
 
 
-def reject_unbalanced(share: Fraction = 0.1, tries: PositiveInt = 100) -> MakeStart:
+def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
     """Draws m random models until each is the best for at least `share` of the first cohort
-    (IFCA's CIFAR code), at most `tries` times; the last draw is used.
+    (IFCA's CIFAR code), at most `MAX_DRAWS` times; the last draw is used.
     """
     check_arguments(reject_unbalanced, locals(), "algorithm")
 
@@ -205,7 +207,7 @@ def reject_unbalanced(share: Fraction = 0.1, tries: PositiveInt = 100) -> MakeSt
                 loss = losses(cohort, data, groups)
                 best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=1)
                 attracted = jnp.sum((best[:, None] == jnp.arange(m)) & real[:, None], axis=0)
-                return (attempt < tries) & (attracted.min() < share * real.sum())
+                return (attempt < MAX_DRAWS) & (attracted.min() < share * real.sum())
 
             def redraw(carry):
                 attempt, _ = carry

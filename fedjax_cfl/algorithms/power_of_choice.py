@@ -3,8 +3,7 @@ AISTATS 2022, https://arxiv.org/abs/2010.01243, within the quotas of groups.
 
 Candidates are drawn with chances proportional to their samples; those of highest loss are
 selected. pow-d asks for the loss of the whole training set, cpow-d for that of one
-mini-batch, rpow-d takes the last one known (see `round.select.power_of_choice`, where
-candidates are uniform and there are no groups).
+mini-batch, rpow-d takes the last one known.
 
 All candidates get their group's model and send their loss, and a round waits for the slowest
 of them before it begins to train; those that are selected have the model already.

@@ -27,12 +27,12 @@ from fedjax_cfl.round import faults
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.engine import federated, keep_served
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.keys import BYZANTINE, START, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.start import keep_served, random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
@@ -81,7 +81,7 @@ def tkm(
             traffic=add_traffic(report.traffic),
             start_faults=report.fault_counts,
         )
-        return keep_served(state) if local.keep_received else state
+        return keep_served(local, state)
 
     return rounds._replace(init=init)
 

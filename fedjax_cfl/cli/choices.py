@@ -76,7 +76,7 @@ DETECTORS = {
 IFCA = {
     "start": {
         "random": independent_models,
-        "reject_unbalanced": Maker(reject_unbalanced, fixed=("tries",)),
+        "reject_unbalanced": Maker(reject_unbalanced),
         "kmeanspp_loss": spread_models,
     },
     "solve": {"sgd": sgd.sgd, "gradient_step": sgd.gradient_step},

@@ -79,7 +79,7 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
 
         def begin():
             locks.enter_context(lock(make_dir(run_dir)))
-            start = resume_run(resolved, run_dir, *parts)
+            start = resume_run(resolved, run_dir, algorithm, data, drift, mesh)
             record(resolved, asked, run_dir)
             return start
 
@@ -118,7 +118,11 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
         starts = resume_grid(
-            [(member.config, member.run_dir, *parts[member.config["seed"]]) for member in members],
+            [
+                (member.config, member.run_dir, algorithm, data, drift, mesh)
+                for member in members
+                for algorithm, _, data, drift, mesh in [parts[member.config["seed"]]]
+            ],
             grid.common_step(grid.run_folders(run_dir, axes)),
         )
         for member in members:

@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
         found = predict_all(run, saved, arrays)
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
-    print("\n".join(describe(run, saved, arrays, found)))
+    print("\n".join(describe_predictions(run, saved, arrays, found)))
     if given.out:
-        write(given.out, found)
+        write_predictions(given.out, found)
     return 0
 
 
@@ -67,7 +67,9 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         known[rows] = str(client) in met
-        model[rows] = met[str(client)] if str(client) in met else choose(run, saved, arrays, rows)
+        model[rows] = (
+            met[str(client)] if str(client) in met else choose_model(run, saved, arrays, rows)
+        )
     for used in np.unique(model):
         rows = np.flatnonzero(model == used)
         predicted[rows] = run.predict_with(int(used), x[rows], saved)
@@ -80,7 +82,7 @@ def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, int]:
     return {str(name): model for name, model in pairs if model >= 0}
 
 
-def choose(
+def choose_model(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], rows: np.ndarray
 ) -> int:
     """Returns the model for a client that has none, by its training samples among `rows`."""
@@ -94,7 +96,7 @@ def choose(
     return run.find_model(arrays["x"][rows], arrays["y"][rows], saved)
 
 
-def describe(
+def describe_predictions(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
 ) -> list[str]:
     """Returns what is printed: one line for clients met, one for others."""
@@ -118,7 +120,7 @@ def describe(
     return lines
 
 
-def write(path: str, found: Predictions) -> None:
+def write_predictions(path: str, found: Predictions) -> None:
     """Writes the predictions as arrays of an npz file."""
     try:
         with atomic_write(path) as temporary, open(temporary, "wb") as file:

@@ -24,7 +24,7 @@ def hold_out_samples(data: FederatedData, share: float) -> FederatedData:
     return data.replace(train=ClientIndex(order, train.start, size))
 
 
-def held_out_samples(data: FederatedData) -> FederatedData:
+def take_held_out(data: FederatedData) -> FederatedData:
     """Returns the data of `hold_out_samples` with the samples held out for training samples."""
     train, owner = data.train, data.owner[data.train.order]
     owner = jnp.where(owner < 0, data.num_clients, owner)

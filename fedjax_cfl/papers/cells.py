@@ -153,7 +153,7 @@ def requested_rounds(overrides: list[str]) -> str | None:
     )
 
 
-def is_finished(cell: Cell) -> bool:
+def has_run(cell: Cell) -> bool:
     """Returns whether the cell has run as asked. Raises InputError if another cell did,
     of the same name but with other settings.
     """

@@ -60,14 +60,14 @@ def read_map(run_dir: Path, seed: int = 0) -> ModelMap:
         (arrays[MODELS + layer][drawn].reshape(len(drawn), -1), arrays[CENTERS + layer])
         for layer in layers
     ]
-    points, centers, explained = project(
+    points, centers, explained = find_components(
         [(models, centers.reshape(len(centers), -1)) for models, centers in matrices]
     )
     sizes = np.bincount(group[clients], minlength=len(centers))
     return ModelMap(points, centers, group[drawn], sizes, explained)
 
 
-def project(
+def find_components(
     layers: list[tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the two leading principal components of models [n, 2], of centers in the

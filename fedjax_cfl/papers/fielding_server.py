@@ -60,7 +60,7 @@ def draw_shares(clients: int, classes: int, seed: int = 0) -> np.ndarray:
     return np.array([rng.dirichlet(30 * centers[i % 5] + 0.01) for i in range(clients)], np.float32)
 
 
-def draw_clients(
+def make_clients(
     clients: int, classes: int, drift: bool, seed: int = 0, samples: int = 60
 ) -> FederatedData:
     """Returns clients of `samples` labels around five centers; with `drift` a tenth of them
@@ -81,7 +81,7 @@ def time_event(clients: int, classes: int, trigger: Trigger, seed: int) -> tuple
     """Times a drift event, from the labels on, with what `time_calls` returns; the result is
     (state, report).
     """
-    before, data = (draw_clients(clients, classes, drift, seed) for drift in (False, True))
+    before, data = (make_clients(clients, classes, drift, seed) for drift in (False, True))
     key, local = jax.random.key(seed), Local(0.1, 1, 10, width=1, mesh=make_mesh(1))
     task, rule = as_task(MCLR(classes), (1,), classes), DriftRule(trigger=trigger)
     method = fielding(task, local, uniform(1), m=MOST_GROUPS, rule=rule)

@@ -66,7 +66,7 @@ def save_with_legend(figure: Figure, path: Path, drawn: list[Axes], columns: lis
     save_figure(figure, path)
 
 
-def draw_curves(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+def draw_panels(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
     """Draws `table["panels"]`, numbers of metrics.jsonl, against rounds: a line of
     panels for each, a column of panels for every row.
     """

@@ -50,7 +50,7 @@ class GroupPicture(NamedTuple):
     turned: np.ndarray  # [m] int, the true group of most members; -1: nobody is there
 
 
-def read_groups(run_dir: Path, task: Task) -> tuple[Params, np.ndarray]:
+def read_group_models(run_dir: Path, task: Task) -> tuple[Params, np.ndarray]:
     """Reads the group models [m, ...] and the groups of the clients [K] from the last
     checkpoint. Raises InputError if there is none.
     """
@@ -119,7 +119,7 @@ def picture_run(
     and to new models.
     """
     local = local.resolve()
-    models, assignment = read_groups(run_dir, task)
+    models, assignment = read_group_models(run_dir, task)
     keys = jax.random.split(jax.random.key(config["seed"]), 2)
     sampler = SAMPLERS[config["algorithm"]["sampling"]]()(task, local)
     samples = jax.jit(lambda: sampler.sample(keys[0], (), models, data)[0])()

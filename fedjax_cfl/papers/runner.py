@@ -47,7 +47,7 @@ from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, r
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
 # the kinds of figures made from cells
 DRAW_FUNCTIONS = {
-    "curves": figures.draw_curves,
+    "curves": figures.draw_panels,
     "communication": figures.draw_communication,
     "model_map": fesem_fig3.draw_maps,
 }
@@ -101,7 +101,7 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
     """
     skipped: set[str] = set()
     failed, number = False, 0
-    unfinished = [cell for cell in todo if not cells.is_finished(cell)]
+    unfinished = [cell for cell in todo if not cells.has_run(cell)]
     if len(unfinished) < len(todo):
         console.print(f"{len(todo) - len(unfinished)} of {len(todo)} cells are finished already")
     with progress(len(unfinished), console) as show:

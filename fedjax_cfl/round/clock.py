@@ -75,7 +75,7 @@ def check_profiles(
         raise InputError(f"clock: wait_for={wait_for}: must be a whole number >= 1 or null")
 
 
-def end_round(
+def find_duration(
     seconds: jax.Array, answers: jax.Array, wait_for: int | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (duration [] float32 seconds, late [S] bool) of a round whose clients take

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from fedjax_cfl.round import faults, timing, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
@@ -16,7 +15,6 @@ from fedjax_cfl.round.hooks import (
     AggregateFn,
     Hooks,
     Start,
-    StartClientsFn,
     add_reports,
     make_report,
 )
@@ -37,7 +35,7 @@ from fedjax_cfl.round.keys import (
 from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
 from fedjax_cfl.round.sgd import client_cost
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.start import keep_served, know_clients, random_groups
 from fedjax_cfl.types import (
     Algorithm,
     Asked,
@@ -103,7 +101,8 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         state, migration = migrate(parts, keys, state, data)
         cohort, asked = draw_cohort(parts, keys, state, data)
         work, assignment = plan_work(parts, keys, state, data, cohort)
-        waited = timing.wait_before(local.clock, state, migration, asked, model_bytes_of(state))
+        one = traffic.model_bytes_of(state.groups)
+        waited = timing.wait_before(local.clock, state, migration, asked, one)
         upload, answers = train_cohort(
             parts, key, keys, state, data, cohort, work, assignment, asked, waited
         )
@@ -133,23 +132,6 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
     )
 
 
-def know_clients(
-    start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
-) -> Callable[..., jax.Array] | None:
-    """Returns `Algorithm.data_clients`, (key, round, K) -> ids, whose samples a round (None:
-    the start) reads; None where that is not known before the run.
-    """
-    if start_clients is None or draw is None:
-        return None
-
-    def data_clients(key: Key, round: ArrayLike | None, num_clients: int) -> jax.Array:
-        if round is None:
-            return start_clients(derive_key(key, START), num_clients)
-        return draw(derive_key(key, SELECT, round), round, num_clients)
-
-    return data_clients
-
-
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
@@ -168,13 +150,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         received=(),
         start_faults=report.fault_counts,
     )
-    return keep_served(state) if parts.local.keep_received else state
-
-
-def keep_served(state: State) -> State:
-    """Sets `received` to the model of each client's group; of group 0 if it has none."""
-    rows = jnp.maximum(state.assignment, 0)
-    return state.replace(received=jax.tree.map(lambda leaf: leaf[rows], state.groups))
+    return keep_served(parts.local, state)
 
 
 def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, Report]:
@@ -251,7 +227,8 @@ def train_cohort(
     duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
     if clock is not None:
         sent = traffic.make_traffic(units_down=served, units_up=answered)
-        sizes = [traffic.slot_bytes(t, model_bytes_of(state)) for t in (sent, assignment.traffic)]
+        one = traffic.model_bytes_of(state.groups)
+        sizes = [traffic.slot_bytes(entry, one) for entry in (sent, assignment.traffic)]
         seconds = clock.seconds(cohort, upload, sizes[0] + sizes[1])
         seconds += timing.infer_seconds(clock, cohort, assignment.samples, data.num_clients)
         seconds = jnp.where(cohort.ids < data.num_clients, seconds, 0.0)
@@ -265,11 +242,6 @@ def train_cohort(
         fault_counts=faults.sum_fault_counts(counts, cohort),
     )
     return upload, Answers(report, seconds, duration, late)
-
-
-def model_bytes_of(state: State) -> int:
-    """Returns the bytes of one model."""
-    return sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
 
 
 def regroup(

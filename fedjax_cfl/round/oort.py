@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
@@ -37,7 +36,6 @@ class Pace(NamedTuple):
     least: Fraction = 0.3
     percentile: float = 30.0  # of durations: slower clients are penalised
     penalty: NonNegativeFloat = 2.0  # exponent
-    most_samples: int = 10**9  # L * B: a utility counts no more samples
 
 
 class Tried(struct.PyTreeNode):
@@ -164,21 +162,19 @@ PACE_OF_FEDSCALE = Pace()
 def oort(
     clients_per_round: PositiveInt,
     pacing: Pace = PACE_OF_FEDSCALE,
-    expected_seconds: np.ndarray | None = None,
 ) -> Selection:
     """Selects by Oort within each group's quota.
 
-    `expected_seconds` [K] are the durations of clients not tried yet, 1 for all if None.
-    Without a clock all durations stay as they are, and nobody is penalised for long.
+    Clients not tried yet count as fast as each other. Without a clock all durations stay as they
+    are, and nobody is penalised for long.
     """
     check_arguments(oort, locals())
 
     def init(data: FederatedData) -> Tried:
         clients = data.num_clients
-        given = expected_seconds is not None
         return Tried(
-            utility=jnp.minimum(data.train.size, pacing.most_samples).astype(jnp.float32),
-            seconds=jnp.asarray(expected_seconds if given else np.ones(clients), jnp.float32),
+            utility=data.train.size.astype(jnp.float32),
+            seconds=jnp.ones(clients, jnp.float32),
             last=jnp.zeros(clients, jnp.int32),
             count=jnp.zeros(clients, jnp.int32),
             calls=jnp.zeros((), jnp.int32),
@@ -204,7 +200,7 @@ def oort(
     def update(
         memory: Tried, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
     ) -> Tried:
-        return remember(next_call(memory, pacing), cohort, upload, seconds, pacing.most_samples)
+        return remember(next_call(memory, pacing), cohort, upload, seconds)
 
     return Selection(init, select, update)
 
@@ -217,22 +213,21 @@ def next_call(memory: Tried, pacing: Pace) -> Tried:
     return memory.replace(explore=jnp.where(first, memory.explore, share), percentile=pace(memory))
 
 
-def remember(
-    memory: Tried, cohort: Cohort, upload: Upload, seconds: jax.Array | None, most_samples: int
-) -> Tried:
+def remember(memory: Tried, cohort: Cohort, upload: Upload, seconds: jax.Array | None) -> Tried:
     """Stores what the clients of a cohort have shown. Those without an answer get the mean
-    utility of the round.
+    utility of the round, and keep theirs where nobody has answered.
     """
     clients = memory.utility.size
     real, answered = cohort.ids < clients, upload.weight > 0
     known = jnp.minimum(cohort.ids, clients - 1)
     exploited = real & (memory.count[known] > 0)
     used = jnp.sum(jnp.where(exploited, memory.utility[known], 0.0))
-    utility = jnp.minimum(upload.weight, most_samples) * upload.loss
+    utility = upload.weight * upload.loss
     mean = jnp.sum(jnp.where(answered, utility, 0.0)) / jnp.maximum(answered.sum(), 1)
+    other = jnp.where(answered.any(), mean, memory.utility[known])
     rows = jnp.where(real, cohort.ids, clients)
     memory = memory.replace(
-        utility=memory.utility.at[rows].set(jnp.where(answered, utility, mean), mode="drop"),
+        utility=memory.utility.at[rows].set(jnp.where(answered, utility, other), mode="drop"),
         last=memory.last.at[rows].set(memory.calls, mode="drop"),
         count=memory.count.at[rows].add(1, mode="drop"),
         exploited=lax.dynamic_update_index_in_dim(

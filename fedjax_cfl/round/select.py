@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
+from fedjax_cfl.types import Key, Selection
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
@@ -132,34 +132,3 @@ def py_sample(
         return random.Random(round + seed).sample(everyone, clients_per_round)
 
     return from_table(np.array([row(round) for round in range(rounds)]))
-
-
-def power_of_choice(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:
-    """Draws `candidates` clients uniformly and selects those of highest last known training
-    loss (Cho, Wang, Joshi 2020, https://arxiv.org/abs/2010.01243, "rpow-d").
-
-    Clients that were never selected come first. Raises InputError for fewer candidates
-    than clients, and when it draws, for more than there are.
-    """
-    check_arguments(power_of_choice, locals())
-    if candidates < clients_per_round:
-        raise InputError(
-            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
-        )
-    draw = draw_uniform(candidates)
-
-    def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:
-        drawn = draw(key, state.round, data.num_clients)
-        return drawn[jnp.argsort(-loss[drawn], stable=True)[:clients_per_round]]
-
-    def update(
-        loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
-    ) -> jax.Array:
-        answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
-        return loss.at[answered].set(upload.loss, mode="drop")
-
-    def init(data: FederatedData) -> jax.Array:
-        # nothing can be learned from a client without samples: it comes last
-        return jnp.where(data.train.size > 0, jnp.inf, -jnp.inf)
-
-    return Selection(init, select, update)

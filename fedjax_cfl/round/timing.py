@@ -141,7 +141,7 @@ def end_round(
         shares = clock.wait_for * selected // jnp.maximum(selected.sum(), 1)
         shares = jnp.maximum(shares, 1) if clock.per_group else jnp.full(1, clock.wait_for)
     duration, late = jax.vmap(
-        lambda mine, wait: clocks.end_round(seconds, answers & ~gone & mine, wait)
+        lambda mine, wait: clocks.find_duration(seconds, answers & ~gone & mine, wait)
     )(mine, shares)
     duration += waited
     if here is not None:

@@ -6,7 +6,7 @@ import jax
 from jax.typing import ArrayLike
 
 from fedjax_cfl.round.counts import add_counts, count_to_float, count_to_int, make_count, sum_counts
-from fedjax_cfl.types import Traffic
+from fedjax_cfl.types import Params, Traffic
 
 
 def make_traffic(
@@ -45,3 +45,8 @@ def count_bytes(entry: Traffic, model_bytes: int) -> tuple[int, int]:
         for count in (entry.units_down, entry.units_up, entry.words_down, entry.words_up)
     )
     return units_down * model_bytes + 4 * words_down, units_up * model_bytes + 4 * words_up
+
+
+def model_bytes_of(groups: Params) -> int:
+    """Returns the bytes of one of the models [m, ...]."""
+    return sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(groups))

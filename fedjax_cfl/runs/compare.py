@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.compare_inputs import IDENTITY, find_runs, load_run
+from fedjax_cfl.runs.compare_inputs import IDENTITY, find_runs, read_run
 from fedjax_cfl.runs.compare_outputs import (
     MEASURES,
     draw,
@@ -45,7 +45,7 @@ def compare(
     """
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")
-    runs = [load_run(run_dir, target) for run_dir in find_runs(list(paths))]
+    runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
     sets = merge_seeds(add_shared_best(runs))
     groups = [reduce_set(one) for one in (add_baseline(sets, baseline) if baseline else sets)]
     for group in groups:

@@ -68,7 +68,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     return sorted(finished)
 
 
-def load_run(run_dir: Path, target: float | None) -> dict[str, Any]:
+def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     """Returns a run's rows, numbers, names and what the command line changed.
 
     `rounds_to_target` is the first round that reaches the accuracy `target`, None if

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedjax_cfl.formatting import escape_markup, format_si
+from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.types import Algorithm
 
@@ -29,7 +29,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
     if name.endswith("_s"):
         return f"{value:,.1f} s"
     if "bytes" in name:
-        return format_si(value, "B")
+        return format_bytes(value)
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -159,7 +159,7 @@ def format_summary(summary: dict) -> dict:
     and sizes with their units.
     """
     sizes = {
-        name: format_si(summary[name], "B")
+        name: format_bytes(summary[name])
         for name in ("bytes_up", "bytes_down", "peak_memory_bytes")
     }
     words = {

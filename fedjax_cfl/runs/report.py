@@ -23,7 +23,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs import compare, flows
 from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
-from fedjax_cfl.runs.compare_inputs import find_runs, load_run
+from fedjax_cfl.runs.compare_inputs import find_runs, read_run
 from fedjax_cfl.runs.compare_outputs import MEASURES
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.plot import draw_curves
@@ -92,7 +92,7 @@ def report(
 
 def load_costs(run_dir: Path) -> dict[str, Any]:
     """Returns a run as a comparison has it, with its directory and all that it has cost."""
-    run = load_run(run_dir, None)
+    run = read_run(run_dir, None)
     return run | {name: last_cost(run["rows"], name) for name in COSTS} | {"run_dir": run_dir}
 
 
@@ -114,12 +114,12 @@ def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
         "folder": escape_text(run["run_dir"]),
         "overrides": [escape_text(line) for line in run["asked"]],
         "settings": {escape_text(name): escape_text(value) for name, value in settings.items()},
-        "numbers": list_numbers(run),
+        "numbers": format_numbers(run),
         "clients": None if table is None else list_clients(table, found, most),
     }
 
 
-def list_numbers(run: dict[str, Any]) -> dict[str, str]:
+def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     """Returns the headline numbers of a run in words."""
     words = {}
     for name, (heading, factor, digits) in (SCORES | COST_WORDS).items():

@@ -22,7 +22,7 @@ from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
-from fedjax_cfl.types import Algorithm, FederatedData, Task
+from fedjax_cfl.types import Algorithm, FederatedData
 from fedjax_cfl.validation import flatten_settings
 
 # Settings besides those of `is_execution` that may differ between a run and its continuation:
@@ -60,11 +60,11 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
 def resume_grid(runs: Sequence[tuple], until: int | None) -> list[Snapshot | None]:
     """Returns where the runs of a grid stand, all after the same round, or Nones to begin.
 
-    Args: (config, run_dir, algorithm, task, data, drift, mesh) of each; `until`: the last
+    Args: (config, run_dir, algorithm, data, drift, mesh) of each; `until`: the last
     round of which all have a checkpoint, None if nobody has any. If one of these cannot be
     read, all go further back. Raises InputError as `resume_run` does.
     """
-    if until is not None and all(is_finished(run[0], run[1], until) for run in runs):
+    if until is not None and all(has_ended(run[0], run[1], until) for run in runs):
         raise InputError(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
     while True:
         starts = [resume_run(*run, until=until) for run in runs]
@@ -74,7 +74,7 @@ def resume_grid(runs: Sequence[tuple], until: int | None) -> list[Snapshot | Non
         until = min(rounds)
 
 
-def is_finished(config: dict, run_dir: Path, step: int) -> bool:
+def has_ended(config: dict, run_dir: Path, step: int) -> bool:
     """Returns whether a run has ended after round `step`; one whose summary is damaged writes
     it again.
     """
@@ -94,7 +94,6 @@ def resume_run(
     config: dict,
     run_dir: Path,
     algorithm: Algorithm,
-    task: Task,
     data: FederatedData,
     drift: Drift,
     mesh: Mesh,
@@ -122,7 +121,7 @@ def resume_run(
     if found is None:
         clear_unsaved(config, run_dir)
         return None
-    if until is None and is_finished(config, run_dir, found.step):
+    if until is None and has_ended(config, run_dir, found.step):
         raise InputError(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
     refused, kept = None, {}
     while not kept:

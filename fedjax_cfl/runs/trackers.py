@@ -90,7 +90,7 @@ def require_package(name: str, extra: str) -> None:
         raise InputError(f"logger={extra}: needs the package {name}; install fedjax-cfl[{extra}]")
 
 
-def remember(path: Path, make: Callable[[], str]) -> str:
+def read_or_write(path: Path, make: Callable[[], str]) -> str:
     """Returns what a file says; where there is none, what `make` returns, written to it."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def wandb(project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "off
         record = package.init(
             project=project,
             name=run.run_dir.name,
-            id=remember(run.run_dir / "wandb" / "run-id.txt", lambda: uuid.uuid4().hex[:12]),
+            id=read_or_write(run.run_dir / "wandb" / "run-id.txt", lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             dir=str(run.run_dir),
             config=run.settings,
@@ -160,7 +160,7 @@ def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
                 client.log_param(made.info.run_id, name, str(value)[:500])
             return made.info.run_id
 
-        identity = remember(run.run_dir / "mlflow-run.txt", create)
+        identity = read_or_write(run.run_dir / "mlflow-run.txt", create)
 
         def log(round: int, numbers: dict[str, float]) -> None:
             now = [metric(name, value, 0, round) for name, value in numbers.items()]

@@ -27,30 +27,6 @@ from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counter
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 
 
-def make_block_fn(
-    algorithm: Algorithm,
-    task: Task,
-    mesh: Mesh,
-    eval_every: int,
-    drift: Drift | None = None,
-    with_auxiliary: bool = True,
-) -> Callable:
-    """Returns f(key, (state, data_state), data) -> ((state, data_state), (infos
-    [eval_every], metrics)): some rounds and one evaluation.
-    """
-    rounds = make_rounds_fn(algorithm, drift or no_drift(), eval_every)
-
-    def step(key, carry, data):
-        state, data_state = carry
-        state, data_state, infos = rounds(key, state, data_state, data, eval_every)
-        found, _ = evaluate.evaluate_all(
-            algorithm, task, mesh, state, data_state.apply_to(data), with_auxiliary
-        )
-        return (state, data_state), (infos, found)
-
-    return step
-
-
 def make_run_fn(
     algorithm: Algorithm,
     task: Task,
@@ -62,7 +38,13 @@ def make_run_fn(
     """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])), T = rounds
     / eval_every: a run as one function of a key.
     """
-    step = make_block_fn(algorithm, task, mesh, eval_every, drift)
+    rounds_fn = make_rounds_fn(algorithm, drift or no_drift(), eval_every)
+
+    def step(key, carry, data):
+        state, data_state, infos = rounds_fn(key, *carry, data, eval_every)
+        now = data_state.apply_to(data)
+        found, _ = evaluate.evaluate_all(algorithm, task, mesh, state, now, True)
+        return (state, data_state), (infos, found)
 
     def go(key, data):
         carry = make_init(algorithm, drift or no_drift(), streamed=False)(key, data)

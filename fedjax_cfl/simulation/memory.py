@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.formatting import format_si
+from fedjax_cfl.formatting import format_bytes
 from fedjax_cfl.round.cohort import bucket_sizes
 from fedjax_cfl.round.local import MAX_WIDTH
 from fedjax_cfl.types import FederatedData, State, Task
@@ -132,12 +132,12 @@ def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
     if has is None or sum(planned.values()) <= has:
         return
     parts = ", ".join(
-        f"{name.replace('_', ' ')} {format_si(value, 'B')}" for name, value in planned.items()
+        f"{name.replace('_', ' ')} {format_bytes(value)}" for name, value in planned.items()
     )
     largest = max(planned, key=lambda name: planned[name])
-    total = format_si(sum(planned.values()), "B")
+    total = format_bytes(sum(planned.values()))
     raise InputError(
-        f"memory: each device needs {total} ({parts}) and has {format_si(has, 'B')}; use"
+        f"memory: each device needs {total} ({parts}) and has {format_bytes(has)}; use"
         f" {knobs[largest]}, or fewer devices="
     )
 
