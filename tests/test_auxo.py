@@ -9,6 +9,7 @@ import pytest
 from conftest import build
 
 from fedjax_cfl import algorithms
+from fedjax_cfl.algorithms import auxo_scores
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select, select_by_group
 from fedjax_cfl.round.aggregate import uniform_mean
@@ -65,15 +66,17 @@ def test_scores_equal_their_twin(case, several):
     clear[:2] |= case in ("both", "one")
     side[clear, rng.integers(2, size=clear.sum()) if case == "both" else 1] += 1
     score[:2] = 3
-    fit = auxo.Fit(*map(jnp.asarray, (member, known, side, score)))
+    fit = auxo_scores.Fit(*map(jnp.asarray, (member, known, side, score)))
     key, first = jax.random.key(0), case == "first"
     rows = member & known if several else member
     centered = signature - signature[member].mean(0)
     unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
-    labels = auxo.kmeans(
+    labels = auxo_scores.kmeans(
         key, jnp.asarray(unit), 2, restarts=4, weight=jnp.asarray(rows, jnp.float32)
     ).labels
-    found = auxo.score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
+    found = auxo_scores.score_group(
+        key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several)
+    )
     wanted = twin_score(signature, fit, np.asarray(labels), first, several)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -81,9 +84,9 @@ def test_scores_equal_their_twin(case, several):
 
 def test_last_tenth():
     tree = {"a": np.arange(24).reshape(2, 3, 4), "b": np.arange(100, 118).reshape(2, 9)}
-    np.testing.assert_array_equal(auxo.last_tenth(tree), [[107, 108], [116, 117]])
+    np.testing.assert_array_equal(auxo_scores.last_tenth(tree), [[107, 108], [116, 117]])
     wide = {"a": np.zeros((1, 40)), "b": np.ones((1, 3))}
-    np.testing.assert_array_equal(auxo.last_tenth(wide), [[0, 1, 1, 1]])
+    np.testing.assert_array_equal(auxo_scores.last_tenth(wide), [[0, 1, 1, 1]])
 
 
 def begin(toy, linear, local):

@@ -11,7 +11,7 @@ from conftest import matrix
 from test_layers import close, normal
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.auxo import last_tenth
+from fedjax_cfl.algorithms.auxo_scores import last_tenth
 from fedjax_cfl.algorithms.fedfomo import l1_norm
 from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.clustering.assign import training_loss

@@ -11,6 +11,7 @@ import pytest
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.papers import cells, fielding_server, report, report_plot, runner
+from fedjax_cfl.papers.records import collect_records
 from fedjax_cfl.papers.report_plot import choose_across
 from fedjax_cfl.runs.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
@@ -81,7 +82,7 @@ def test_a_gain_is_over_the_baseline_of_the_same_seed(tmp_path):
             lines = map(json.dumps, run_of(accuracies))
             (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
             found.setdefault((row, column), []).append(folder)
-    records = {(r["row"], r["column"]): r for r in report.collect(table, found)}
+    records = {(r["row"], r["column"]): r for r in collect_records(table, found)}
     gain, speed = records["a-gain", "Flex"], records["b-speed", "Flex"]
     assert gain["mean"] == pytest.approx(0.0, abs=1e-9)  # +10 and -10; seed 2 has no baseline
     assert gain["sd"] == pytest.approx(np.std([10, -10], ddof=1)) and gain["runs"] == 2

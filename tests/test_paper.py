@@ -28,6 +28,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fedgroup_fig5, processes, report, runner
 from fedjax_cfl.papers.cells import Cell, has_run, load_table
+from fedjax_cfl.papers.records import collect_records
 from fedjax_cfl.runs import plot_bands
 from fedjax_cfl.runs.results import compute_measures
 
@@ -450,7 +451,7 @@ def test_bests_over_different_numbers_of_tests_are_stated_and_given_over_the_sam
         found["one", column] = [tmp_path / column]
     fake = {"title": "T", "scale": 100, "columns": {name: [] for name in accuracies}}
     fake["rows"] = {"one": {"overrides": []}}
-    records = report.collect(fake, found)
+    records = collect_records(fake, found)
     values = [(r["mean"], r["evaluations"], r["shared_best"]) for r in records]
     assert values == [(90.0, "4", 60.0), (80.0, "2", 80.0), (None, "0", None)]
     note = "- one: best of 4 (Avg); 2 (Flex); 0 (Far) tests; over the same 2: Avg 60.0, Flex 80.0."
@@ -459,7 +460,7 @@ def test_bests_over_different_numbers_of_tests_are_stated_and_given_over_the_sam
     assert note in (tmp_path / "table.md").read_text()
     assert table(tmp_path)["one", "Avg"]["shared_evaluations"] == "2"
     alike = {key: folders for key, folders in found.items() if key[1] == "Avg"}
-    assert report.best_note(fake, report.collect(fake, alike)) == []
+    assert report.best_note(fake, collect_records(fake, alike)) == []
 
 
 def test_columns_may_be_measures_of_one_run(verb):

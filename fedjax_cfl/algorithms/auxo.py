@@ -11,19 +11,13 @@ having trained in a group whenever it has taken part there.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jax import lax
-from jax.sharding import Mesh
 
+from fedjax_cfl.algorithms.auxo_scores import Scores, prefers, score_cohort
 from fedjax_cfl.clustering.assign import keep_groups
-from fedjax_cfl.clustering.distances import dot
-from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
@@ -31,44 +25,16 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
-    Params,
     Report,
     Selection,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
-
-LEAST_CLIENTS = 5  # of a group in a round: with fewer, nobody is scored
-REWARD = 5.0
-
-
-class Scores(struct.PyTreeNode):
-    """What is known of the clients, for each group."""
-
-    group: jax.Array  # [K, m] float32, how well the client fits the group
-    side: jax.Array  # [K, m, 2] float32, how well it fits each side of the next cut
-    count: jax.Array  # [K, m] float32, rounds in the group, 0 after a cut for the other side
-    cut_seen: jax.Array  # [m] bool, sides have been named since the last cut
-    rounds: jax.Array  # [m] int32, of the group and of those it was cut from
-    joining: jax.Array  # [K] bool, clients that choose their group before the next round
-
-
-class Fit(NamedTuple):
-    """What the clients of one group did in a round, all [S]."""
-
-    member: jax.Array  # bool
-    known: jax.Array  # bool, have trained here before and belong here
-    side: jax.Array  # [S, 2], sides so far
-    score: jax.Array
-
 
 # (memory, sizes [m], active [m]) -> [m] bool, the groups to cut
 SplitFn = Callable[[Scores, jax.Array, jax.Array], jax.Array]
@@ -103,11 +69,6 @@ def split_adaptively(participants: PositiveInt = 100, least: NonNegativeFloat = 
         return active & (sizes >= least * clients / participants) & enough & even
 
     return due
-
-
-def prefers(memory: Scores, side: int) -> jax.Array:
-    """Returns which clients [K, m] bool prefer a side of each group."""
-    return memory.side[:, :, side] > memory.side[:, :, 1 - side]
 
 
 PUBLISHED_SPLITS = split_at()
@@ -158,133 +119,6 @@ def one_group(task: Task, m: int) -> StartFn:
         return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
 
     return start
-
-
-def last_tenth(delta: Params) -> jax.Array:
-    """Returns the last tenth [S, p] of the parameters of the updates `delta` [S, ...]."""
-    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(drop_statistics(delta))]
-    wanted = max(sum(row.shape[1] for row in rows) // 10, 1)
-    taken, left = [], wanted
-    for row in reversed(rows):
-        taken.append(row[:, max(row.shape[1] - left, 0) :])
-        left -= taken[-1].shape[1]
-        if left <= 0:
-            break
-    return jnp.concatenate(taken[::-1], axis=1)
-
-
-def name_sides(
-    key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
-) -> jax.Array:
-    """Returns the side [S] int32 of each client, -1 where none is named.
-
-    At the first time in a group, 2-means of the unit vectors [S, p] names them. Later a
-    client has the side it prefers. The others take that of the nearest client that has
-    one; where all have the same, only the nearest quarter to the first of them.
-    """
-    rows = jnp.where(several, fit.member & fit.known, fit.member)
-    labels = kmeans(key, unit, 2, restarts=4, weight=rows.astype(jnp.float32)).labels
-    fresh = jnp.where(rows & (rows.sum() >= 2), labels, -1)
-
-    prefer = jnp.where(fit.side[:, 1] > fit.side[:, 0], 1, 0)
-    undecided = (fit.side[:, 0] == fit.side[:, 1]) | (fit.score < 0)
-    named = fit.member & ~undecided
-    both = jnp.any(named & (prefer == 0)) & jnp.any(named & (prefer == 1))
-    apart = 2 - 2 * dot(unit, unit.T)  # squared distances of unit vectors
-    nearest = jnp.argmin(jnp.where(named, apart, jnp.inf), axis=1)
-    of_neighbour = jnp.where(named, prefer, prefer[nearest])
-    leader = jnp.argmax(named)
-    far = jnp.where(fit.member & ~named, apart[leader], jnp.inf)
-    close = jnp.argsort(jnp.argsort(far)) < fit.member.sum() // 4
-    of_leader = jnp.where(named | (close & jnp.isfinite(far)), prefer[leader], -1)
-    later = jnp.where(both, of_neighbour, jnp.where(jnp.any(named), of_leader, -1))
-    return jnp.where(fit.member, jnp.where(first, fresh, later), -1).astype(jnp.int32)
-
-
-def score_group(
-    key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (side [S, 2], score [S]) of the clients of one group after a round, given the
-    signatures [S, p] of their updates.
-    """
-    size = fit.member.sum()
-    present = fit.member.astype(jnp.float32)
-    centered = signature - present @ signature / jnp.maximum(size, 1)
-    norm = jnp.sqrt(jnp.sum(jnp.square(centered), axis=1, keepdims=True))
-    unit = jnp.where(norm > 0, centered / jnp.where(norm > 0, norm, 1), 0)
-    named = name_sides(key, unit, fit, first, several)
-    sign = jnp.where(named[:, None] == jnp.arange(2), 1.0, -1.0)
-    side = fit.side + jnp.where((named >= 0)[:, None], sign, 0.0)
-
-    known = fit.member & fit.known
-    center = known @ centered / jnp.maximum(known.sum(), 1)
-    distance = jnp.sqrt(jnp.sum(jnp.square(centered - center), axis=1))
-    mean = jnp.sum(present * distance) / jnp.maximum(size, 1)
-    spread = jnp.sqrt(jnp.sum(present * jnp.square(distance - mean)) / jnp.maximum(size, 1))
-    scale = jnp.maximum(mean + spread, 1e-12)
-    reward = REWARD * (1 - distance / scale) * known.sum() / jnp.maximum(size, 1)
-    reward = jnp.where(fit.member & several & (known.sum() >= 2), reward, 0.0)
-    score = fit.score + reward
-    side = jnp.where((reward < 0)[:, None], score[:, None] / 2, side)
-    enough = size >= LEAST_CLIENTS
-    return jnp.where(enough, side, fit.side), jnp.where(enough, score, fit.score)
-
-
-def score_groups(
-    key: Key,
-    memory: Scores,
-    clients: jax.Array,
-    sent: jax.Array,
-    gid: jax.Array,
-    signature: jax.Array,
-    several: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (side [m, S, 2], score [m, S], whether its sides were named now [m], member
-    [m, S]) of each group, given who `sent` [S] an update and its `signature` [S, p].
-    """
-
-    def of_group(k):
-        count, score = memory.count[clients, k], memory.group[clients, k]
-        fit = Fit(sent & (gid == k), (count > 0) & (score > 1), memory.side[clients, k], score)
-        first = ~memory.cut_seen[k]
-        side, score = score_group(jax.random.fold_in(key, k), signature, fit, first, several)
-        named = first & jnp.any(fit.member[:, None] & (side != fit.side))
-        return side, score, named, fit.member
-
-    return lax.map(of_group, jnp.arange(memory.rounds.size))
-
-
-def score_cohort(
-    mesh: Mesh | None,
-    key: Key,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    gid: jax.Array,
-    upload: Upload,
-) -> tuple[State, jax.Array]:
-    """Scores the clients of a round by their updates (a `RegroupFn` but for `mesh`). They
-    train on in their group, and may join another before the next round.
-    """
-    memory, several = state.memory, state.active.sum() > 1
-    clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-    sent, signature = upload.weight > 0, last_tenth(upload.delta)
-    sides, scores, named, members = on_every_device(score_groups, mesh)(
-        key, memory, clients, sent, gid, signature, several
-    )
-    rows = jnp.where(sent, cohort.ids, data.num_clients)
-    own = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
-    memory = memory.replace(
-        side=memory.side.at[rows].set(own, mode="drop"),
-        group=memory.group.at[rows].set(
-            jnp.where(members.T, scores.T, memory.group[clients]), mode="drop"
-        ),
-        count=memory.count.at[rows].add(members.T.astype(jnp.float32), mode="drop"),
-        cut_seen=memory.cut_seen | named,
-        rounds=memory.rounds + state.active,
-        joining=jnp.zeros_like(memory.joining).at[rows].set(True, mode="drop"),
-    )
-    return state.replace(memory=memory), gid
 
 
 def split_and_join(split: SplitFn, explore: float) -> MigrateFn:

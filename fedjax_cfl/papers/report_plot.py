@@ -10,7 +10,8 @@ from matplotlib.lines import Line2D
 
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.papers.cells import source_row
-from fedjax_cfl.papers.report import cell_measure, headings, measure_scale, recorded_rows, row_title
+from fedjax_cfl.papers.records import cell_measure, measure_scale
+from fedjax_cfl.papers.report import headings, recorded_rows, row_title
 from fedjax_cfl.runs.plot import (
     escape_plot_lines,
     make_palette,

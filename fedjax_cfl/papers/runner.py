@@ -42,6 +42,7 @@ from fedjax_cfl.papers import (
 )
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
+from fedjax_cfl.papers.records import collect_records
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
@@ -216,7 +217,7 @@ def main(
         return fielding_server.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
-        records = report.collect(table, cells.find_finished(experiment, table, runs, extra))
+        records = collect_records(table, cells.find_finished(experiment, table, runs, extra))
         if any(record["runs"] for record in records):
             out.mkdir(parents=True, exist_ok=True)
             report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
