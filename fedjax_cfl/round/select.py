@@ -91,7 +91,8 @@ def sample_distinct(key: Key, count: int, num_clients: int) -> jax.Array:
 
 def rr_then_random(clients_per_round: PositiveInt) -> Selection:
     """Takes clients in the order of their ids until all have been selected, then draws
-    uniformly (the clustered trainers of the FlexCFL code).
+    uniformly (the clustered trainers of the FlexCFL code). Where ids go group by group, so do the
+    first rounds.
     """
     then = draw_uniform(clients_per_round)
 
