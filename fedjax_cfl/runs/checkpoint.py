@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
+from fedjax_cfl.runs.leaves import describe_leaf, is_key, name_leaves, place_array, to_plain_array
 from fedjax_cfl.validation import flatten_settings
 
 FORMAT = 3  # 1: its rows were not vouched for, its state had other fields; 2: nor its groups
@@ -60,19 +60,21 @@ def save(
     """
     assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
-    named = _name_leaves(tree)
+    named = name_leaves(tree)
     # Orbax refuses empty arrays
     stored = {
-        str(n): _plain(name, leaf) for n, (name, leaf) in enumerate(named.items()) if leaf.size
+        str(n): to_plain_array(name, leaf)
+        for n, (name, leaf) in enumerate(named.items())
+        if leaf.size
     }
     header = {
         "format": FORMAT,
         "step": int(step),
         "identity": identity,
         "facts": facts,
-        "leaves": {name: _spec(leaf) for name, leaf in named.items()},
+        "leaves": {name: describe_leaf(leaf) for name, leaf in named.items()},
         "keys": {
-            name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if _is_key(leaf)
+            name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if is_key(leaf)
         },
     }
     text = atomic_folder.to_json(header)
@@ -213,7 +215,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
     """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for
     a different run.
     """
-    named, identity = _name_leaves(like), json.loads(atomic_folder.to_json(identity))
+    named, identity = name_leaves(like), json.loads(atomic_folder.to_json(identity))
     try:
         header = read_header(path)
         _check_same(path, header, named, identity)
@@ -227,7 +229,7 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
         return None, atomic_folder.explain(error)
     tree = jax.tree.unflatten(
         jax.tree.structure(like),
-        [_place_array(header, stored, name, leaf) for name, leaf in named.items()],
+        [place_array(header, stored, name, leaf) for name, leaf in named.items()],
     )
     return Checkpoint(header["step"], tree, header["facts"]), ""
 
@@ -262,7 +264,7 @@ def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict)
             " with the version that wrote it, or choose another run_dir"
         )
     fields = dict(flatten_settings(header["identity"])), dict(flatten_settings(identity))
-    shapes = header["leaves"], {name: _spec(leaf) for name, leaf in named.items()}
+    shapes = header["leaves"], {name: describe_leaf(leaf) for name, leaf in named.items()}
     for there, here in (fields, shapes):  # a different field explains different shapes
         names = [
             name
@@ -278,45 +280,7 @@ def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict)
             raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
 
 
-def _place_array(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
-    """Returns a stored array with the type and sharding of `leaf`."""
-    raw = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
-    assert value.shape == raw.shape and value.dtype == raw.dtype, name
-    if isinstance(leaf, np.ndarray | np.generic):
-        return value if isinstance(leaf, np.ndarray) else value[()]
-    value = jax.device_put(value, leaf.sharding if getattr(leaf, "committed", True) else None)
-    return jax.random.wrap_key_data(value, impl=header["keys"][name]) if _is_key(leaf) else value
-
-
-# leaves and files
-
-
-def _name_leaves(tree: Any) -> dict[str, Any]:
-    leaves_with_path = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves_with_path}
-    assert len(named) == len(leaves_with_path), "two leaves of one name"
-    for name, leaf in named.items():
-        assert hasattr(leaf, "dtype"), (
-            f"{name} is a {type(leaf).__name__}: a checkpoint holds arrays, facts hold plain values"
-        )
-    return named
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _spec(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _plain(name: str, leaf: Any) -> np.ndarray:
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-    assert array.dtype.isnative and not array.dtype.hasobject, (
-        f"{name}: {array.dtype} cannot be saved"
-    )
-    return array
+# Orbax
 
 
 @contextlib.contextmanager
