@@ -9,8 +9,7 @@ from fedjax_cfl.clustering.assign import every_round, met_groups, training_loss
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import random_groups
 
@@ -29,7 +28,7 @@ def sticky_ifca(task, local, select, *, m: int, gain: float = 0.1):
         old = met_groups(state, cohort)  # [S], -1 for a newcomer
         old_loss = jnp.take_along_axis(loss, jnp.maximum(old, 0)[:, None], axis=1)[:, 0]
         stay = (old >= 0) & (loss.min(axis=1) > (1 - gain) * old_loss)
-        return jnp.where(stay, old, best), no_faults()
+        return jnp.where(stay, old, best), make_report()
 
     hooks = Hooks(sgd(task, local), start=random_groups(task, m), assign=every_round(choose))
     return federated(task, local, select, hooks)

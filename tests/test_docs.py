@@ -9,10 +9,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 from conftest import call
 
+import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
@@ -55,6 +57,9 @@ def test_python_runs(page, tmp_path, monkeypatch, run_dir):
         for slow, fast in FASTER.items():
             block = block.replace(slow, fast)
         exec(compile(block, name_of(page), "exec"), names)
+    if page == ROOT / "README.md":  # which only defines it
+        method = names["sticky_ifca"](names["task"], names["local"], cfl.select.uniform(10), m=3)
+        cfl.run(method, names["task"], names["data"], jax.random.key(0), rounds=1)
 
 
 def commands() -> list[tuple[str, str]]:

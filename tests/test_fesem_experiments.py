@@ -24,6 +24,7 @@ from fedjax_cfl.models import convolution, norms
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import fesem_fig3, figures, report, report_plot
 from fedjax_cfl.papers.cells import load_table, row_columns
+from fedjax_cfl.papers.records import collect_records
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 
@@ -89,7 +90,7 @@ def test_rows_that_share_runs_have_one_cell_together(tmp_path):
 
 def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     folder = finished(tmp_path / "A" / "SEM" / "seed0")
-    records = report.collect(SHARED, {("A", "SEM"): [folder]})
+    records = collect_records(SHARED, {("A", "SEM"): [folder]})
     found = {(record["row"], record["column"]): record for record in records}
     values = {row: found[row, "SEM"]["mean"] for row in ("A", "A-F1", "A-index", "A-MB")}
     assert values == pytest.approx({"A": 50.0, "A-F1": 25.0, "A-index": 0.125, "A-MB": 4.5})
@@ -112,7 +113,7 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
 def test_figures_draw_shared_runs_once(tmp_path):
     found = {("A", "SEM"): [finished(tmp_path / "seed0")]}
     assert list(figures.read_cells(SHARED, found)) == ["A"]
-    assert report.recorded_rows(SHARED, report.collect(SHARED, found)) == [
+    assert report.recorded_rows(SHARED, collect_records(SHARED, found)) == [
         "A",
         "A-F1",
         "A-index",
@@ -371,7 +372,7 @@ def test_bad_celeba_files(faces):
 def test_projection_is_pca():
     rng = np.random.default_rng(0)
     models, centers = rng.normal(size=(20, 30)) * np.linspace(3, 0.1, 30), rng.normal(size=(3, 30))
-    points, placed, explained = fesem_fig3.project(
+    points, placed, explained = fesem_fig3.find_components(
         [(models[:, :11], centers[:, :11]), (models[:, 11:], centers[:, 11:])]
     )
     apart = models - models.mean(axis=0)
