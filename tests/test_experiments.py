@@ -103,3 +103,15 @@ def test_the_papers_preset_detects_by_eq_9():
     ]
     found = np.asarray(counts_as_samples(counts, reference, size))
     assert found.tolist() == (np.array(distance) > 0.2 * size / 3).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["md_icfl_table4", "md_icfl_table5"])
+def test_no_method_of_md_icfl_meets_clients_in_their_order(name):
+    """Clients are numbered group by group, so that a round robin would begin with few groups."""
+    table = cells.load_table(name)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        for row, entry in table["rows"].items():
+            for column in entry.get("columns", ()) if "runs" not in entry else ():
+                given = [f"experiment={name}", *entry["overrides"], *table["columns"][column]]
+                target = check_overrides(given)["algorithm"]["select"]["_target_"]
+                assert target.endswith((".uniform", ".full_participation")), (row, column)
