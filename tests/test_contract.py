@@ -76,9 +76,9 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def build(toy_pool, tmp_path_factory):
-    """Composes a configuration on the toy data: build(algorithm, preset) -> (algorithm,
-    task, data, mesh); with `members` instead of the algorithm what makes one of a grid, and
-    the values that it is made of.
+    """Composes a configuration on the toy data: build(algorithm, preset, given) -> (algorithm,
+    task, data, mesh), with the overrides `given`; with `members` instead of the algorithm what
+    makes one of a grid, and the values that it is made of.
     """
     path = tmp_path_factory.mktemp("toy") / "toy.npz"
     np.savez(
@@ -89,14 +89,15 @@ def build(toy_pool, tmp_path_factory):
     ]
 
     @functools.cache
-    def build(algorithm, preset="clean", members=False):
-        resolved = check_overrides([*settings, f"algorithm={algorithm}", f"preset={preset}"])
+    def build(algorithm, preset="clean", members=False, given=()):
+        named = f"algorithm={algorithm}", f"preset={preset}"
+        resolved = check_overrides([*settings, *named, *given])
         assert resolved["algorithm"]["name"] == algorithm
         algorithm, task, data, *_, mesh = parts.build(resolved)
         if members:
-            given = resolved, task, data, mesh
-            make = functools.partial(parts.build_algorithm, *given, vmap_runs=True)
-            algorithm = make, parts.find_inputs(*given).values
+            made_of = resolved, task, data, mesh
+            make = functools.partial(parts.build_algorithm, *made_of, vmap_runs=True)
+            algorithm = make, parts.find_inputs(*made_of).values
         return algorithm, task, data, mesh
 
     with (

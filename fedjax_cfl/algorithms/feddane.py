@@ -105,7 +105,8 @@ def assign_with_s1_traffic(same_set: bool) -> AssignFn:
     """Assigns group 0 to everybody, and counts what FedDANE sends more than FedAvg.
 
     That is a gradient up, and g_t down next to w_t. With K clients in each phase a round
-    costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K.
+    costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K. The
+    gradients take the cohort's time, whoever computes them.
     """
 
     def assign(

@@ -288,6 +288,7 @@ def recluster_at(
         state, founded = jax.lax.cond(
             due, found_again, lambda key, state, data: (state, make_report()), key, state, data
         )
+        # of each client still, for the clock; that of founding again takes no simulated time
         return state, add_reports(moves, founded).replace(samples=moves.samples)
 
     return migrate

@@ -66,10 +66,9 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        known[rows] = str(client) in met
-        model[rows] = (
-            met[str(client)] if str(client) in met else choose_model(run, saved, arrays, rows)
-        )
+        here = met.get(str(client))
+        known[rows] = here is not None
+        model[rows] = choose_model(run, saved, arrays, rows) if here is None else here
     for used in np.unique(model):
         rows = np.flatnonzero(model == used)
         predicted[rows] = run.predict_with(int(used), x[rows], saved)

@@ -101,8 +101,8 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         state, migration = migrate(parts, keys, state, data)
         cohort, asked = draw_cohort(parts, keys, state, data)
         work, assignment = plan_work(parts, keys, state, data, cohort)
-        one = traffic.model_bytes_of(state.groups)
-        waited = timing.wait_before(local.clock, state, migration, asked, one)
+        model_bytes = traffic.model_bytes_of(state.groups)
+        waited = timing.wait_before(local.clock, state, migration, asked, model_bytes)
         upload, answers = train_cohort(
             parts, key, keys, state, data, cohort, work, assignment, asked, waited
         )
@@ -227,8 +227,8 @@ def train_cohort(
     duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
     if clock is not None:
         sent = traffic.make_traffic(units_down=served, units_up=answered)
-        one = traffic.model_bytes_of(state.groups)
-        sizes = [traffic.slot_bytes(entry, one) for entry in (sent, assignment.traffic)]
+        model_bytes = traffic.model_bytes_of(state.groups)
+        sizes = [traffic.slot_bytes(entry, model_bytes) for entry in (sent, assignment.traffic)]
         seconds = clock.seconds(cohort, upload, sizes[0] + sizes[1])
         seconds += timing.infer_seconds(clock, cohort, assignment.samples, data.num_clients)
         seconds = jnp.where(cohort.ids < data.num_clients, seconds, 0.0)
