@@ -30,6 +30,8 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
+# methods whose first groups are trained, and which keep nothing of what they trained from
+STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
 # one of every kind, for what takes long to compile
 KINDS = (
     "cfl",
@@ -131,6 +133,17 @@ def test_finite(case):
     chex.assert_tree_all_finite(
         [info.replace(group_discrepancy=jnp.zeros(())) for info in case.infos]
     )
+
+
+def test_methods_of_one_seed_begin_with_one_random_model(case, build):
+    """FedAvg's model is that of the first group, or what founders are trained from."""
+    if case.name in STARTS_TRAINED:
+        return
+    algorithm, _, data, _ = build("fedavg")
+    first, state = algorithm.init(jax.random.key(0), data).groups, case.states[0]
+    founded = hasattr(state.memory, "has_founders")
+    initial = state.memory.initial if founded else state.groups
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[:1], initial), first)
 
 
 def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):

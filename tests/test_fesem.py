@@ -328,7 +328,7 @@ def test_pull_of_eq_8_by_hand():
     data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
     cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
     _, prepare = pull_by_size(SimpleNamespace(loss=None), 0.5)
-    work = prepare(KEY, None, data, cohort, full_work(0 * cohort.ids))
+    work, _ = prepare(KEY, None, data, cohort, full_work(0 * cohort.ids))
     np.testing.assert_allclose(
         work.client_extra[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6
     )

@@ -13,6 +13,7 @@ from test_clock import SimpleState
 from test_recursive import ONCE, concepts
 
 from fedjax_cfl import algorithms
+from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
 from fedjax_cfl.round import select, timing
 from fedjax_cfl.round.clock import device_profiles
 from fedjax_cfl.round.device_clock import asking_seconds
@@ -95,10 +96,11 @@ def test_ifca_mig_lets_shifted_clients_choose_before_the_round(toy, moved, timed
 
 def test_feddrift_infers_every_model_in_use_at_an_event(toy, moved, timed):
     size, calm = np.asarray(toy.train.size), toy.replace(shifted=jnp.zeros(14, bool))
-    seconds, states = timed(algorithms.feddrift, [calm, moved, calm, moved], EVERYBODY, m=4)
-    used = [int(states[number].active.sum()) for number in (1, 3)]
-    assert seconds[0] == seconds[2] == 0 and used[1] > used[0] == 1
-    assert seconds[1] == slowest(used[0] * size) and seconds[3] == slowest(used[1] * size)
+    rounds = [calm] * 4 + [moved, calm, moved]
+    seconds, states = timed(algorithms.feddrift, rounds, EVERYBODY, m=4)
+    used = [int(states[number].active.sum()) for number in (4, 6)]
+    assert seconds[:4].tolist() == [0] * 4 and seconds[5] == 0 and used[1] > used[0] == 1
+    assert seconds[4] == slowest(used[0] * size) and seconds[6] == slowest(used[1] * size)
 
 
 @pytest.mark.parametrize(("represent", "each"), [("labels", 0), ("embedding", 1), ("gradient", 3)])
@@ -112,6 +114,21 @@ def test_feddane_takes_a_gradient_of_all_samples(toy, timed):
     ids = np.array([1, 6, 9])
     seconds, _ = timed(algorithms.feddane, [toy], select.from_table(ids[None]), same_set=True)
     assert seconds[0] == slowest(3 * np.asarray(toy.train.size), ids)
+
+
+def test_q_fedavg_infers_all_training_samples(toy, timed):
+    ids = np.array([1, 6, 9])
+    seconds, _ = timed(algorithms.qfedavg, [toy], select.from_table(ids[None]), q=1.0)
+    assert seconds[0] == slowest(np.asarray(toy.train.size), ids)
+
+
+def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
+    """In the second round 8 is sent the models of 1, 6 and 9; it tests two of its own as well."""
+    pick = select.from_table(np.array([[1, 6, 9], [8, 15, 15]]))
+    seconds, _ = timed(algorithms.fedfomo, [toy] * 2, pick, models=4)
+    held_out = np.asarray(take_held_out(hold_out_samples(toy, 0.2)).train.size)
+    assert held_out[8] > 0 and seconds[0] == 0
+    assert seconds[1] == slowest((3 + 2) * held_out, [8])
 
 
 def test_fl_hc_trains_newcomers_once_more(concepts, timed):
@@ -129,7 +146,7 @@ def test_fl_hc_trains_newcomers_once_more(concepts, timed):
 def test_cfl_trains_at_every_cut_that_a_client_missed(concepts, timed):
     """Clients of the branch that was cut twice are sent back to group 0, before both cuts."""
     settings = ONCE | {"m": 3}
-    seconds, states = timed(algorithms.cfl, [concepts] * 6, EVERYBODY, **settings)
+    seconds, states = timed(algorithms.cfl, [concepts] * 8, EVERYBODY, **settings)
     found = states[-1]
     assert found.active.all() and not seconds.any()
     twice = np.flatnonzero(np.isin(found.assignment, [found.memory.parent[2], 2]))

@@ -94,7 +94,7 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     @jax.jit
     def effort(key):
         prepare, cohort = partial_epochs(share, 5), Cohort(ids=ids, rank=ids)
-        return prepare(key, None, toy, cohort, full_work(0 * ids)).step_fraction
+        return prepare(key, None, toy, cohort, full_work(0 * ids))[0].step_fraction
 
     seen = set()
     for seed in range(12):
@@ -107,7 +107,7 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
 
 def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
     ids = jnp.arange(6)
-    work = partial_epochs(1.0, 1)(KEY, None, toy, Cohort(ids=ids, rank=ids), full_work(0 * ids))
+    work, _ = partial_epochs(1.0, 1)(KEY, None, toy, Cohort(ids=ids, rank=ids), full_work(0 * ids))
     assert work.step_fraction.tolist() == [1.0] * 6
 
 

@@ -43,6 +43,7 @@ from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import State
 
@@ -195,9 +196,7 @@ def alone(toy, linear, local):
 
 def test_nonfed_is_plain_sgd(toy, linear, local, alone):
     """E T = 6 epochs on the client's own samples from a common model agree with float64 loops."""
-    common = models_of(jax.tree.map(lambda leaf: leaf[None], linear.init(derive_key(KEY, START))))[
-        0
-    ]
+    common = models_of(random_groups(linear, 1)(derive_key(KEY, START), toy).groups)[0]
     for client, found in enumerate(models_of(alone[0].groups)):
         model = common
         for round in range(3 if toy.train.size[client] else 0):
@@ -372,7 +371,7 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     groups = jax.tree.map(lambda leaf: leaf[None], model)
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
     work = full_work(jnp.zeros(1, jnp.int32))
-    prepared = weigh_by_loss(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    prepared, _ = weigh_by_loss(linear, local)(jax.random.key(0), state, toy, cohort, work)
     rows = np.flatnonzero(np.asarray(toy.owner) == 1)
     rows = rows[np.isin(rows, np.asarray(toy.train.order))]
     each = [

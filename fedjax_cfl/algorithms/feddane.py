@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from fedjax_cfl.round import faults
 from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
-from fedjax_cfl.round.engine import federated, serve_global
-from fedjax_cfl.round.hooks import AssignFn, Hooks, PrepareFn, make_report
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.objective import add_linear_term, erm, proximal
 from fedjax_cfl.round.sgd import gradient_step, sgd
@@ -52,28 +52,26 @@ def feddane(
     """
     check_arguments(feddane, locals(), "algorithm")
     local, objective = local.resolve(), proximal(mu, erm(task))
-    algorithm = federated(
-        task,
-        local,
-        select,
-        Hooks(
-            sgd(task, local, add_linear_term(lambda direction: direction, objective)),
-            assign=assign_with_s1_traffic(same_set),
-            prepare=gradient_correction(task, local, None if same_set else select),
-        ),
+    hooks = Hooks(
+        sgd(task, local, add_linear_term(lambda direction: direction, objective)),
+        prepare=gradient_correction(task, local, None if same_set else select),
     )
-    # not clustered: `assign` only adds traffic
-    return algorithm._replace(serve=serve_global, clustered=False)
+    return federated(task, local, select, hooks)
 
 
 def gradient_correction(task: Task, local: Local, select: Selection | None) -> PrepareFn:
     """Adds g_t - grad F_i(w_t) [S, ...] to the work of each client.
 
-    `select` draws S1; None: S1 is the cohort. The term is 0 if nobody in S1 has samples.
+    `select` draws S1; None: S1 is the cohort. The term is 0 if nobody in S1 has samples. It
+    costs more than FedAvg a gradient up, and g_t down next to w_t: with K clients in each phase
+    a round costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K.
+    The gradients take the cohort's time, whoever computes them.
     """
     gradient = over_clients(gradient_step(task, local), local)
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
         draw, noise = jax.random.split(key)
 
         def take_step(cohort: Cohort) -> Upload:  # delta = -lr grad F_i(w_t)
@@ -96,25 +94,12 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )
-        return work._replace(client_extra=correction)
+        return work._replace(client_extra=correction), bill(cohort, data)
+
+    def bill(cohort: Cohort, data: FederatedData) -> Report:
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        sent = make_traffic(units_down=real * (1 if select is None else 2), units_up=real)
+        samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
+        return make_report(sent, samples=samples)
 
     return prepare
-
-
-def assign_with_s1_traffic(same_set: bool) -> AssignFn:
-    """Assigns group 0 to everybody, and counts what FedDANE sends more than FedAvg.
-
-    That is a gradient up, and g_t down next to w_t. With K clients in each phase a round
-    costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K. The
-    gradients take the cohort's time, whoever computes them.
-    """
-
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        sent = make_traffic(units_down=real * (1 if same_set else 2), units_up=real)
-        samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
-        return jnp.zeros_like(cohort.ids), make_report(sent, samples=samples)
-
-    return assign

@@ -33,7 +33,15 @@ from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import ClientFn, FinishFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import (
+    ClientFn,
+    FinishFn,
+    Hooks,
+    PrepareFn,
+    Start,
+    StartFn,
+    make_report,
+)
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
@@ -44,6 +52,7 @@ from fedjax_cfl.types import (
     Info,
     Key,
     Params,
+    Report,
     Selection,
     ServedModels,
     State,
@@ -194,7 +203,9 @@ def mix_models(
     """
     mix, in_place = over_clients(first_order_mixture(task, norm), local), reads_in_place(local)
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
         memory, clients = state.memory, data.num_clients
         client = jnp.minimum(cohort.ids, clients - 1)
         explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
@@ -211,10 +222,30 @@ def mix_models(
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
             everybody, others = (), take_models(state.groups, rows, local.mesh)
-        model, gain = mix(cohort, take_held_out(data), everybody, (mixed, trained, others, peers))
-        return work._replace(client_extra=Mixture(model, peers, gain, trained))
+        tested = take_held_out(data)
+        model, gain = mix(cohort, tested, everybody, (mixed, trained, others, peers))
+        extra = Mixture(model, peers, gain, trained)
+        return work._replace(client_extra=extra), bill_peers(memory, cohort.ids, peers, tested)
 
     return prepare
+
+
+def bill_peers(
+    memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
+) -> Report:
+    """Reports what clients `ids` [S] receive besides one model, and infer.
+
+    A client receives the models of its `peers` [S, F], in its first round the common start as
+    well. It tests them, and its own before and after its last training, on what it has held out
+    (`tested`).
+    """
+    sent = jnp.sum(peers < tested.num_clients, axis=1)
+    down = sent + ~memory.started[jnp.minimum(ids, tested.num_clients - 1)]
+    models = jnp.where(sent > 0, sent + 2, 0)
+    return make_report(
+        make_traffic(units_down=jnp.where(ids < tested.num_clients, jnp.maximum(down - 1, 0), 0)),
+        samples=models * client_range(ids, tested)[0],
+    )
 
 
 def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Callable[..., Any]:
@@ -279,17 +310,15 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
 
 
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
-    """Remembers what the clients that answered have mixed.
-
-    A client receives F models, in its first round the common start as well, and sends F words.
-    The round counts one model down already.
+    """Remembers what the clients that answered have mixed; each sends a word for each of its
+    peers.
     """
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, Traffic]:
         memory, mixture, clients = state.memory, upload.extra, state.assignment.size
-        answered, real = upload.weight > 0, cohort.ids < clients
+        answered = upload.weight > 0
         rows = jnp.where(answered, cohort.ids, clients)
         total = jnp.abs(mixture.gain.sum(1, keepdims=True))
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
@@ -301,10 +330,7 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
             started=memory.started.at[cohort.ids].set(True, mode="drop"),
         )
         sent = jnp.sum(mixture.peers < clients, axis=1)
-        down = sent + ~before.memory.started[jnp.minimum(cohort.ids, clients - 1)]
-        return state.replace(memory=memory), make_traffic(
-            units_down=jnp.sum(jnp.where(real, jnp.maximum(down - 1, 0), 0)),
-            words_up=jnp.sum(jnp.where(answered, sent, 0)),
-        )
+        words = make_traffic(words_up=jnp.sum(jnp.where(answered, sent, 0)))
+        return state.replace(memory=memory), words
 
     return finish

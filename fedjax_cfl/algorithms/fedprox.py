@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, Selection, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 
@@ -42,7 +42,9 @@ def fedprox(
 def partial_epochs(drop_percent: float, epochs: int) -> PrepareFn:
     """Draws the share of its E epochs that each client completes in a round."""
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
         lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
@@ -50,6 +52,6 @@ def partial_epochs(drop_percent: float, epochs: int) -> PrepareFn:
         fewer = jax.vmap(
             lambda k: jax.random.randint(jax.random.fold_in(k, 1), (), 1, max(epochs, 2))
         )(keys)
-        return work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0))
+        return work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0)), make_report()
 
     return prepare

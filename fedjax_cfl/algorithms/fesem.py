@@ -100,10 +100,12 @@ def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareF
     n_i of all n samples: eq. 8 divided by the n_i / n in front of its loss.
     """
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
         size = data.train.size[jnp.minimum(cohort.ids, data.num_clients - 1)]
         share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
-        return work._replace(client_extra=2.0 * mu * share)
+        return work._replace(client_extra=2.0 * mu * share), make_report()
 
     return proximal(lambda mu_i: mu_i, erm(task)), prepare
 

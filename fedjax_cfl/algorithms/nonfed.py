@@ -27,7 +27,7 @@ from fedjax_cfl.round.hooks import (
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import copy_model
+from fedjax_cfl.round.start import common_model
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
@@ -92,10 +92,8 @@ def shared_model(task: Task, ship_start: bool) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         count = data.num_clients
-        models = copy_model(task.init(key), count)
-        return Start(
-            models,
-            jnp.arange(count, dtype=jnp.int32),
+        return common_model(task, count)(key, data)._replace(
+            assignment=jnp.arange(count, dtype=jnp.int32),
             report=make_report(make_traffic(units_down=count if ship_start else 0)),
         )
 
@@ -112,8 +110,11 @@ def assign_client_id(
 def send_own_model(mesh: Mesh | None) -> PrepareFn:
     """Gives each client of the cohort the model of its group, and no device those of others."""
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
-        return work._replace(client_extra=take_models(state.groups, work.group, mesh))
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        own = take_models(state.groups, work.group, mesh)
+        return work._replace(client_extra=own), make_report()
 
     return prepare
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.round.aggregate import q_fair
-from fedjax_cfl.round.cohort import over_clients
+from fedjax_cfl.round.cohort import client_range, over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, Selection, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
@@ -38,9 +38,12 @@ def weigh_by_loss(task: Task, local: Local) -> PrepareFn:
     """
     loss = over_clients(training_loss(task, with_l2=True), local)
 
-    def prepare(key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work) -> Work:
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
         each = loss(cohort, data, state.groups)
         own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
-        return work._replace(client_extra=own)
+        samples = client_range(cohort.ids, data)[0]
+        return work._replace(client_extra=own), make_report(samples=samples)
 
     return prepare

@@ -100,17 +100,17 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         keys = derive_keys(key, state.round)
         state, migration = migrate(parts, keys, state, data)
         cohort, asked = draw_cohort(parts, keys, state, data)
-        work, assignment = plan_work(parts, keys, state, data, cohort)
+        work, planned = plan_work(parts, keys, state, data, cohort)
         model_bytes = traffic.model_bytes_of(state.groups)
         waited = timing.wait_before(local.clock, state, migration, asked, model_bytes)
         upload, answers = train_cohort(
-            parts, key, keys, state, data, cohort, work, assignment, asked, waited
+            parts, key, keys, state, data, cohort, work, planned, asked, waited
         )
         sent, trained = state.groups, state
         state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
         besides = traffic.add_traffic(asked.traffic, finishing) if asked else finishing
-        reports = add_reports(migration, assignment, answers.report, make_report(besides))
+        reports = add_reports(migration, *planned, answers.report, make_report(besides))
         info = make_info(state, after.groups, cohort, gid, upload, mass, local.mesh).replace(
             shifted=jnp.sum(data.shifted),
             migrated=reports.migrated,
@@ -175,17 +175,18 @@ def draw_cohort(
 
 def plan_work(
     parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[Work, Report]:
+) -> tuple[Work, list[Report]]:
     """Step 3: names the group that each client trains, and its work."""
+    gid, reports = jnp.zeros_like(cohort.ids), []
     if parts.hooks.assign:
         gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
-    else:
-        gid, report = jnp.zeros_like(cohort.ids), make_report()
+        reports.append(report)
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.hooks.prepare:
-        work = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
+        work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
+        reports.append(report)
     fraction = faults.apply_stragglers(parts.local.faults, keys[FAULTS], cohort, work.step_fraction)
-    return work._replace(step_fraction=fraction), report
+    return work._replace(step_fraction=fraction), reports
 
 
 class Answers(NamedTuple):
@@ -205,33 +206,32 @@ def train_cohort(
     data: FederatedData,
     cohort: Cohort,
     work: Work,
-    assignment: Report,
+    planned: list[Report],
     asked: Asked | None,
     waited: jax.Array,
 ) -> tuple[Upload, Answers]:
     """Step 4: trains every client from the model of its group, after `waited` [n] seconds.
 
     A late client, and one that is offline before it can answer, count as one that never
-    answered. A client's time includes the traffic and the inference of the `assignment`, but not
-    a model that it was sent when it was `asked`.
+    answered. A client's time includes the traffic and the inference of what was `planned`, but
+    not a model that it was sent when it was `asked`.
     """
     local, clock = parts.local, parts.local.clock
     attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
     train_data = faults.flip_labels(local.faults, attackers, data)
     shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
     upload, counts = parts.train(cohort, train_data, shared, work)
-    served = cohort.ids < data.num_clients
+    clients = data.num_clients
+    served = cohort.ids < clients
     answered = served & (counts.dropped == 0)
     if asked is not None:
-        served &= asked.traffic.units_down[jnp.minimum(cohort.ids, data.num_clients - 1), 1] == 0
+        served &= asked.traffic.units_down[jnp.minimum(cohort.ids, clients - 1), 1] == 0
     duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
     if clock is not None:
-        sent = traffic.make_traffic(units_down=served, units_up=answered)
-        model_bytes = traffic.model_bytes_of(state.groups)
-        sizes = [traffic.slot_bytes(entry, model_bytes) for entry in (sent, assignment.traffic)]
-        seconds = clock.seconds(cohort, upload, sizes[0] + sizes[1])
-        seconds += timing.infer_seconds(clock, cohort, assignment.samples, data.num_clients)
-        seconds = jnp.where(cohort.ids < data.num_clients, seconds, 0.0)
+        sent = make_report(traffic.make_traffic(units_down=served, units_up=answered))
+        seconds = timing.client_seconds(
+            clock, cohort, upload, [sent, *planned], traffic.model_bytes_of(state.groups), clients
+        )
         end = timing.end_round(clock, state, data, cohort, work.group, answered, seconds, waited)
         duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
         counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))

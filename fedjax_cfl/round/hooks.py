@@ -63,12 +63,12 @@ class AssignFn(Protocol):
 
 class PrepareFn(Protocol):
     """Changes the work of the cohort: fewer steps, or something that a client needs besides
-    the model.
+    the model. Reports what was sent and inferred for it, in each slot [S].
     """
 
     def __call__(
         self, key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> Work: ...
+    ) -> tuple[Work, Report]: ...
 
 
 class ClientFn(Protocol):

@@ -22,7 +22,9 @@ def random_groups(task: Task, num_groups: int) -> StartFn:
 
 
 def common_model(task: Task, num_groups: int) -> StartFn:
-    """Starts all groups from one random model."""
+    """Starts all groups from one random model: the first of `random_groups`, so that under one
+    seed all methods begin alike.
+    """
 
     def start(key: Key, data: FederatedData) -> Start:
         return Start(copy_model(task.init(jax.random.split(key, 1)[0]), num_groups))
@@ -36,8 +38,8 @@ def one_active_group(task: Task, num_groups: int) -> StartFn:
     """
 
     def start(key: Key, data: FederatedData) -> Start:
-        groups = copy_model(task.init(key), num_groups)
-        return Start(groups, active=jnp.arange(num_groups) == 0)
+        active = jnp.arange(num_groups) == 0
+        return common_model(task, num_groups)(key, data)._replace(active=active)
 
     return start
 

@@ -19,7 +19,16 @@ from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.counts import add_counts, make_count
 from fedjax_cfl.round.select_by_group import groups_of
 from fedjax_cfl.round.traffic import slot_bytes
-from fedjax_cfl.types import Asked, Cohort, FederatedData, Key, Report, Selection, State
+from fedjax_cfl.types import (
+    Asked,
+    Cohort,
+    FederatedData,
+    Key,
+    Report,
+    Selection,
+    State,
+    Upload,
+)
 
 
 class Ended(NamedTuple):
@@ -100,13 +109,25 @@ def wait_before(
     return waited
 
 
-def infer_seconds(clock: Clock, cohort: Cohort, samples: jax.Array, num_clients: int) -> jax.Array:
-    """Returns the seconds [S] that clients of the cohort take to infer `samples` [S]."""
-    if clock.ask_seconds is None:
-        return jnp.zeros(cohort.ids.shape)
-    nothing = jnp.zeros(num_clients)
-    each = nothing.at[cohort.ids].set(samples, mode="drop")
-    return clock.ask_seconds(nothing, each)[jnp.minimum(cohort.ids, num_clients - 1)]
+def client_seconds(
+    clock: Clock,
+    cohort: Cohort,
+    upload: Upload,
+    reports: list[Report],
+    model_bytes: int,
+    num_clients: int,
+) -> jax.Array:
+    """Returns the seconds [S] that clients take to train, and to send, receive and infer what
+    the `reports` say of each slot; 0 in an empty slot.
+    """
+    size = [slot_bytes(report.traffic, model_bytes) for report in reports]
+    seconds = clock.seconds(cohort, upload, sum(size, jnp.zeros(())))
+    if clock.ask_seconds is not None:
+        nothing = jnp.zeros(num_clients)
+        samples = sum(report.samples for report in reports)
+        each = nothing.at[cohort.ids].set(samples, mode="drop")
+        seconds += clock.ask_seconds(nothing, each)[jnp.minimum(cohort.ids, num_clients - 1)]
+    return jnp.where(cohort.ids < num_clients, seconds, 0.0)
 
 
 def end_round(
