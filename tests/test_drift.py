@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fedjax_cfl.data import drift
 from fedjax_cfl.data.federated import federate, update_client_index
+from fedjax_cfl.data.incremental import incremental
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 
@@ -297,7 +298,7 @@ def test_one_program_equals_step_by_step_without_retracing(kind):
     moves = {
         "swap_all": drift.swap_all(0.3),
         "swap_part": drift.swap_part(0.3),
-        "incremental": drift.incremental(schedule=(0, 3, 5, 9)),
+        "incremental": incremental(schedule=(0, 3, 5, 9)),
     }[kind]
     made, warm, traces = random_data(6, 16, 5, 300), jnp.ones(16, bool), []
 
@@ -339,7 +340,7 @@ def test_hidden_samples_stay_hidden():
         train=update_client_index(made.train, owner),
         test=update_client_index(made.test, owner),
     )
-    for moves in (ALL, PART, drift.incremental((1.0,), (0,))):
+    for moves in (ALL, PART, incremental((1.0,), (0,))):
         now, memory = moves.init(KEY, made)
         now = once(moves, now, memory=memory)[0]
         assert ((now.owner < 0) == (made.owner < 0)).all()
@@ -371,7 +372,7 @@ def test_capacity_is_the_two_largest_blocks_of_two_labels():
     assert met == 30
     assert all(
         drift.bound_client_samples(made, other).max_client_samples == 23
-        for other in (drift.none(), drift.swap_all(), drift.incremental())
+        for other in (drift.none(), drift.swap_all(), incremental())
     )
 
 
@@ -395,16 +396,16 @@ def test_none():
             lambda: drift.swap_part(0.1, "all", "abandon"),
             "drift.on_impossible=abandon: one of skip, abort",
         ),
-        (lambda: drift.incremental((0.5, 1.0), (0,)), "expected 1, one for each"),
-        (lambda: drift.incremental((), ()), "expected 1, one for each"),
-        (lambda: drift.incremental((0.5, 1.0), (5, 5)), "increasing whole numbers"),
-        (lambda: drift.incremental((0.5, 1.0), (-1, 5)), "increasing whole numbers"),
-        (lambda: drift.incremental((0.5, 1.0), (0, 5.5)), "increasing whole numbers"),
-        (lambda: drift.incremental((1.0, 0.5), (0, 5)), "increasing numbers from"),
-        (lambda: drift.incremental((0.0, 0.5), (0, 5)), "increasing numbers from"),
-        (lambda: drift.incremental((0.5, 1.5), (0, 5)), "increasing numbers from"),
-        (lambda: drift.incremental(("a",), (0,)), "increasing numbers from"),
-        (lambda: drift.incremental((1e-9,), (0,)), "increasing numbers from"),
+        (lambda: incremental((0.5, 1.0), (0,)), "expected 1, one for each"),
+        (lambda: incremental((), ()), "expected 1, one for each"),
+        (lambda: incremental((0.5, 1.0), (5, 5)), "increasing whole numbers"),
+        (lambda: incremental((0.5, 1.0), (-1, 5)), "increasing whole numbers"),
+        (lambda: incremental((0.5, 1.0), (0, 5.5)), "increasing whole numbers"),
+        (lambda: incremental((1.0, 0.5), (0, 5)), "increasing numbers from"),
+        (lambda: incremental((0.0, 0.5), (0, 5)), "increasing numbers from"),
+        (lambda: incremental((0.5, 1.5), (0, 5)), "increasing numbers from"),
+        (lambda: incremental(("a",), (0,)), "increasing numbers from"),
+        (lambda: incremental((1e-9,), (0,)), "increasing numbers from"),
     ],
 )
 def test_bad_settings_are_one_line(make, message):

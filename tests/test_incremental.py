@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_drift import KEY, assert_views, federated, once, random_data
 
-from fedjax_cfl.data import drift
+from fedjax_cfl.data.incremental import incremental
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_incremental_numbers(compounding, expected):
     made = federated(owner, np.arange(126) % 5, test, 4, 5)
     start = made.train.size.tolist()
     assert start[0] == 100 and start[2] == 0
-    moves = drift.incremental(compounding=compounding)
+    moves = incremental(compounding=compounding)
     now, memory = moves.init(KEY, made)
     assert (now.owner == made.owner).all()  # nothing is hidden before round 0
     before, sizes = None, start
@@ -48,7 +48,7 @@ def test_incremental_numbers(compounding, expected):
 
 def test_incremental_order_is_random_and_fixed():
     made = random_data(9, 4, 4, 400)
-    moves = drift.incremental((0.5,), (0,))
+    moves = incremental((0.5,), (0,))
 
     @jax.jit
     def shown(seed):
@@ -63,7 +63,7 @@ def test_incremental_order_is_random_and_fixed():
 def test_fractions_are_exact_and_late_schedules_wait():
     made = federated(np.zeros(100), np.zeros(100), np.zeros(100), 1, 1)
     assert math.ceil(0.07 * 100) == 8  # what binary rounding makes of it
-    moves = drift.incremental((0.07, 1 / 3), (2, 4))
+    moves = incremental((0.07, 1 / 3), (2, 4))
     now, memory = moves.init(KEY, made)
     sizes = []
     for round in range(6):

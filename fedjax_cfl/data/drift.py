@@ -7,19 +7,16 @@ is a function of the key and the round alone, so with pool "all" every algorithm
 the same shifts.
 
 Differs from the paper: with pool "warm" only clients that have a group can be drawn
-(D12); on_impossible "abort" lets one impossible pair end the round's swaps (D13);
-`compounding` lets released data shrink (D2). All three are what the FlexCFL code does.
+(D12); on_impossible "abort" lets one impossible pair end the round's swaps (D13). Both
+are what the FlexCFL code does.
 """
 
-from collections.abc import Callable, Sequence
-from fractions import Fraction
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 
 from fedjax_cfl import validation
@@ -30,7 +27,6 @@ from fedjax_cfl.types import FederatedData, Key
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
 ORDER, COIN, LABELS, RELEASE = range(4)
 POOLS = ("all", "warm")
-MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
 
 
 class Drift(NamedTuple):
@@ -53,16 +49,6 @@ class SwapDraws(NamedTuple):
     # of highest score
     gives: jax.Array
     takes: jax.Array  # [K // 2, C] float32: the same for the second client
-
-
-class IncrementalMemory(struct.PyTreeNode):
-    """The memory of `incremental`."""
-
-    owner: jax.Array  # [N] int32, who holds each sample once it is visible
-    # [N] int32, place of a training sample in its client's random order, -1 for the others,
-    # which are always visible
-    rank: jax.Array
-    quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
 
 
 def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
@@ -101,7 +87,7 @@ def swap_all(p: validation.Fraction | jax.Array = 0.05, pool: str = "all") -> Dr
         # the truth about a client's data moves with them
         data = data.replace(concept=data.concept[heir])
         return (
-            _edit_owners(
+            edit_owners(
                 data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])
             ),
             memory,
@@ -147,7 +133,7 @@ def swap_part(
         # from now on of mixed origin
         data = data.replace(concept=jnp.where(shifted, -1, data.concept))
         return (
-            _edit_owners(
+            edit_owners(
                 data,
                 jnp.any(shifted),
                 lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y]),
@@ -157,58 +143,6 @@ def swap_part(
         )
 
     return Drift(keep_nothing, apply, _most_by_label)
-
-
-def incremental(
-    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
-    schedule: Sequence[int] = (0, 50, 100, 150),
-    compounding: bool = False,
-) -> Drift:
-    """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
-    client's n, in a fixed random order, are visible.
-
-    Only training samples are ever hidden, and none before the first round of the
-    schedule. With `compounding` n is the size released last, so that data shrink (D2).
-    Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary
-    rounding makes of it.
-    """
-    ratios = _ratios(fractions, schedule)
-
-    def init(key: Key, data: FederatedData) -> tuple[FederatedData, IncrementalMemory]:
-        bits = jax.random.bits(jax.random.fold_in(key, RELEASE), data.owner.shape)
-        numbers = data.train.order
-        held = data.owner[numbers]
-        held = jnp.where(held < 0, data.num_clients, held)
-        held, _, numbers = lax.sort((held, bits[numbers], numbers), num_keys=3)
-        place = (
-            jnp.arange(numbers.size, dtype=jnp.int32)
-            - data.train.start[jnp.minimum(held, data.num_clients - 1)]
-        )
-        sizes = [data.train.size]
-        for ratio in ratios:
-            sizes.append(
-                -(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator)
-            )
-        return data, IncrementalMemory(
-            data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:])
-        )
-
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
-        begins = jnp.array(tuple(schedule))
-        due = jnp.any(begins == round)
-        quota = memory.quota[jnp.sum(begins <= round) - 1]
-        shifted = due & (quota != data.train.size)
-
-        def edit(owner: jax.Array) -> jax.Array:
-            return jnp.where(
-                (memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1
-            )
-
-        return _edit_owners(data, jnp.any(shifted), edit), memory, shifted
-
-    return Drift(init, apply)
 
 
 def draw_swaps(key: Key, round: jax.Array, num_clients: int, num_classes: int) -> SwapDraws:
@@ -258,7 +192,7 @@ def _held_labels(data: FederatedData) -> jax.Array:
     return (train > 0) & (test > 0)
 
 
-def _edit_owners(
+def edit_owners(
     data: FederatedData, moves: jax.Array, edit: Callable[[jax.Array], jax.Array]
 ) -> FederatedData:
     """Edits the owners and rebuilds the views, if `moves`."""
@@ -299,32 +233,11 @@ def _most_by_label(data: FederatedData) -> int:
 
 
 def _check_swap(p: float | jax.Array, pool: str) -> None:
-    if not isinstance(p, jax.Array) and not (_is_number(p) and 0 <= p <= 1):
+    if not isinstance(p, jax.Array) and not (is_number(p) and 0 <= p <= 1):
         raise InputError(f"drift.p={p}: expected a number from 0 to 1")
     require("drift.pool", pool, POOLS)
 
 
-def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fraction]:
-    """Returns the fractions as ratios. Raises InputError for a schedule that does not fit."""
-    given = f"drift.fractions={list(fractions)}"
-    if not fractions or len(fractions) != len(schedule):
-        raise InputError(
-            f"{given}: expected {max(len(schedule), 1)}, one for each round of"
-            f" drift.schedule={list(schedule)}"
-        )
-    if (
-        not all(isinstance(begin, int) for begin in schedule)
-        or schedule[0] < 0
-        or any(a >= b for a, b in pairwise(schedule))
-    ):
-        raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    sound = all(
-        _is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions
-    )
-    if not sound or any(a >= b for a, b in pairwise(fractions)):
-        raise InputError(f"{given}: expected increasing numbers from {1 / MAX_DENOMINATOR} to 1")
-    return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]
-
-
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Says whether a setting is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

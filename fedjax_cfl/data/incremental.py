@@ -1,0 +1,105 @@
+"""Incremental release: more and more of a client's samples become visible (FlexCFL,
+https://arxiv.org/abs/2108.09749, section 5.3).
+
+Differs from the paper: `compounding` lets released data shrink, as the FlexCFL code does (D2).
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners, is_number
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import FederatedData, Key
+
+MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
+
+
+class IncrementalMemory(struct.PyTreeNode):
+    """The memory of `incremental`."""
+
+    owner: jax.Array  # [N] int32, who holds each sample once it is visible
+    # [N] int32, place of a training sample in its client's random order, -1 for the others,
+    # which are always visible
+    rank: jax.Array
+    quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
+
+
+def incremental(
+    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+    schedule: Sequence[int] = (0, 50, 100, 150),
+    compounding: bool = False,
+) -> Drift:
+    """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
+    client's n, in a fixed random order, are visible.
+
+    Only training samples are ever hidden, and none before the first round of the
+    schedule. With `compounding` n is the size released last, so that data shrink (D2).
+    Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary
+    rounding makes of it.
+    """
+    ratios = _ratios(fractions, schedule)
+
+    def init(key: Key, data: FederatedData) -> tuple[FederatedData, IncrementalMemory]:
+        bits = jax.random.bits(jax.random.fold_in(key, RELEASE), data.owner.shape)
+        numbers = data.train.order
+        held = data.owner[numbers]
+        held = jnp.where(held < 0, data.num_clients, held)
+        held, _, numbers = lax.sort((held, bits[numbers], numbers), num_keys=3)
+        place = (
+            jnp.arange(numbers.size, dtype=jnp.int32)
+            - data.train.start[jnp.minimum(held, data.num_clients - 1)]
+        )
+        sizes = [data.train.size]
+        for ratio in ratios:
+            sizes.append(
+                -(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator)
+            )
+        return data, IncrementalMemory(
+            data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:])
+        )
+
+    def apply(
+        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
+        begins = jnp.array(tuple(schedule))
+        due = jnp.any(begins == round)
+        quota = memory.quota[jnp.sum(begins <= round) - 1]
+        shifted = due & (quota != data.train.size)
+
+        def edit(owner: jax.Array) -> jax.Array:
+            return jnp.where(
+                (memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1
+            )
+
+        return edit_owners(data, jnp.any(shifted), edit), memory, shifted
+
+    return Drift(init, apply)
+
+
+def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fraction]:
+    """Returns the fractions as ratios. Raises InputError for a schedule that does not fit."""
+    given = f"drift.fractions={list(fractions)}"
+    if not fractions or len(fractions) != len(schedule):
+        raise InputError(
+            f"{given}: expected {max(len(schedule), 1)}, one for each round of"
+            f" drift.schedule={list(schedule)}"
+        )
+    if (
+        not all(isinstance(begin, int) for begin in schedule)
+        or schedule[0] < 0
+        or any(a >= b for a, b in pairwise(schedule))
+    ):
+        raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
+    sound = all(
+        is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions
+    )
+    if not sound or any(a >= b for a, b in pairwise(fractions)):
+        raise InputError(f"{given}: expected increasing numbers from {1 / MAX_DENOMINATOR} to 1")
+    return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]
