@@ -5,7 +5,6 @@ value and what is allowed.
 import argparse
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 
 class InputError(ValueError):
@@ -22,14 +21,6 @@ class NonFiniteUpdate(RunError):
     """A client sent an update that is not finite and `faults.nonfinite` is raise; names
     round, client and layer.
     """
-
-
-def require(field: str, value: Any, options: Iterable[str]) -> None:
-    """Raises InputError unless `value` is one of `options`."""
-    if value not in options:
-        raise InputError(
-            f"{field}={value}: one of {', '.join(options)}{suggest_nearest(value, options)}"
-        )
 
 
 def suggest_nearest(name: str, options: Iterable[str]) -> str:

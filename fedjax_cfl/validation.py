@@ -144,14 +144,13 @@ def check_arguments(function: Callable, values: Mapping[str, Any], prefix: str =
     """
     for name, rule in parameter_rules(function).items():
         value = values.get(name)
-        if isinstance(value, np.generic):
-            value = value.item()
-        if name in values and not hasattr(value, "dtype"):
+        if name in values and (isinstance(value, np.generic) or not hasattr(value, "dtype")):
             check_value(f"{prefix}.{name}" if prefix else name, value, rule)
 
 
 def check_value(name: str, value: Any, rule: Rule) -> None:
     """Raises InputError for a value that a rule does not allow."""
+    value = value.item() if isinstance(value, np.generic) else value
     if not rule.holds(value):
         near = suggest_nearest(value, map(str, rule.options)) if rule.options else ""
         said = f"{rule.allowed}{near}{_lost(value)}"

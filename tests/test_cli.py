@@ -96,7 +96,7 @@ REFUSED = {
     "devices=0": "devices=0: >= 1",
     "devices=999": "devices=999: between 1 and",
     "preset.l2=-1": "preset.l2=-1: >= 0",
-    "partition.clients=0": "partition.clients=0: >= 1",
+    "partition.clients=0": "partition.clients=0: from 1 to 10000000",
     "partition.test_fraction=1": "partition.test_fraction=1: below 1",
     "partition=dirichlet partition.alpha=0": "partition.alpha=0: > 0",
     "concept=rotate concept.groups=3": "concept.groups=3: 1, 2 or 4",
@@ -113,7 +113,7 @@ REFUSED = {
     "algorithm.pretrain=iters": "algorithm.pretrain=iters: iters:N",
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
-    "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: all or digits",
+    "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: one of all, digits",
     # the grammar
     "rounds==3": "rounds==3: KEY=VALUE",
     "a=[1": "a=[1: KEY=VALUE",
@@ -192,7 +192,7 @@ REFUSED = {
     "partition=dirichlet dataset.clients=180": "partition.clients=180: at most 179",
     "partition=quantity_skew dataset.clients=180": "partition.clients=180: at most 179",
     "partition=dirichlet partition.alpha=0.001": "partition.min_samples=10: not met",
-    "partition.classes_per_client=11": "partition.classes_per_client=11: 1 .. 10",
+    "partition.classes_per_client=11": "partition.classes_per_client=11: from 1 to 10",
     "model.module._target_=no_such.Model": (
         "model.module._target_=no_such.Model: cannot be imported"
     ),

@@ -241,7 +241,7 @@ def test_agglomerate_breaks_ties_by_lowest_index():
 
 
 def test_agglomerate_rejects_an_unknown_linkage():
-    with pytest.raises(InputError, match="linkage='centroid'"):
+    with pytest.raises(InputError, match="linkage=centroid: must be one of"):
         AGGLOMERATE(jnp.zeros((3, 3)), 2, "centroid")
 
 

@@ -386,15 +386,15 @@ def test_none():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: drift.swap_all(-0.1), "drift.p=-0.1: expected"),
-        (lambda: drift.swap_all(1.01), "drift.p=1.01: expected"),
-        (lambda: drift.swap_all(float("nan")), "drift.p=nan: expected"),
-        (lambda: drift.swap_part("x"), "drift.p=x: expected"),
-        (lambda: drift.swap_all(0.1, "cold"), "drift.pool=cold: one of all, warm"),
+        (lambda: drift.swap_all(-0.1), "drift.p=-0.1: must be a number between 0 and 1"),
+        (lambda: drift.swap_all(1.01), "drift.p=1.01: must be a number between 0 and 1"),
+        (lambda: drift.swap_all(float("nan")), "drift.p=nan: must be a number between 0 and 1"),
+        (lambda: drift.swap_part("x"), "drift.p=x: must be a number between 0 and 1"),
+        (lambda: drift.swap_all(0.1, "cold"), "drift.pool=cold: must be one of all, warm"),
         (lambda: drift.swap_part(0.1, "warmer"), "did you mean 'warm'"),
         (
             lambda: drift.swap_part(0.1, "all", "abandon"),
-            "drift.on_impossible=abandon: one of skip, abort",
+            "drift.on_impossible=abandon: must be one of skip, abort",
         ),
         (lambda: incremental((0.5, 1.0), (0,)), "expected 1, one for each"),
         (lambda: incremental((), ()), "expected 1, one for each"),

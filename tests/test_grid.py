@@ -140,7 +140,7 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     {
         "vectorize=[seed]": "vectorize=seed: give seed several values, once, as seed=1,2",
         "vectorize=[seed,local.epochs] seed=0,1 local.epochs=1,2": (
-            "vectorize=local.epochs: one of seed, local.lr, algorithm.mu, "
+            "vectorize=local.epochs: must be one of seed, local.lr, algorithm.mu, "
         ),
         "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
         "vectorize=[seed] seed=0,1.5": "seed=1.5: must be a whole number",

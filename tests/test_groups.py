@@ -123,7 +123,7 @@ def test_source_groups(pool):
         ("test_samples=101", "rotated_groups", {"test_samples": 101}, {}),
         ("samples_per_client=0", "rotated_groups", {"samples_per_client": 0}, {}),
         ("samples_per_client=301", "ifca_rotations", {"samples_per_client": 301}, {}),
-        ("clients=0", "rotated_groups", {"clients_per_group": 0}, {}),
+        ("clients_per_group=0", "rotated_groups", {"clients_per_group": 0}, {}),
         ("alpha=0", "rotated_groups", {"alpha": 0}, {}),
     ],
 )

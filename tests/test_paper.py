@@ -275,9 +275,9 @@ def test_cells_of_other_settings_are_refused(verb):
 @pytest.mark.parametrize(
     "argv,words",
     [
-        (["--rows", "third"], "--rows=third: one of first-a, second-b"),
+        (["--rows", "third"], "--rows=third: must be one of first-a, second-b"),
         (["--rows", "first"], "did you mean 'first-a'"),
-        (["--columns", "Flex"], "--columns=Flex: one of Avg"),
+        (["--columns", "Flex"], "--columns=Flex: must be one of Avg"),
         (["--seeds", "0"], "--seeds 0: a whole number >= 1"),
         (["--jobs", "-1"], "--jobs -1: a whole number >= 1"),
         (["--jobs", "x"], "argument --jobs: invalid int value: 'x'; see fedjax-cfl paper --help"),

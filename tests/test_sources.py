@@ -265,7 +265,11 @@ def test_real_fashion_mnist():
     drawn = fashion_mnist(standardize=False, offline=True, split="random").test
     assert np.bincount(pool.y[drawn]).tolist() == [1000] * 10
     one_line(
-        "dataset.source.split=train: one of official, random", fashion_mnist, True, True, "train"
+        "dataset.source.split=train: must be one of official, random",
+        fashion_mnist,
+        True,
+        True,
+        "train",
     )
 
 

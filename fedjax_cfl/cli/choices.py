@@ -45,10 +45,9 @@ from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.clustering.synthesis import back_search, generator
-from fedjax_cfl.errors import require
 from fedjax_cfl.round import aggregate, sgd
 from fedjax_cfl.round.start import common_model, random_groups
-from fedjax_cfl.validation import Rule, one_of, parameter_rules
+from fedjax_cfl.validation import Rule, check_value, one_of, parameter_rules
 
 # tuples that no setting of a method fills: how clients train, who is selected, what is returned
 FIXED = ("task", "local", "select", "return")
@@ -204,7 +203,7 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
     for name, options in CHOICES.get(factory, {}).items():
         value = settings.pop(name, inspect.Parameter.empty)
         if isinstance(value, str):
-            require(f"algorithm.{name}", value, options)
+            check_value(f"algorithm.{name}", value, one_of(*options))
             named[name] = options[value]
         elif value is not inspect.Parameter.empty:
             named[name] = value

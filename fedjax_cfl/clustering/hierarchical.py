@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import dissimilarity, divide
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import Params
+from fedjax_cfl.validation import check_value, one_of
 
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
 
@@ -54,8 +54,7 @@ def agglomerate(
     distance, so that a step costs O(N): it raises one bound or merges a pair (Muellner
     2011, generic algorithm). Raises InputError for an unknown linkage.
     """
-    if linkage not in LINKAGES:
-        raise InputError(f"linkage={linkage!r}: must be one of {', '.join(LINKAGES)}")
+    check_value("linkage", linkage, one_of(*LINKAGES))
     index = jnp.arange(distance.shape[0], dtype=jnp.int32)
     valid = jnp.ones(index.shape, bool) if valid is None else valid
     distance = jnp.where(distance < FARTHEST, distance, FARTHEST).astype(jnp.float32)  # NaN too

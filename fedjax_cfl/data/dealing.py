@@ -1,17 +1,21 @@
 """What partitions share: checks, draws, and who holds what as a `Partition`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
+from numpy.random import RandomState
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
+from fedjax_cfl.validation import check_arguments, check_value, whole
 
-MAX_CLIENTS = 10_000_000  # a typing error beyond this should not end in a lack of memory
+# a typing error beyond this should not end in a lack of memory
+NumClients = Annotated[int, whole(1, 10_000_000)]
 
 
 def draw_proportions(
-    rng: np.random.RandomState, length: int, alpha: float, allowed: np.ndarray
+    rng: RandomState, length: int, alpha: float, allowed: np.ndarray
 ) -> np.ndarray:
     """Returns a draw of Dir(alpha) [length], restricted to the allowed places and normalised."""
     props = rng.dirichlet(np.full(length, alpha)) * allowed
@@ -23,7 +27,7 @@ def draw_proportions(
 
 
 def draw_by_class(
-    rng: np.random.RandomState, parts: list[np.ndarray], size: int, props: np.ndarray
+    rng: RandomState, parts: list[np.ndarray], size: int, props: np.ndarray
 ) -> np.ndarray:
     """Returns about `size` samples with label proportions `props` [C], over the classes
     that have any sample.
@@ -59,7 +63,7 @@ def group_places(values: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def split_train_test(
-    held: Sequence[np.ndarray], rng: np.random.RandomState, test_fraction: float
+    held: Sequence[np.ndarray], rng: RandomState, test_fraction: float
 ) -> Partition:
     """Shuffles each client's samples and makes the first int((1 - test_fraction) n) of
     them train, the rest test.
@@ -81,31 +85,15 @@ def join_clients(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Par
     )
 
 
-def check_partition(clients: int, seed: int, test_fraction: float) -> np.random.RandomState:
-    """Checks what every partition takes and returns its generator."""
-    check_range("clients", clients, 1, MAX_CLIENTS)
-    check_range("seed", seed, 0, 2**32 - 1)
-    if not 0 <= test_fraction < 1:
-        raise InputError(
-            f"partition.test_fraction={test_fraction}: expected 0 <= test_fraction < 1"
-        )
-    return np.random.RandomState(seed)
+def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any]) -> RandomState:
+    """Checks the arguments that a recipe was given, and returns its generator."""
+    check_arguments(recipe, values, "partition")
+    return RandomState(values["seed"])
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
-    """Raises unless `value` is a whole number in low .. high."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | np.integer)
-        or not low <= value <= high
-    ):
-        raise InputError(f"partition.{name}={value}: expected an integer, {low} .. {high}")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raises unless `value` is a finite number above 0."""
-    if not 0 < value < np.inf:
-        raise InputError(f"partition.{name}={value}: expected a number above 0")
+    """Raises unless `value` is a whole number in low .. high, which the pool decides."""
+    check_value(f"partition.{name}", value, whole(low, high))
 
 
 def check_clients(clients: int, limit: int, what: str) -> None:

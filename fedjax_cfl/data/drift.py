@@ -12,21 +12,20 @@ are what the FlexCFL code does.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl import validation
 from fedjax_cfl.data.federated import label_counts, train_label_counts, update_client_index
-from fedjax_cfl.errors import InputError, require
 from fedjax_cfl.types import FederatedData, Key
+from fedjax_cfl.validation import Fraction, check_arguments
 
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
 ORDER, COIN, LABELS, RELEASE = range(4)
-POOLS = ("all", "warm")
+SwapPool = Literal["all", "warm"]
 
 
 class Drift(NamedTuple):
@@ -69,11 +68,11 @@ def none() -> Drift:
     return Drift(keep_nothing, apply, moves=False)
 
 
-def swap_all(p: validation.Fraction | jax.Array = 0.05, pool: str = "all") -> Drift:
+def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
     """Pairs the pool's clients at random; each pair exchanges all its training and test
     samples with probability p.
     """
-    _check_swap(p, pool)
+    check_arguments(swap_all, locals(), "drift")
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -98,7 +97,9 @@ def swap_all(p: validation.Fraction | jax.Array = 0.05, pool: str = "all") -> Dr
 
 
 def swap_part(
-    p: validation.Fraction | jax.Array = 0.05, pool: str = "all", on_impossible: str = "skip"
+    p: Fraction | jax.Array = 0.05,
+    pool: SwapPool = "all",
+    on_impossible: Literal["skip", "abort"] = "skip",
 ) -> Drift:
     """Pairs the pool's clients at random; with probability p each gives the other all
     its samples of one label the other lacks.
@@ -107,8 +108,7 @@ def swap_part(
     pair has none that the other lacks, the pair is skipped, or with on_impossible
     "abort" so are all later pairs of the round (D13).
     """
-    _check_swap(p, pool)
-    require("drift.on_impossible", on_impossible, ("skip", "abort"))
+    check_arguments(swap_part, locals(), "drift")
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -230,14 +230,3 @@ def _most_by_label(data: FederatedData) -> int:
         np.arange(gain.shape[1]) < has.sum(axis=1, keepdims=True), gain, 0
     ).sum(axis=1)
     return max(data.max_client_samples, int(min(most.max(), counts.sum())))
-
-
-def _check_swap(p: float | jax.Array, pool: str) -> None:
-    if not isinstance(p, jax.Array) and not (is_number(p) and 0 <= p <= 1):
-        raise InputError(f"drift.p={p}: expected a number from 0 to 1")
-    require("drift.pool", pool, POOLS)
-
-
-def is_number(value: object) -> bool:
-    """Says whether a setting is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

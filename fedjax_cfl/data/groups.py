@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
+    NumClients,
     by_class,
     check_partition,
-    check_positive,
     check_range,
     draw_by_class,
     draw_proportions,
@@ -30,7 +30,7 @@ from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
 def rotated_groups(
     pool: Pool,
     *,
-    clients_per_group: PositiveInt = 12,
+    clients_per_group: NumClients = 12,
     samples_per_client: PositiveInt = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
@@ -44,7 +44,7 @@ def rotated_groups(
     With `swap_labels` group j also has classes 2 j + 1 and 2 j + 2 exchanged (Swapped
     rotated CIFAR10). Samples are drawn as in `source_groups`, from the whole pool.
     """
-    rng = check_partition(TURNS * clients_per_group, seed, test_fraction)
+    rng = check_partition(rotated_groups, locals())
     check_square(pool.x, "partition=rotated_groups")
     maps = np.tile(np.arange(pool.num_classes, dtype=np.int32), (TURNS, 1))
     if swap_labels:
@@ -65,7 +65,7 @@ def rotated_groups(
 def source_groups(
     pool: Pool,
     *,
-    clients_per_group: PositiveInt = 12,
+    clients_per_group: NumClients = 12,
     samples_per_client: PositiveInt = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
@@ -87,7 +87,7 @@ def source_groups(
             " (dataset=multi_source_digits) or another partition"
         )
     groups = int(pool.source.max()) + 1
-    rng = check_partition(groups * clients_per_group, seed, test_fraction)
+    rng = check_partition(source_groups, locals())
     mask = _test_mask(rng, pool, test_fraction)
     parts = [
         _draw_group(
@@ -118,13 +118,13 @@ def ifca_rotations(
     test samples, cut the same way, belong to 400 machines without training data; here
     they are dealt to the clients, so that each counts once for every rotation.
     """
+    rng = check_partition(ifca_rotations, locals())
     check_square(pool.x, "partition=ifca_rotations")
     if pool.test is None:
         raise InputError("partition=ifca_rotations: the dataset has no test split, expected one")
     train, test = (np.flatnonzero(pool.test == side) for side in (False, True))
     check_range("samples_per_client", samples_per_client, 1, len(train))
     clients = len(train) // samples_per_client
-    rng = check_partition(TURNS * clients, seed, 0)
     held = [], []
     for _ in range(TURNS):
         used = rng.permutation(train)[: clients * samples_per_client]
@@ -154,8 +154,6 @@ def _draw_group(
     """Returns the training and the test samples of each of `clients` clients, of those
     that are to be kept [N] bool.
     """
-    check_positive("alpha", alpha)
-    check_range("samples_per_client", samples, 1, 2**31)
     parts, tests = by_class(pool, ~mask & keep), np.flatnonzero(mask & keep)
     present = np.array([len(part) > 0 for part in parts])
     if not present.any() or not len(tests):

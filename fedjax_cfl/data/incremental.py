@@ -14,11 +14,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners, is_number
+from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key
+from fedjax_cfl.validation import number, whole
 
 MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
+RELEASED = number(
+    f"numbers from {1 / MAX_DENOMINATOR} to 1", lambda value: 1 / MAX_DENOMINATOR <= value <= 1
+)
 
 
 class IncrementalMemory(struct.PyTreeNode):
@@ -91,15 +95,8 @@ def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fractio
             f"{given}: expected {max(len(schedule), 1)}, one for each round of"
             f" drift.schedule={list(schedule)}"
         )
-    if (
-        not all(isinstance(begin, int) for begin in schedule)
-        or schedule[0] < 0
-        or any(a >= b for a, b in pairwise(schedule))
-    ):
+    if not all(map(whole(0).holds, schedule)) or any(a >= b for a, b in pairwise(schedule)):
         raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    sound = all(
-        is_number(fraction) and 1 / MAX_DENOMINATOR <= fraction <= 1 for fraction in fractions
-    )
-    if not sound or any(a >= b for a, b in pairwise(fractions)):
-        raise InputError(f"{given}: expected increasing numbers from {1 / MAX_DENOMINATOR} to 1")
+    if not all(map(RELEASED.holds, fractions)) or any(a >= b for a, b in pairwise(fractions)):
+        raise InputError(f"{given}: expected increasing {RELEASED.allowed}")
     return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]

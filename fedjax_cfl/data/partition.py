@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
+    NumClients,
     by_class,
     check_clients,
     check_partition,
-    check_positive,
     check_range,
     draw_by_class,
     draw_proportions,
@@ -49,7 +49,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
             " another partition"
         )
     clients = int(pool.client.max()) + 1
-    rng = check_partition(clients, seed, test_fraction)
+    rng = check_partition(by_user, locals())
     held = group_places(pool.client, clients)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
     if test is None:
@@ -61,7 +61,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
 def auto(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     alpha: PositiveFloat,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -81,10 +81,10 @@ def auto(
 
 
 def iid(
-    pool: Pool, *, clients: PositiveInt, seed: Seed = 0, test_fraction: BelowOne = 0.1
+    pool: Pool, *, clients: NumClients, seed: Seed = 0, test_fraction: BelowOne = 0.1
 ) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
-    rng = check_partition(clients, seed, test_fraction)
+    rng = check_partition(iid, locals())
     check_clients(clients, len(pool.y), "at least 1 sample per client")
     return split_train_test(
         np.array_split(rng.permutation(len(pool.y)), clients), rng, test_fraction
@@ -94,7 +94,7 @@ def iid(
 def shards(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     shards_per_client: PositiveInt = 2,
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
@@ -102,7 +102,7 @@ def shards(
     """Sorts the samples by label, cuts them into K x `shards_per_client` shards and
     deals these at random (McMahan et al. 2017).
     """
-    rng = check_partition(clients, seed, test_fraction)
+    rng = check_partition(shards, locals())
     check_range("shards_per_client", shards_per_client, 1, len(pool.y))
     check_clients(
         clients,
@@ -122,7 +122,7 @@ def shards(
 def dirichlet(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     alpha: PositiveFloat,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -134,8 +134,7 @@ def dirichlet(
     A client that has reached N / K samples gets nothing of the later classes (Yurochkin
     et al. 2019); all samples are dealt.
     """
-    rng = check_partition(clients, seed, test_fraction)
-    check_positive("alpha", alpha)
+    rng = check_partition(dirichlet, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))
     check_clients(clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client")
     samples = [rng.permutation(part) for part in by_class(pool)]
@@ -174,7 +173,7 @@ def _dirichlet_cuts(
 def dirichlet_per_client(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     alpha: PositiveFloat,
     samples_per_client: PositiveInt,
     seed: Seed = 0,
@@ -189,9 +188,7 @@ def dirichlet_per_client(
     pool's own, else test_fraction of the pool is set aside. A client repeats a sample
     only if it needs more than the class has.
     """
-    rng = check_partition(clients, seed, test_fraction)
-    check_positive("alpha", alpha)
-    check_range("samples_per_client", samples_per_client, 1, 2**31)
+    rng = check_partition(dirichlet_per_client, locals())
     mask = (
         rng.permutation(len(pool.y)) < test_fraction * len(pool.y)
         if pool.test is None
@@ -211,7 +208,7 @@ def dirichlet_per_client(
 def quantity_skew(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     sigma: PositiveFloat = 1.0,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -220,8 +217,7 @@ def quantity_skew(
     """Deals all samples at random with uneven sizes: min_samples each, the rest in
     proportion to lognormal(0, sigma).
     """
-    rng = check_partition(clients, seed, test_fraction)
-    check_positive("sigma", sigma)
+    rng = check_partition(quantity_skew, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))
     check_clients(clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client")
     props = np.cumsum(rng.lognormal(0, sigma, clients))

@@ -2,13 +2,15 @@
 Fashion-MNIST, under the rules of `partition`.
 """
 
+from typing import Literal
+
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
+    NumClients,
     by_class,
     check_clients,
     check_partition,
-    check_positive,
     check_range,
     join_clients,
     split_train_test,
@@ -21,7 +23,7 @@ from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
 def power_law(
     pool: Pool,
     *,
-    clients: PositiveInt,
+    clients: NumClients,
     classes_per_client: PositiveInt = 2,
     sigma: PositiveFloat = 2.0,
     seed_samples: PositiveInt = 5,
@@ -35,9 +37,8 @@ def power_law(
     then int(props[l, u div C, j]) more, if the class has that many left, else none;
     props = lognormal(0, sigma), scaled so that a class is used up on average.
     """
-    rng = check_partition(clients, seed, test_fraction)
+    rng = check_partition(power_law, locals())
     check_range("seed_samples", seed_samples, 1, len(pool.y))
-    check_positive("sigma", sigma)
     # no more rows than could ever be dealt
     owns = _ring(pool, min(clients, len(pool.y) // seed_samples + 1), classes_per_client)
     samples, counts = by_class(pool), np.bincount(pool.y, minlength=pool.num_classes)
@@ -86,9 +87,9 @@ def _scaled_lognormal(
 def femnist_power_law(
     pool: Pool,
     *,
-    clients: PositiveInt = 200,
+    clients: NumClients = 200,
     classes_per_client: PositiveInt = 3,
-    variant: str = "disjoint",
+    variant: Literal["disjoint", "released"] = "disjoint",
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
@@ -101,10 +102,8 @@ def femnist_power_law(
     script: the cursor goes back to 0 whenever there IS enough, so clients share the
     first samples, and test samples are others' training samples.
     """
-    rng = check_partition(clients, seed, test_fraction)
+    rng = check_partition(femnist_power_law, locals())
     owns = _ring(pool, clients, classes_per_client)
-    if variant not in ("disjoint", "released"):
-        raise InputError(f"partition.variant={variant}: expected disjoint or released")
     sizes = rng.lognormal(4, 1, clients) + 5
     samples, held = by_class(pool), []
     cursor = np.zeros(pool.num_classes, int)
@@ -122,7 +121,7 @@ def femnist_power_law(
 
 
 def ditto(
-    pool: Pool, *, clients: PositiveInt = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
+    pool: Pool, *, clients: NumClients = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
 ) -> Partition:
     """Deals the pool's own train and test parts: Ditto's Fashion-MNIST recipe (500
     clients, 5 classes, seed 233).
@@ -133,7 +132,7 @@ def ditto(
     samples (6). A class starts again at its first sample if a block would overrun, so a
     few samples are held twice. Official Fashion-MNIST: 61,251 + 11,254.
     """
-    rng = check_partition(clients, seed, 0)
+    rng = check_partition(ditto, locals())
     owns = _ring(pool, clients, classes_per_client)
     if pool.test is None:
         raise InputError(

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import yaml
 
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.results import read_summary
+from fedjax_cfl.validation import check_value, one_of
 
 TABLES = Path(__file__).resolve().parent / "tables"
 # with these a run would not be one cell in its folder
@@ -35,7 +36,7 @@ def load_table(name: str) -> dict:
     """Returns a table: title, columns and rows of overrides, published numbers. Raises
     InputError if there is no such table.
     """
-    require("paper", name, sorted(path.stem for path in TABLES.glob("*.yaml")))
+    check_value("paper", name, one_of(*sorted(path.stem for path in TABLES.glob("*.yaml"))))
     return yaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -46,7 +47,7 @@ def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> li
     known = list(known)
     for pattern in asked or []:
         if not fnmatch.filter(known, pattern):
-            require(field, pattern, known)
+            check_value(field, pattern, one_of(*known))
     return [
         name
         for name in known

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.data.federated import format_description
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint, compare
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.session import (
@@ -26,6 +26,7 @@ from fedjax_cfl.runs.session import (
 from fedjax_cfl.simulation.compilation import Program
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.vectorize import compile_members
+from fedjax_cfl.validation import check_value, one_of
 
 # what members may differ in
 SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
@@ -40,7 +41,7 @@ def grid_axes(config: dict) -> dict[str, list]:
     found: dict[str, list] = {}
     for entry in config["vectorize"]:
         name, _, values = str(entry).partition("=")
-        require("vectorize", name, SETTINGS)
+        check_value("vectorize", name, one_of(*SETTINGS))
         if not values or name in found:
             raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
         found[name] = [_read_number(name, value) for value in values.split(",")]

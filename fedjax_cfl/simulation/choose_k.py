@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.keys import SELECT, derive_key
 from fedjax_cfl.simulation.driver import run
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
+from fedjax_cfl.validation import check_value, one_of
 
 CRITERIA = {"accuracy": max, "distance": min}
 
@@ -48,7 +49,7 @@ def choose_k(
     table.
     Raises InputError for an unknown criterion or no candidate.
     """
-    require("by", by, CRITERIA)
+    check_value("by", by, one_of(*CRITERIA))
     candidates = sorted(candidates)
     if not candidates:
         raise InputError("candidates=[]: at least one number of groups is allowed")

@@ -18,7 +18,7 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, Seed
+from fedjax_cfl.validation import PositiveInt, Seed, check_arguments
 
 SIZE = 84  # pixels of a side, as in LEAF's model
 FOLDERS = ("celeba/data", "celeba")
@@ -38,11 +38,7 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     raw/img_align_celeba/ beside them or in celeba/img_align_celeba/. There is no
     download. Raises InputError for missing or bad files.
     """
-    for name, value, low in (("users", 1 if users is None else users, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-            raise InputError(
-                f"dataset.source.{name}={value}: expected a whole number, {low} or more"
-            )
+    check_arguments(celeba, locals(), "dataset.source")
     files, folder = _files()
     parts = [read_users([part], _faces) for part in files]
     names = [

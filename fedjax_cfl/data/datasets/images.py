@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -9,8 +10,9 @@ from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.download import REGISTRY, fetch, locate, missing_data_error
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import check_arguments
 
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 DIGITS = "sklearn/datasets/data/digits.csv.gz"
@@ -54,7 +56,11 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     )
 
 
-def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = "official") -> Pool:
+def fashion_mnist(
+    standardize: bool = True,
+    offline: bool = False,
+    split: Literal["official", "random"] = "official",
+) -> Pool:
     """Returns the 70,000 images of Fashion-MNIST, 28x28, 10 classes.
 
     From the official IDX files under fashion_mnist/, `test` is the official split, and
@@ -64,7 +70,7 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
     standardised together. `split=random` draws a test split of the official one's size,
     a seventh of every class, always the same for the same files.
     """
-    require("dataset.source.split", split, ("official", "random"))
+    check_arguments(fashion_mnist, locals(), "dataset.source")
     relative = [f"fashion_mnist/{file}" for file in REGISTRY["fashion_mnist"].files]
     pooled = locate(*FASHION) if locate(*relative) is None else None
     if pooled is None:
@@ -91,7 +97,9 @@ def fashion_mnist(standardize: bool = True, offline: bool = False, split: str = 
     )
 
 
-def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True) -> Pool:
+def femnist(
+    classes: Literal["all", "digits"] = "all", offline: bool = False, keep_split: bool = True
+) -> Pool:
     """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes
     (0-9, A-Z, a-z) or only the 10 "digits".
 
@@ -101,8 +109,7 @@ def femnist(classes: str = "all", offline: bool = False, keep_split: bool = True
     leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's
     scripts make them.
     """
-    if classes not in ("all", "digits"):
-        raise InputError(f"dataset.source.classes={classes}: expected all or digits")
+    check_arguments(femnist, locals(), "dataset.source")
     archive = locate(FEMNIST)
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:

@@ -8,6 +8,7 @@ import datetime
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def sent140(
     seed: Seed = 0,
     embedding: str | None = None,
     lower: bool = False,
-    pad: str = "front",
+    pad: Literal["front", "end"] = "front",
 ) -> Pool:
     """Returns the tweets of Sentiment140 (LEAF) as word vectors, x [N, 25, 300]
     float32, y 1 where positive; `client` is the author, `time` the hour of the tweet.

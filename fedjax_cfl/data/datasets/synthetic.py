@@ -51,8 +51,6 @@ def synthetic(
 
 def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None) -> np.ndarray:
     """Returns the samples of each device [K]."""
-    if clients < 1:
-        raise InputError(f"dataset.source.clients={clients}: expected at least 1")
     if total is not None and 50 * clients > total:
         raise InputError(
             f"dataset.source.clients={clients}: at most {total // 50} are possible with"

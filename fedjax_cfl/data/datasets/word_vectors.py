@@ -5,11 +5,13 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, shorten
-from fedjax_cfl.errors import InputError, require
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.validation import check_arguments
 
 MAX_TOKENS, VECTOR_SIZE = 25, 300  # of a tweet, of a word
 TOKEN = re.compile(r"[\w']+|[.,!?;]")
@@ -26,7 +28,10 @@ def tokenize(text: str, lower: bool = False) -> list[str]:
 
 
 def embed_texts(
-    texts: Sequence[str], embedding: PathLike | None = None, lower: bool = False, pad: str = "front"
+    texts: Sequence[str],
+    embedding: PathLike | None = None,
+    lower: bool = False,
+    pad: Literal["front", "end"] = "front",
 ) -> np.ndarray:
     """Returns the word vectors [N, MAX_TOKENS, VECTOR_SIZE] float32 of texts: the first
     MAX_TOKENS tokens, zeros at the "front" or at the "end".
@@ -34,7 +39,7 @@ def embed_texts(
     Vectors come from a GloVe text file, `embedding`, or are hashed, see `hash_words`.
     Raises InputError for a bad file or another `pad`.
     """
-    require("dataset.source.pad", pad, ("front", "end"))
+    check_arguments(embed_texts, locals(), "dataset.source")
     number = {}  # word -> row of the table; row 0 is the padding
     rows = np.zeros((len(texts), MAX_TOKENS), np.int32)
     for row, text in zip(rows, texts, strict=True):
