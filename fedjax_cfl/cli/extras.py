@@ -10,8 +10,8 @@ import numpy as np
 
 from fedjax_cfl.cli.build import build_algorithm, build_local, build_population
 from fedjax_cfl.data.federated import take_clients
+from fedjax_cfl.runs.finish import Extras, measure_nothing
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
-from fedjax_cfl.runs.session import Extras, measure_nothing
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.personalize import (

@@ -23,11 +23,12 @@ from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import grid
+from fedjax_cfl.runs.finish import Member
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
-from fedjax_cfl.runs.session import Member, train_run
+from fedjax_cfl.runs.session import train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
 
 

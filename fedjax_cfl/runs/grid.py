@@ -14,9 +14,9 @@ import numpy as np
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint, compare
+from fedjax_cfl.runs.finish import Member
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.session import (
-    Member,
     describe_machine,
     headline,
     make_console,
