@@ -12,7 +12,7 @@ from test_layers import close, normal
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.auxo_scores import last_tenth
-from fedjax_cfl.algorithms.fedfomo import l1_norm
+from fedjax_cfl.algorithms.fedfomo_mix import l1_norm
 from fedjax_cfl.algorithms.fesem import nearest_center
 from fedjax_cfl.clustering.assign import training_loss
 from fedjax_cfl.clustering.distances import gram, manhattan

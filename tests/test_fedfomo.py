@@ -9,7 +9,8 @@ import pytest
 from conftest import CLASSES, FEATURES, build, spent
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fedfomo import fedfomo, pick_peers
+from fedjax_cfl.algorithms.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedfomo_mix import pick_peers
 from fedjax_cfl.data import stream
 from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
 from fedjax_cfl.errors import InputError

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import fedopt, temperature
 from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
-from fedjax_cfl.algorithms.fedfomo import l1_norm, l2_norm, serve_mixed, serve_trained
+from fedjax_cfl.algorithms.fedfomo import serve_mixed, serve_trained
+from fedjax_cfl.algorithms.fedfomo_mix import l1_norm, l2_norm
 from fedjax_cfl.algorithms.fesem import (
     e_step_of_all,
     e_step_of_cohort,
