@@ -8,31 +8,15 @@ import optax
 import pytest
 from conftest import build, ledger, spent
 from scipy.spatial.distance import cdist
-from sklearn.metrics import silhouette_score
+from test_metric_kmeans import planted, shares
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent
-from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.clustering import distances, metric_kmeans, recluster
+from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select_by_group
 
-METRICS = {
-    "cityblock": distances.l1,
-    "sqeuclidean": distances.squared_euclidean,
-    "jensenshannon": distances.jensen_shannon,
-}
-
-
-def shares(rng, count, classes, concentration=0.3):
-    return rng.dirichlet(np.full(classes, concentration), count).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def planted():
-    """Label shares of 60 clients around 4 centers, and the center of each."""
-    rng = np.random.default_rng(1)
-    centers, group = 0.7 * np.eye(10)[:4] + 0.03, np.arange(60) % 4
-    return np.stack([rng.dirichlet(80 * centers[g] + 1e-3) for g in group]).astype("f4"), group
+__all__ = ["planted"]
 
 
 @pytest.fixture(scope="module")
@@ -46,93 +30,6 @@ def drifting(toy):
         return toy.replace(y=jnp.asarray(y, jnp.int32), shifted=jnp.asarray(shifted))
 
     return change
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_metrics_equal_scipy(name):
-    rng = np.random.default_rng(0)
-    a, b = shares(rng, 13, 7), shares(rng, 9, 7)
-    a[0], a[1, :3], b[1, 3:] = b[0], 0, 0
-    a, b = a / a.sum(1, keepdims=True), b / b.sum(1, keepdims=True)
-    b[2] = a[2] + np.float32(1e-6) * (np.arange(7) - 3)
-    np.testing.assert_allclose(METRICS[name](a, b), cdist(a, b, name), rtol=2e-4, atol=1e-6)
-    assert not METRICS[name](a, a).diagonal().any()
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_silhouettes_equal_scikit_learn(name):
-    rng = np.random.default_rng(2)
-    x, labels = shares(rng, 150, 6), np.stack([rng.integers(k, size=150) for k in (2, 3, 5)])
-    labels[2, :145] = np.minimum(labels[2, :145], 3)
-    labels[2, 145:] = [4, 0, 1, 2, 3]  # one point alone
-    valid = np.arange(150) % 7 > 0
-    found = metric_kmeans.silhouettes(
-        jnp.asarray(x), jnp.asarray(labels), 6, jnp.asarray(valid), METRICS[name]
-    )
-    apart = cdist(x, x, name)[valid][:, valid]
-    np.fill_diagonal(apart, 0)
-    wanted = [silhouette_score(apart, each[valid], metric="precomputed") for each in labels]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
-    one = metric_kmeans.silhouettes(
-        jnp.asarray(x), jnp.zeros((1, 150), jnp.int32), 6, jnp.asarray(valid), METRICS[name]
-    )
-    assert one[0] == 0
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_silhouette_finds_the_planted_number_of_clusters(name, planted):
-    points, group = planted
-    valid = jnp.arange(60) < 55
-    cluster = metric_kmeans.by_silhouette()
-    labels, active = cluster(jax.random.key(0), jnp.asarray(points), valid, 7, METRICS[name])
-    assert active.sum() == 4 and active[:4].all()
-    pairs = {(g, int(label)) for g, label in zip(group[:55], labels[:55], strict=True)}
-    assert len(pairs) == 4 == len({label for _, label in pairs})
-
-
-def test_number_of_clusters_is_bounded_by_participants_and_clients(planted):
-    points, key = jnp.asarray(planted[0]), jax.random.key(0)
-    for participants, alive, most in ((6, 60, 3), (40, 4, 3), (3, 60, 1), (40, 2, 1), (40, 0, 1)):
-        cluster = metric_kmeans.by_silhouette(participants=participants)
-        labels, active = cluster(key, points, jnp.arange(60) < alive, 7, distances.l1)
-        assert active.sum() <= most and labels.max() < most
-    labels, active = metric_kmeans.by_silhouette()(key, points, jnp.ones(60, bool), 1, distances.l1)
-    assert active.tolist() == [True] and not labels.any()
-
-
-def test_kmeans_cost_is_that_of_its_labels_and_no_worse_than_one_cluster(planted):
-    points, valid = jnp.asarray(planted[0]), jnp.arange(60) % 5 > 0
-    costs = []
-    for count in range(1, 8):
-        labels, cost = metric_kmeans.metric_kmeans(
-            jax.random.key(3), points, valid, count, 7, distances.squared_euclidean, 50
-        )
-        assert set(np.unique(labels)) == set(range(count))
-        costs.append(float(cost))
-    assert costs[0] == pytest.approx(
-        float(((points - points[valid].mean(0)) ** 2)[valid].sum()), rel=1e-4
-    )
-    assert costs[3] < 0.5 * costs[0]
-
-
-def test_kmeans_of_fewer_distinct_points_than_clusters():
-    points = jnp.asarray([[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 4)
-    labels, cost = metric_kmeans.metric_kmeans(
-        jax.random.key(0), points, jnp.ones(8, bool), 5, 5, distances.l1, 20
-    )
-    assert cost == 0 and len(set(labels[:4].tolist())) == 1 and labels[0] != labels[7]
-
-
-def test_k_center_is_greedy_farthest_first(planted):
-    points, valid = planted[0], np.arange(60) >= 3
-    labels, active = metric_kmeans.k_center(
-        jax.random.key(0), jnp.asarray(points), jnp.asarray(valid), 5, distances.l1
-    )
-    apart, chosen = cdist(points, points, "cityblock"), [3]
-    while len(chosen) < 5:
-        chosen.append(int(np.argmax(np.where(valid, apart[:, chosen].min(1), -1))))
-    np.testing.assert_array_equal(labels, apart[:, chosen].argmin(1))
-    assert active.all()
 
 
 def twin_moves(points, valid, drifted, labels, centers, active):
@@ -278,60 +175,6 @@ def test_mean_client_distance_equals_its_loop(planted):
         jnp.asarray(points), jnp.asarray(labels), 4, jnp.asarray(valid), distances.l1
     )
     assert found == pytest.approx(np.mean(each), rel=1e-5)
-
-
-def test_label_shares(toy):
-    found = train_label_shares(toy)
-    owner, y = np.asarray(toy.owner)[toy.train.order], np.asarray(toy.y)[toy.train.order]
-    for k in range(14):
-        held = np.bincount(y[owner == k], minlength=4)
-        np.testing.assert_allclose(found[k], held / max(held.sum(), 1), rtol=1e-6)
-
-
-def test_embedding_is_the_mean_of_a_trained_hidden_layer(toy, linear, local):
-    representation = represent.embedding(units=8, epochs=30, lr=0.5)(linear, local)
-    shared = representation.init(jax.random.key(0), toy)
-    who = np.arange(14) % 3 > 0
-    points = jax.jit(representation.compute)(shared, toy, who)
-    owner, rows = np.asarray(toy.owner)[toy.train.order], np.asarray(toy.train.order)
-    hidden = np.maximum(np.asarray(toy.x) @ shared["hidden"] + shared["hidden_bias"], 0)
-    for k in range(14):
-        mine = hidden[rows[owner == k]]
-        wanted = mine.mean(0) if len(mine) and who[k] else np.zeros(8)
-        np.testing.assert_allclose(points[k], wanted, rtol=1e-4, atol=1e-5)
-    logits = hidden[rows] @ shared["out"] + shared["out_bias"]
-    assert (logits.argmax(1) == np.asarray(toy.y)[rows]).mean() > 0.5
-
-
-def test_gradients_see_what_label_shares_cannot(toy, linear, local):
-    """The concepts of the toy name two classes the other way round: labels alone do not tell."""
-    representation = represent.gradient(length=64)(linear, local)
-    shared = representation.init(jax.random.key(0), toy)
-    large = np.asarray(toy.train.size) > 10
-    points = np.asarray(jax.jit(representation.compute)(shared, toy, jnp.asarray(large)))
-    assert not points[~large].any()
-    concept = np.asarray(toy.concept)[large]
-
-    def score(x, metric):
-        return silhouette_score(x, concept, metric=metric)
-
-    labels = np.asarray(train_label_shares(toy))[large]
-    assert score(points[large], "sqeuclidean") > score(labels, "cityblock") + 0.1
-    # what all clients store has learned something, unless it is to be random
-    random = represent.gradient(length=64, epochs=0)(linear, local).init(jax.random.key(0), toy)
-    x, y = gather(toy, toy.train.order)
-    losses = [
-        float(linear.loss(jax.tree.map(lambda leaf: leaf[0], model), x, y, None).mean())
-        for model in (shared, random)
-    ]
-    assert losses[0] < losses[1] - 0.1
-
-
-def test_projection_keeps_inner_products():
-    x = np.random.default_rng(0).normal(size=(2, 20_000)).astype("f4")
-    x[1] = 0.5 * x[0] + x[1]
-    low = np.stack([represent.project(jnp.asarray(row), 4096) for row in x])
-    np.testing.assert_allclose(low @ low.T, x @ x.T, rtol=0.1)
 
 
 def run(algorithm, steps, rounds=None, start=None, fired=None):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build
+from test_cfl import ONCE, concepts
 from test_clock import SimpleState
-from test_recursive import ONCE, concepts
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.data.holdout import hold_out_samples, take_held_out

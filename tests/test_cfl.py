@@ -1,5 +1,5 @@
-"""CFL, which cuts groups in two, and FL+HC, which clusters once: reductions, planted
-groups, and one cut against all possible cuts.
+"""CFL, which cuts groups in two: reductions, planted groups, and one cut against all possible
+cuts.
 """
 
 from itertools import pairwise, product
@@ -10,17 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, matrix, spent
-from scipy.cluster.hierarchy import fcluster
-from scipy.cluster.hierarchy import linkage as scipy_linkage
-from scipy.spatial.distance import cdist, squareform
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.clustering.distances import cosine_distance, euclidean, manhattan
-from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import select, traffic
 from fedjax_cfl.round.aggregate import uniform_mean
@@ -77,9 +71,6 @@ def cutting(linear, local):
         return states, infos
 
     return run
-
-
-# CFL
 
 
 @pytest.mark.parametrize(
@@ -332,172 +323,9 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
         build(cfl, linear, local, select.full_participation(), m=2, **{name: value})
 
 
-# FL+HC
-
-
-@pytest.fixture(scope="module")
-def clustered_once(concepts, linear, local):
-    """Six rounds with everybody, the third of which is the clustering round."""
-    return play(
-        fl_hc(linear, local, select.full_participation(), m=3, warm_up=2, newcomers="nearest"),
-        concepts,
-        6,
-    )
-
-
-def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
-    begun, *_, last = clustered_once
-    clustered = clustered_once[3]
-    assert adjusted_rand_score(TRUTH, clustered.assignment) == 1
-    chex.assert_trees_all_equal(clustered.assignment, last.assignment)
-    common = jax.tree.map(lambda leaf: leaf[:1], clustered_once[2].groups)
-    chex.assert_trees_all_equal(
-        clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common)
-    )
-
-    everybody = fedavg(linear, local, select.full_participation())
-    alone = play(everybody, concepts, 0)[0].replace(
-        groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups)
-    )
-    chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
-    after = jax.jit(
-        lambda members, state: fedavg(linear, local, select.from_table(members)).round(
-            KEY, state, concepts
-        )[0]
-    )
-    for g in range(3):
-        members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
-        state = alone.replace(round=clustered.round, groups=common)
-        for _ in range(3):
-            state = after(members, state)
-        chex.assert_trees_all_close(
-            state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME
-        )
-
-
-def test_fl_hc_uses_no_more_groups_than_it_found(concepts, linear, local):
-    """Everybody is one group below a threshold this high; the other four hold nobody."""
-    options = {"warm_up": 1, "newcomers": "nearest", "threshold": 1e9}
-    last = play(
-        build(fl_hc, linear, local, select.full_participation(), m=5, **options), concepts, 2
-    )[-1]
-    assert last.active.tolist() == [True, False, False, False, False]
-    assert set(last.assignment.tolist()) == {0}
-
-
-def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
-    algorithm = fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
-    states = play(algorithm, concepts, 4)
-    assert [sent(before, after) for before, after in pairwise(states)] == [
-        (6, 6),
-        (6, 6),
-        (CLIENTS, CLIENTS),
-        (6, 6),
-    ]
-    served = [algorithm.serve(state).model_index for state in states]
-    assert (served[0] == 0).all() and (served[2] == 0).all(), (
-        "everybody is served from the beginning"
-    )
-    assert adjusted_rand_score(TRUTH, served[3]) == 1
-    one_round = jax.jit(algorithm.round)
-    for state in states[:4]:
-        one_round(KEY, state, concepts)
-    assert one_round._cache_size() == 1
-
-
-@pytest.mark.parametrize("metric", ["cosine", "L2"])
-def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clustered_once, metric):
-    """Clients 4 and 5 are made to have missed the clustering; each trains once more
-    from the model that was clustered.
-    """
-    clustered = clustered_once[3]
-    missed = clustered.replace(assignment=clustered.assignment.at[jnp.array([4, 5])].set(-1))
-    pair = select.from_table(np.array([[3, 4, 5]]))
-    options = {"warm_up": 2, "newcomers": "nearest", "metric": metric}
-    before, after = play(build(fl_hc, linear, local, pair, m=3, **options), concepts, 1, missed)
-    assert after.assignment.tolist() == clustered.assignment.tolist()
-    assert sent(before, after) == (5, 5)
-
-
-@pytest.mark.parametrize("newcomers", ["largest", "nearest"])
-def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
-    """Toy client 2 has no data, and some answers are lost."""
-    unsure = local._replace(faults=Faults(dropout=0.3))
-    options = {"warm_up": 1, "newcomers": newcomers, "metric": "L1"}
-    states = play(build(fl_hc, linear, unsure, select.uniform(6), m=3, **options), toy, 3)
-    assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
-    chex.assert_tree_all_finite(states[-1])
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("metric:", {"linkage": "ward"}),
-        ("metric=", {"metric": "no"}),
-        ("aggregate=", {"aggregate": "no"}),
-        ("linkage=", {"linkage": "no"}),
-        ("newcomers=", {"newcomers": "no"}),
-    ],
-)
-def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
-    with pytest.raises(InputError, match=f"algorithm.{name}"):
-        build(fl_hc, linear, local, select.full_participation(), m=2, **options)
-
-
-def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting, clustered_once):
+def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting):
     spread = local._replace(width=2, mesh=make_mesh(4))
-    once = play(
-        fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest"),
-        concepts,
-        4,
-    )[-1]
-    cutting_spread = build(cfl, linear, spread, select.full_participation(), m=4, **ONCE)
-    cut = play(cutting_spread, concepts, 8)[-1]
-    for many, one in ((once, clustered_once[4]), (cut, cutting(concepts, 8)[0][-1])):
-        assert many.active.sum() == 3
-        chex.assert_trees_all_close(many, one, rtol=1e-4, atol=1e-5)
-
-
-# Clustering
-
-
-def rows_and_tree(seed, points=23):
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(points, 7)) + 30
-    return rows, upload_of(rows).delta
-
-
-@pytest.mark.parametrize(
-    ("metric", "scipy_name"),
-    [(manhattan, "cityblock"), (euclidean, "euclidean"), (cosine_distance, "cosine")],
-)
-def test_metrics_equal_scipy(metric, scipy_name):
-    rows, tree = rows_and_tree(0)
-    np.testing.assert_allclose(
-        metric(tree),
-        cdist(rows, rows, scipy_name),
-        rtol=1e-4,
-        atol=2e-3 if metric is euclidean else 1e-5,
-    )
-
-
-@pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
-def test_linkages_and_thresholds_equal_scipy(linkage):
-    merge = jax.jit(
-        lambda distance, valid, threshold: (
-            agglomerate(distance, 4, linkage, valid),
-            agglomerate(distance, 23, linkage, valid, threshold),
-        )
-    )
-    for seed in range(4):
-        rows, _ = rows_and_tree(seed)
-        distance, valid = (
-            cdist(rows, rows),
-            np.random.default_rng(seed).random(23) < (0.7 if seed % 2 else 1),
-        )
-        tree = scipy_linkage(squareform(distance[valid][:, valid], checks=False), linkage)
-        threshold = (tree[-6, 2] + tree[-5, 2]) / 2
-        few, near = (np.asarray(labels) for labels in merge(distance, valid, threshold))
-        assert adjusted_rand_score(fcluster(tree, 4, "maxclust"), few[valid]) == 1
-        assert adjusted_rand_score(fcluster(tree, threshold, "distance"), near[valid]) == 1
-        assert near.max() == 5 and (few[~valid] == -1).all()
+    many = play(build(cfl, linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)
+    one = cutting(concepts, 8)[0]
+    assert many[-1].active.sum() == 3
+    chex.assert_trees_all_close(many[-1], one[-1], rtol=1e-4, atol=1e-5)
