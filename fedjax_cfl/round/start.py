@@ -23,7 +23,7 @@ def random_groups(task: Task, num_groups: int) -> StartFn:
 
 def common_model(task: Task, num_groups: int) -> StartFn:
     """Starts all groups from one random model: the first of `random_groups`, so that under one
-    seed all methods begin alike.
+    seed all such methods begin with the same.
     """
 
     def start(key: Key, data: FederatedData) -> Start:
