@@ -3,16 +3,10 @@ program by one that only writes a run's files.
 """
 
 import csv
-import fcntl
 import io
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +16,6 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 from rich.console import Console
 
-import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
@@ -78,9 +71,6 @@ rows:
     overrides: [dataset=b]
     published: {Avg: 81.0, Flex-eta0.1: 90.1}
 """
-
-
-real_command = processes.COMMAND
 
 
 @pytest.fixture
@@ -321,124 +311,6 @@ def test_a_star_stands_for_anything(verb):
     assert [line.split(" seed")[0] for line in verb.started()] == [
         "experiment=fake dataset=b algorithm=flexcfl"
     ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, number):
-    code = f"""
-        import signal
-        from pathlib import Path
-        from fedjax_cfl.papers import cells, processes, runner
-        # a shell that runs the tests in the background has SIGINT ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        cells.TABLES = Path({str(verb.table.parent)!r})
-        processes.COMMAND = {processes.COMMAND!r}
-        try:
-            arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
-            runner.main(arguments, None, None)
-        except KeyboardInterrupt:
-            raise SystemExit(130)
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"SLOW": "60"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    while len(verb.started()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "goes on from here" in out
-    assert len(verb.started()) == 2 and not list(verb.out.glob("**/summary.json"))
-    assert verb() == 0
-    assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
-
-
-def is_locked(log: Path) -> bool:
-    """Returns whether a process writes this log."""
-    with log.open("a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def wait_until(condition, seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path):
-    """A real SIGKILL, and the processes that users' cells have."""
-    (tmp_path / "fake_cell.py").write_text("print('begun', flush=True)\n" + CELL)
-    command = [*real_command[:-1], "fake_cell"]
-    code = f"""
-        from pathlib import Path
-        from fedjax_cfl.papers import cells, processes, runner
-        cells.TABLES = Path({str(verb.table.parent)!r})
-        processes.COMMAND = {command!r}
-        arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
-        raise SystemExit(runner.main(arguments, None, None))
-    """
-    path = os.pathsep.join(
-        [str(tmp_path), str(Path(cfl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    line, place = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": path}
-    parent = subprocess.Popen(line, env=place | {"SLOW": "600"}, stdout=subprocess.DEVNULL)
-    assert wait_until(lambda: len(verb.started()) == 2)
-    logs = sorted(verb.out.glob("**/seed0.log"))
-    assert len(logs) == 2 and all(map(is_locked, logs))
-    parent.kill()
-    parent.wait()
-    assert wait_until(lambda: not any(map(is_locked, logs)), 20), "a cell has outlived its parent"
-    again = subprocess.run(line, env=place, capture_output=True, text=True)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
-    for log in logs:  # the killed attempt is still there
-        text = log.read_text()
-        assert text.count(processes.ATTEMPT) == 2 and text.count("begun") == 2
-
-
-def test_a_cell_that_runs_elsewhere_is_left_alone(verb, capsys):
-    log = verb.out / "first-a" / "Avg" / "seed0.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("alive\n")
-    with log.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        assert verb("--rows", "first-a") == 1
-    assert log.read_text() == "alive\n" and len(verb.started()) == 1
-    assert f"failed: another process runs this cell; see {log}" in capsys.readouterr().out
-    assert verb("--rows", "first-a") == 0 and log.read_text().startswith("alive\n--- ")
-
-
-def test_a_table_does_not_look_into_live_runs(verb, monkeypatch):
-    """Their folders come and go while they save."""
-    (verb.out / "first-a" / "Avg" / "seed0" / "checkpoints").mkdir(parents=True)
-    scan = os.scandir
-
-    def scandir(path="."):
-        if "checkpoints" in str(path):
-            raise FileNotFoundError(path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert verb("--rows", "second-b", "--seeds", "2") == 0
-    assert table(verb.out)["second-b", "Avg"]["seeds"] == "2"
-
-
-def test_an_error_is_that_of_the_last_attempt(verb, monkeypatch, capsys):
-    monkeypatch.setenv("BROKEN", "fedavg")
-    assert verb("--rows", "first-a", "--columns", "Avg") == 1
-    assert "non-finite update" in capsys.readouterr().out
-    monkeypatch.setenv("BROKEN", "")
-    monkeypatch.setenv("SLOW", "soon")
-    assert verb("--rows", "first-a", "--columns", "Avg") == 1
-    assert "failed: see " in capsys.readouterr().out
 
 
 def test_bests_over_different_numbers_of_tests_are_stated_and_given_over_the_same(tmp_path):
