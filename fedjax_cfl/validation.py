@@ -91,6 +91,7 @@ NonNegativeFloat = Annotated[float, number("a finite number >= 0", lambda value:
 FiniteFloat = Annotated[float, number("a finite number", lambda value: True)]
 Fraction = Annotated[float, number("a number between 0 and 1", lambda value: 0 <= value <= 1)]
 BelowOne = Annotated[float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)]
+FromOne = Annotated[float, number("a number >= 1", lambda value: value >= 1)]
 AboveOne = Annotated[float, number("a finite number > 1", lambda value: value > 1)]
 Trim = Annotated[
     float, number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
@@ -140,21 +141,26 @@ def check_arguments(function: Callable, values: Mapping[str, Any], prefix: str =
     parameter of that name does not allow.
 
     `prefix` is what the message calls the owner: `m` of "algorithm" is algorithm.m.
-    Arrays, traced ones among them, and values without a rule are not looked at.
+    Arrays with axes or of JAX, traced ones among them, and values without a rule are not looked
+    at.
     """
     for name, rule in parameter_rules(function).items():
         value = values.get(name)
-        if name in values and (isinstance(value, np.generic) or not hasattr(value, "dtype")):
+        if name in values and (_is_numpy_scalar(value) or not hasattr(value, "dtype")):
             check_value(f"{prefix}.{name}" if prefix else name, value, rule)
 
 
 def check_value(name: str, value: Any, rule: Rule) -> None:
     """Raises InputError for a value that a rule does not allow."""
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if _is_numpy_scalar(value) else value
     if not rule.holds(value):
         near = suggest_nearest(value, map(str, rule.options)) if rule.options else ""
         said = f"{rule.allowed}{near}{_lost(value)}"
         raise InputError(f"{name}={format_value(value)}: must be {said}")
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
 
 
 def _lost(value: Any) -> str:

@@ -160,8 +160,6 @@ def test_thresholds_that_are_never_reached_leave_fedavg(toy, steps, linear, loca
     key = jax.random.key(0)
     algorithm = algorithms.feddrift(linear, local, everyone, m=3, delta=1e6)
     state = jax.jit(algorithm.init)(key, toy)
-    start = jax.jit(algorithms.fedavg(linear, local, everyone).init)(key, toy).groups
-    state = state.replace(groups=jax.tree.map(lambda g: jnp.repeat(g, 3, axis=0), start))
     step = jax.jit(algorithm.round)
     for data in steps[28:]:
         state, _ = step(key, state, data)

@@ -33,7 +33,7 @@ def clustered_once(concepts, linear, local):
 
 
 def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
-    begun, *_, last = clustered_once
+    last = clustered_once[-1]
     clustered = clustered_once[3]
     assert adjusted_rand_score(TRUTH, clustered.assignment) == 1
     chex.assert_trees_all_equal(clustered.assignment, last.assignment)
@@ -43,10 +43,8 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
     )
 
     everybody = fedavg(linear, local, select.full_participation())
-    alone = play(everybody, concepts, 0)[0].replace(
-        groups=jax.tree.map(lambda leaf: leaf[:1], begun.groups)
-    )
-    chex.assert_trees_all_close(play(everybody, concepts, 2, alone)[-1].groups, common, **SAME)
+    alone, *_, trained = play(everybody, concepts, 2)
+    chex.assert_trees_all_close(trained.groups, common, **SAME)
     after = jax.jit(
         lambda members, state: fedavg(linear, local, select.from_table(members)).round(
             KEY, state, concepts

@@ -123,12 +123,39 @@ def test_q_fedavg_infers_all_training_samples(toy, timed):
 
 
 def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
-    """In the second round 8 is sent the models of 1, 6 and 9; it tests two of its own as well."""
-    pick = select.from_table(np.array([[1, 6, 9], [8, 15, 15]]))
-    seconds, _ = timed(algorithms.fedfomo, [toy] * 2, pick, models=4)
+    """8 is first sent the models of 1, 6 and 9, which it compares with the common start; then
+    nobody's, and compares its own before and after training; then 1 is sent that of 8.
+    """
+    pick = select.from_table(np.array([[1, 6, 9], [8, 15, 15], [8, 15, 15], [1, 15, 15]]))
+    seconds, _ = timed(algorithms.fedfomo, [toy] * 4, pick, models=4)
     held_out = np.asarray(take_held_out(hold_out_samples(toy, 0.2)).train.size)
-    assert held_out[8] > 0 and seconds[0] == 0
-    assert seconds[1] == slowest((3 + 2) * held_out, [8])
+    assert held_out[8] > 0 < held_out[1] and seconds[0] == 0
+    assert seconds[1] == slowest((1 + 3) * held_out, [8])
+    assert seconds[2] == slowest(2 * held_out, [8])
+    assert seconds[3] == slowest((2 + 1) * held_out, [1])
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "models", "words"),
+    [
+        ("fedavg", {}, [2, 2], [0, 0]),
+        ("ifca", {"m": 3}, [4, 4], [1, 1]),
+        ("feddane", {}, [5, 5], [0, 0]),
+        # down the start, then the models of the other two; up one
+        ("fedfomo", {"models": 4}, [2, 3], [0, 0]),
+    ],
+)
+def test_what_is_sent_for_a_round_takes_time(method, settings, models, words, toy, linear, local):
+    """Client 2 is the slowest: three models a second."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(linear.init(KEY)))
+    clock = device_profiles(np.zeros(14), size * np.arange(1.0, 15.0))
+    pick = select.from_table(np.array([[2, 5, 11]]))
+    local = local._replace(clock=clock)
+    algorithm = build(getattr(algorithms, method), linear, local, pick, **settings)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    for units, extra in zip(models, words, strict=True):
+        state, info = jax.jit(algorithm.round)(KEY, state, toy)
+        assert float(info.seconds) == pytest.approx((units + 4 * extra / size) / 3, rel=1e-5)
 
 
 def test_fl_hc_trains_newcomers_once_more(concepts, timed):

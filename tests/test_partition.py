@@ -266,6 +266,13 @@ def test_shapes_of_skew():
             {"clients": 5, "alpha": 1, "samples_per_client": 0},
             "samples_per_client=0",
         ),
+        (
+            "dirichlet_per_client",
+            {"clients": 5, "alpha": 1, "samples_per_client": 10**20},
+            "samples_per_client=100000000000000000000: must be a whole number from 1 to 10000000",
+        ),
+        ("iid", {"clients": 5, "test_fraction": np.array(2.0)}, "test_fraction=2.0"),
+        ("iid", {"clients": np.array(0)}, "clients=0"),
         ("quantity_skew", {"clients": 101}, "at most 100 clients"),
     ],
 )
@@ -322,3 +329,10 @@ def test_bad_concepts(function, x, groups, says):
     with pytest.raises(InputError, match="concept") as caught:
         function(x, LABELS, OWNERS, 6, 5, groups=groups)
     assert says in str(caught.value)
+
+
+def test_owners_that_no_memory_holds_are_refused():
+    """Account numbers of a pool from Python, not renumbered."""
+    pool = pool_of([5] * 10)._replace(client=np.arange(50) + 2**30)
+    with pytest.raises(InputError, match=r"clients=1073741874: must be a whole number from 1 to"):
+        partition.by_user(pool)

@@ -20,6 +20,7 @@ from fedjax_cfl.data.datasets import download, word_vectors
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.sent140 import STAND_IN, read_tweets, sent140
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.validation import format_value
 
 real = pytest.mark.skipif(
     not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"
@@ -376,18 +377,14 @@ def test_bad_folders_and_settings(root):
     one_line("dataset.source.min_tweets=30: no user has more than 30 tweets; the most", sent140)
     put(root / "train" / "2.json", leaf({"a": 5}))
     one_line("user 'a' is also in", sent140)
-    for setting, value in {"users": 0, "min_tweets": -1, "seed": 2**32}.items():
-        one_line(
-            f"dataset.source.{setting}={value}: expected a whole number",
-            sent140,
-            **{setting: value},
-        )
-    for setting, value in {"users": 1.5, "min_tweets": True, "seed": "x"}.items():
-        one_line(
-            f"dataset.source.{setting}={value}: expected a whole number",
-            sent140,
-            **{setting: value},
-        )
+    for setting, values in {
+        "users": (0, 1.5),
+        "min_tweets": (-1, True),
+        "seed": (2**31, "x"),
+    }.items():
+        for value in values:
+            said = f"dataset.source.{setting}={format_value(value)}: must be "
+            one_line(said, sent140, **{setting: value})
 
 
 @real
@@ -419,6 +416,6 @@ def one_line(says, function, *args, **kwargs):
     assert (
         "\n" not in error
         and says in error
-        and any(word in error for word in ("expected", "one of", "no user", "not found"))
+        and any(word in error for word in ("expected", "must be", "no user", "not found"))
     ), error
     return error

@@ -122,12 +122,13 @@ def bill_peers(
     """Reports what clients `ids` [S] receive besides one model, and infer.
 
     A client receives the models of its `peers` [S, F], in its first round the common start as
-    well. It tests them, and its own before and after its last training, on what it has held out
-    (`tested`).
+    well. It tests them, and its own from before its last training and, unless this is its first
+    round, after it, on what it has held out (`tested`).
     """
     sent = jnp.sum(peers < tested.num_clients, axis=1)
-    down = sent + ~memory.started[jnp.minimum(ids, tested.num_clients - 1)]
-    models = jnp.where(sent > 0, sent + 2, 0)
+    started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
+    down, others = sent + ~started, sent + started
+    models = jnp.where(others > 0, others + 1, 0)
     return make_report(
         make_traffic(units_down=jnp.where(ids < tested.num_clients, jnp.maximum(down - 1, 0), 0)),
         samples=models * client_range(ids, tested)[0],

@@ -10,8 +10,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import check_arguments, check_value, whole
 
-# a typing error beyond this should not end in a lack of memory
-NumClients = Annotated[int, whole(1, 10_000_000)]
+MOST = 10_000_000  # a typing error beyond this should not end in a lack of memory
+Count = Annotated[int, whole(1, MOST)]
 
 
 def draw_proportions(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    NumClients,
+    Count,
     by_class,
     check_partition,
     check_range,
@@ -30,8 +30,8 @@ from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
 def rotated_groups(
     pool: Pool,
     *,
-    clients_per_group: NumClients = 12,
-    samples_per_client: PositiveInt = 1000,
+    clients_per_group: Count = 12,
+    samples_per_client: Count = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
     swap_labels: bool = False,
@@ -65,8 +65,8 @@ def rotated_groups(
 def source_groups(
     pool: Pool,
     *,
-    clients_per_group: NumClients = 12,
-    samples_per_client: PositiveInt = 1000,
+    clients_per_group: Count = 12,
+    samples_per_client: Count = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
     seed: Seed = 0,
@@ -107,9 +107,7 @@ def source_groups(
     return join_clients(train, test)._replace(concept=concept)
 
 
-def ifca_rotations(
-    pool: Pool, *, samples_per_client: PositiveInt = 100, seed: Seed = 0
-) -> Partition:
+def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 0) -> Partition:
     """Deals the whole pool once for each of four rotations: IFCA's Rotated MNIST (n =
     100: 4 x 600 clients).
 

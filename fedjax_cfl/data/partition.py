@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    NumClients,
+    MOST,
+    Count,
     by_class,
     check_clients,
     check_partition,
@@ -49,6 +50,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
             " another partition"
         )
     clients = int(pool.client.max()) + 1
+    check_range("clients", clients, 1, MOST)
     rng = check_partition(by_user, locals())
     held = group_places(pool.client, clients)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
@@ -61,7 +63,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
 def auto(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     alpha: PositiveFloat,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -80,9 +82,7 @@ def auto(
     )
 
 
-def iid(
-    pool: Pool, *, clients: NumClients, seed: Seed = 0, test_fraction: BelowOne = 0.1
-) -> Partition:
+def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = check_partition(iid, locals())
     check_clients(clients, len(pool.y), "at least 1 sample per client")
@@ -94,7 +94,7 @@ def iid(
 def shards(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     shards_per_client: PositiveInt = 2,
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
@@ -122,7 +122,7 @@ def shards(
 def dirichlet(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     alpha: PositiveFloat,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -173,9 +173,9 @@ def _dirichlet_cuts(
 def dirichlet_per_client(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     alpha: PositiveFloat,
-    samples_per_client: PositiveInt,
+    samples_per_client: Count,
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
@@ -208,7 +208,7 @@ def dirichlet_per_client(
 def quantity_skew(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     sigma: PositiveFloat = 1.0,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    NumClients,
+    Count,
     by_class,
     check_clients,
     check_partition,
@@ -23,7 +23,7 @@ from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
 def power_law(
     pool: Pool,
     *,
-    clients: NumClients,
+    clients: Count,
     classes_per_client: PositiveInt = 2,
     sigma: PositiveFloat = 2.0,
     seed_samples: PositiveInt = 5,
@@ -87,7 +87,7 @@ def _scaled_lognormal(
 def femnist_power_law(
     pool: Pool,
     *,
-    clients: NumClients = 200,
+    clients: Count = 200,
     classes_per_client: PositiveInt = 3,
     variant: Literal["disjoint", "released"] = "disjoint",
     seed: Seed = 0,
@@ -121,7 +121,7 @@ def femnist_power_law(
 
 
 def ditto(
-    pool: Pool, *, clients: NumClients = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
+    pool: Pool, *, clients: Count = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
 ) -> Partition:
     """Deals the pool's own train and test parts: Ditto's Fashion-MNIST recipe (500
     clients, 5 classes, seed 233).

@@ -19,7 +19,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.availability import Availability, read_availability
 from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE, Clock, device_profiles
 from fedjax_cfl.round.tables import read_numbers, read_table
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
+from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, check_arguments
 
 # log-normal: median and sigma of the logarithm
 INFERENCE_SECONDS = 0.035, 0.6  # a sample; the mean is 42 ms
@@ -72,7 +72,7 @@ def fedscale_clock(
     path: str | None = None,
     seed: int = 0,
     model_factor: PositiveFloat = 1.0,
-    overcommit: PositiveFloat = 1.0,
+    overcommit: FromOne = 1.0,
     server_seconds: NonNegativeFloat = 0.0,
     online: Availability = ALWAYS_ONLINE,
     per_group: bool = False,
@@ -86,8 +86,6 @@ def fedscale_clock(
     clients are; with `per_group` each group has a clock of its own, see `round.timing`.
     """
     check_arguments(fedscale_clock, locals(), "clock")
-    if overcommit < 1:
-        raise InputError(f"clock.overcommit={overcommit}: must be a number >= 1")
     devices = read_profiles(path, num_clients) if path else stand_in_profiles(num_clients, seed)
     sample = model_factor * devices.sample_seconds
     wait_for = None if overcommit == 1 else max(int(clients_per_round / overcommit + 1e-9), 1)

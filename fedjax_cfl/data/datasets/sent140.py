@@ -19,7 +19,7 @@ from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed
+from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed, check_arguments
 
 # LEAF's row of a tweet is id, date, query, user, text, and sometimes more
 WHEN, TEXT, COLUMNS = 1, 4, 5
@@ -57,7 +57,7 @@ def sent140(
 
 
 def read_tweets(
-    users: int | None = None, min_tweets: int = 30, seed: int = 0
+    users: PositiveInt | None = None, min_tweets: NaturalInt = 30, seed: Seed = 0
 ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Returns the tweets of Sentiment140: texts [N], y [N] (1 positive), client [N], test
     [N] bool if the files have a split, and hours [N] since 1970 if they have all dates.
@@ -67,15 +67,7 @@ def read_tweets(
     are drawn with `seed` (None: no limit). See `_files` for where the files may be.
     Raises InputError if there are none, if one is bad, or if no user has enough tweets.
     """
-    for name, value, low in (
-        ("min_tweets", min_tweets, 0),
-        ("users", 1 if users is None else users, 1),
-        ("seed", seed, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**32:
-            raise InputError(
-                f"dataset.source.{name}={value}: expected a whole number, {low} or more"
-            )
+    check_arguments(read_tweets, locals(), "dataset.source")
     files = _files()
     parts = [read_users(part, _tweets) for part in files]
     names = sorted(set().union(*parts))
