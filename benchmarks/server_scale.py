@@ -14,7 +14,6 @@ and MB of work space in brackets:
     EDC, randomized                4.2    (60)     3.4    (18)     3.9     (7)
     cosines with the groups        0.41    (0)     0.34    (0)     0.33    (0)
     K-means++, 10 seedings         0.002 (0.5)     0.007 (1.5)     0.013 (4.8)
-    silhouette                     0.007   (0)     0.04  (0.2)     0.30  (0.5)
     Gram matrix                   11.9     (0)    32.1     (0)
     EDC of the Gram matrix         0.06    (4)     1.1    (36)
     MADC of the Gram matrix        0.34    (9)    17.8    (81)
@@ -40,7 +39,7 @@ from program import make_parser
 from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.clustering.kmeans import kmeans, silhouette
+from fedjax_cfl.clustering.kmeans import kmeans
 
 SIZES = (1_000, 1_000_000), (3_000, 300_000), (10_000, 100_000)
 QUICK = (100, 10_000), (300, 3_000)
@@ -83,7 +82,6 @@ def measure_server(clients: int, parameters: int, write: Callable) -> None:
     labels = step(
         "K-means++, 10 seedings", lambda k, x: kmeans(k, x, GROUPS, 10).labels, key, points
     )
-    step("silhouette", lambda x, y: silhouette(x, y, GROUPS), points, labels)
     check_groups(labels)
     if clients <= MAX_CUBIC:
         gram = step("Gram matrix", distances.gram, delta)

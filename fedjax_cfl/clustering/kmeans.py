@@ -1,4 +1,4 @@
-"""K-means++ with restarts, and the silhouette of a clustering."""
+"""K-means++ with restarts."""
 
 import math
 
@@ -130,37 +130,3 @@ def kmeans(
     best = jnp.argmin(inertia)
     labels = jnp.argmin(_squared_distance(x, centers[best]), axis=1).astype(jnp.int32)
     return KMeans(labels=labels, centers=centers[best], inertia=inertia[best])
-
-
-def silhouette(
-    x: jax.Array, labels: jax.Array, m: int, valid: jax.Array | None = None, block: int = 256
-) -> jax.Array:
-    """Returns the mean silhouette [], from -1 to 1, of the rows of `x` [N, p] with
-    `labels` [N] (Rousseeuw 1987).
-
-    A point has (b - a) / max(a, b): a is its mean Euclidean distance from the others of
-    its cluster, b the smallest mean distance from another cluster. A point that is alone
-    has 0. Rows that are not `valid` [N] bool do not count. Distances are computed for
-    `block` rows at a time.
-    """
-    valid = jnp.ones(x.shape[0], bool) if valid is None else valid
-    x = jnp.where(valid[:, None], x, 0)
-    member = jax.nn.one_hot(labels, m) * valid[:, None]
-    size = jnp.sum(member, axis=0)
-
-    def score(row):
-        point, label, counts = row
-        total = jnp.sqrt(jnp.sum(jnp.square(x - point), axis=-1)) @ member
-        inside = divide(total[label], size[label] - 1)
-        outside = jnp.min(
-            jnp.where((jnp.arange(m) != label) & (size > 0), divide(total, size), jnp.inf)
-        )
-        alone = (size[label] <= 1) | jnp.isinf(outside)
-        return jnp.where(
-            counts & ~alone,
-            (outside - inside) / jnp.maximum(jnp.maximum(inside, outside), 1e-30),
-            0,
-        )
-
-    each = jax.lax.map(score, (x, labels, valid), batch_size=block)
-    return jnp.sum(each) / jnp.maximum(jnp.sum(valid), 1)
