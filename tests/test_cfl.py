@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from conftest import build, matrix, spent
 from sklearn.metrics import adjusted_rand_score
+from test_assign import met
 from test_fesem import planted, play
 
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select, traffic
+from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.counts import make_count
-from fedjax_cfl.round.faults import Faults, no_faults
+from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.types import Cohort, State, Upload
+from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
 SAME = {"rtol": 1e-5, "atol": 1e-6}
@@ -231,20 +231,7 @@ def blank(m, clients, assignment):
     tree = SplitTree(
         jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32)
     )
-    active = jnp.arange(m) <= max(assignment)
-    return State(
-        round=jnp.int32(0),
-        groups=groups,
-        server=(),
-        active=active,
-        assignment=jnp.asarray(assignment, jnp.int32),
-        traffic=traffic.make_traffic(),
-        memory=tree,
-        selection=(),
-        clock_ms=make_count(0),
-        received=(),
-        start_faults=no_faults(),
-    )
+    return met(groups, assignment, np.arange(m) <= max(assignment), tree)
 
 
 def best_cut(rows):

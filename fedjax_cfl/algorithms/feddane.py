@@ -94,12 +94,9 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )
-        return work._replace(client_extra=correction), bill(cohort, data)
-
-    def bill(cohort: Cohort, data: FederatedData) -> Report:
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (1 if select is None else 2), units_up=real)
         samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
-        return make_report(sent, samples=samples)
+        return work._replace(client_extra=correction), make_report(sent, samples=samples)
 
     return prepare

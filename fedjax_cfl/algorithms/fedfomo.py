@@ -28,13 +28,7 @@ from fedjax_cfl.algorithms.nonfed import (
 from fedjax_cfl.data.holdout import hold_out_samples
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import (
-    ClientFn,
-    FinishFn,
-    Hooks,
-    Start,
-    StartFn,
-)
+from fedjax_cfl.round.hooks import ClientFn, FinishFn, Hooks, Start, StartFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
