@@ -23,6 +23,7 @@ from fedjax_cfl.errors import InputError, suggest_nearest
 # What arrays on a device hold: larger numbers are infinite there, smaller ones may be 0.
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_MIN = 1.1754943508222875e-38
+INT32_MAX = 2**31 - 1
 
 
 class Rule(NamedTuple):
@@ -31,25 +32,40 @@ class Rule(NamedTuple):
     allowed: str  # completes "must be ..."
     holds: Callable[[Any], bool]
     options: tuple = ()  # the values allowed, where they can be listed
+    explain: Callable[[Any], str] = lambda value: ""  # why a value that looks allowed is not
     may_be_traced: bool = False  # an array is allowed too, so that a program can take it as input
 
 
 # kinds of rules
 
 
+def _explain_int32(value: Any) -> str:
+    """Returns, in brackets, that int32 cannot hold a whole number."""
+    lost = isinstance(value, int) and value > INT32_MAX
+    return f" (at most {INT32_MAX}, the largest int32)" if lost else ""
+
+
+def _explain_float32(value: Any) -> str:
+    """Returns, in brackets, what float32 makes of a number that it cannot hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return ""
+    if FLOAT32_MAX < abs(value) < math.inf:
+        return " (in float32, which runs compute in, this one is infinite)"
+    return " (in float32, which runs compute in, this one is 0)" if abs(value) < FLOAT32_MIN else ""
+
+
 def whole(low: int, high: int | None = None) -> Rule:
-    """Allows whole numbers from `low` on, or from `low` to `high`."""
+    """Allows whole numbers from `low` on that int32 can hold, or from `low` to `high`."""
     text = f"from {low} to {high}" if high is not None else f">= {low}"
 
     def holds(value) -> bool:
         return (
             isinstance(value, int)
             and not isinstance(value, bool)
-            and value >= low
-            and (high is None or value <= high)
+            and low <= value <= (INT32_MAX if high is None else high)
         )
 
-    return Rule(f"a whole number {text}", holds)
+    return Rule(f"a whole number {text}", holds, explain=_explain_int32)
 
 
 def number(text: str, inside: Callable[[float], bool]) -> Rule:
@@ -66,7 +82,7 @@ def number(text: str, inside: Callable[[float], bool]) -> Rule:
             and inside(value)
         )
 
-    return Rule(text, holds)
+    return Rule(text, holds, explain=_explain_float32)
 
 
 def one_of(*options) -> Rule:
@@ -77,7 +93,9 @@ def one_of(*options) -> Rule:
 
 def or_none(rule: Rule) -> Rule:
     """Allows None as well, which the command line writes null."""
-    return Rule(f"null or {rule.allowed}", lambda value: value is None or rule.holds(value))
+    return rule._replace(
+        allowed=f"null or {rule.allowed}", holds=lambda value: value is None or rule.holds(value)
+    )
 
 
 # ready kinds, for annotations; `PositiveInt | None` allows None, `Literal["a", "b"]` names choices
@@ -85,7 +103,8 @@ def or_none(rule: Rule) -> Rule:
 PositiveInt = Annotated[int, whole(1)]
 NaturalInt = Annotated[int, whole(0)]
 Epochs = Annotated[int, whole(1, 100_000)]
-Seed = Annotated[int, whole(0, 2**31 - 1)]
+Count = Annotated[int, whole(1, 10_000_000)]  # beyond it a typing error, which would fill memory
+Seed = Annotated[int, whole(0, INT32_MAX)]
 PositiveFloat = Annotated[float, number("a finite number > 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, number("a finite number >= 0", lambda value: value >= 0)]
 FiniteFloat = Annotated[float, number("a finite number", lambda value: True)]
@@ -155,21 +174,12 @@ def check_value(name: str, value: Any, rule: Rule) -> None:
     value = value.item() if _is_numpy_scalar(value) else value
     if not rule.holds(value):
         near = suggest_nearest(value, map(str, rule.options)) if rule.options else ""
-        said = f"{rule.allowed}{near}{_lost(value)}"
+        said = f"{rule.allowed}{near}{rule.explain(value)}"
         raise InputError(f"{name}={format_value(value)}: must be {said}")
 
 
 def _is_numpy_scalar(value: Any) -> bool:
     return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
-
-
-def _lost(value: Any) -> str:
-    """Returns what float32 makes of a number that it cannot hold, in brackets."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
-        return ""
-    if FLOAT32_MAX < abs(value) < math.inf:
-        return " (in float32, which runs compute in, this one is infinite)"
-    return " (in float32, which runs compute in, this one is 0)" if abs(value) < FLOAT32_MIN else ""
 
 
 def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:

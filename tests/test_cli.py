@@ -61,6 +61,9 @@ REFUSED = {
     "local={lr:1,epochs:x,batch_size:3}": "local.epochs=x",
     # ranges
     "algorithm.m=0": "algorithm.m=0: >= 1",
+    "algorithm.m=2147483648": "algorithm.m=2147483648: >= 1 2147483647",
+    "algorithm=cfl algorithm.warm_up=99999999999": "algorithm.warm_up=99999999999: >= 0 int32",
+    "algorithm=md_icfl algorithm.samples=99999999": "samples=99999999: from 1 to 10000000",
     "algorithm.m=61": "algorithm.m=61: at most 60",
     "algorithm.alpha=0": "algorithm.alpha=0: >= 1",
     "algorithm.restarts=0": "algorithm.restarts=0: >= 1",
@@ -103,6 +106,10 @@ REFUSED = {
     "concept=permute_labels concept.groups=61": "concept.groups=61: 60",
     # choices
     "algorithm.measure=edd": "algorithm.measure=edd: 'edc'",
+    "algorithm.measure=null": "algorithm.measure=null: edc, edc_randomized",
+    "algorithm=md_icfl algorithm.sampling=null": "algorithm.sampling=null: back_search, generator",
+    "algorithm=md_icfl algorithm.aggregate=null": "algorithm.aggregate=null: uniform, samples",
+    "algorithm=fielding algorithm.metric=l3": "algorithm.metric=l3: null 'l1'",
     "algorithm.mix=norm": "algorithm.mix=norm: 'normalized'",
     "algorithm.group_start=x": "algorithm.group_start=x: pretrained",
     "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",

@@ -205,6 +205,24 @@ def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
     assert (sent.words_down, sent.words_up) == (0, 3 * CLIENTS)
 
 
+def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task, whole_batches):
+    """0 three times, then 1, which is sent the start and the model of 0, then 0 again."""
+    pick = from_table(np.array([[0], [0], [0], [1], [0]]))
+    algorithm = fedfomo(softmax_task, whole_batches, pick, models=4)
+    state, step, down = algorithm.init(KEY, five), jax.jit(algorithm.round), []
+    for _ in range(5):
+        before = state
+        state, _ = step(KEY, state, five)
+        down.append(spent(before, state).units_down)
+    assert down == [1, 0, 0, 2, 1]
+
+
+def test_what_clients_received_is_no_one_model(softmax_task, whole_batches):
+    local = whole_batches._replace(keep_received=True)
+    with pytest.raises(InputError, match=r"test_on=received: .* expected group"):
+        fedfomo(softmax_task, local, full_participation())
+
+
 def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
     local = whole_batches._replace(faults=cfl.Faults(dropout=1.0))
     algorithm = fedfomo(softmax_task, local, full_participation(), models=3)

@@ -205,6 +205,37 @@ def test_bad_sources_are_one_line(sources, name):
         multi_source_digits(svhn=True, offline=True)
 
 
+@pytest.mark.parametrize(
+    ("array", "value", "words"),
+    [
+        ("test/data", np.zeros((4, 16, 16)), "test/data (4, 16, 16) and test/target (4,)"),
+        ("train/data", np.zeros((7, 255)), "train/data (7, 255)"),
+        ("train/target", np.zeros((7, 1), int), "train/target (7, 1)"),
+        ("train/target", np.zeros(6, int), "and train/target (6,)"),
+        ("train/data", np.full((7, 256), 255, np.uint8), "from 255 to 255, expected grey values"),
+        ("train/data", np.full((7, 256), np.nan), "from nan to nan"),
+        ("train/target", np.full(7, 11), "11"),
+    ],
+)
+def test_a_usps_file_of_another_make_is_refused(sources, array, value, words):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(sources / "usps" / "usps.h5", "a") as file:
+        del file[array]
+        file[array] = value
+    with pytest.raises(InputError) as caught:
+        multi_source_digits(offline=True)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [0, 11, 99, -1, 2.5, "ten"])
+def test_svhn_labels_are_one_to_ten(sources, label):
+    scipy_io = pytest.importorskip("scipy.io")
+    x = np.zeros((32, 32, 3, 2), np.uint8)
+    scipy_io.savemat(sources / digit_sources.SVHN_MAT[0], {"X": x, "y": np.array([label, label])})
+    with pytest.raises(InputError, match=f"y is {label} somewhere, expected 1 to 10"):
+        multi_source_digits(svhn=True, offline=True)
+
+
 def test_hdf5_links_and_foreign_data_are_refused(tmp_path):
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "a.h5"

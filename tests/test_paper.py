@@ -446,3 +446,11 @@ def test_real_cells(tmp_path, monkeypatch, capsys):
     assert (
         OmegaConf.load(cells / "IFCA" / "seed0" / ".hydra" / "config.yaml").algorithm.name == "ifca"
     )
+
+
+def test_a_folder_may_have_an_equals_sign_in_its_name(verb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fake", "--rows", "first-a", "--out", "eta=0.1", "local.lr=0.5"]
+    assert runner.main(arguments, lambda overrides: None, None) == 0
+    assert all("local.lr=0.5" in line for line in verb.started())
+    assert (tmp_path / "eta=0.1" / "fake" / "table.csv").exists()

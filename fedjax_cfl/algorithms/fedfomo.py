@@ -26,6 +26,7 @@ from fedjax_cfl.algorithms.nonfed import (
     train_own_model,
 )
 from fedjax_cfl.data.holdout import hold_out_samples
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import ClientFn, FinishFn, Hooks, Start, StartFn
@@ -77,15 +78,21 @@ def fedfomo(
     of a client's samples that is held out; a model is sent by chance with probability
     `explore` - `explore_decay` * round, otherwise by affinity; `norm` l1_norm | l2_norm of
     the distance between models; `test` serve_mixed | serve_trained, what clients are
-    tested on.
+    tested on. Raises InputError if `local` keeps what clients received: it is several models.
     """
     check_arguments(fedfomo, locals(), "algorithm")
     local = local.resolve()
+    if local.keep_received:
+        raise InputError(
+            "test_on=received: FedFomo's clients receive several models and mix them, expected"
+            " group, which algorithm.test makes the mixed or the trained model"
+        )
     hooks = Hooks(
         train_from_mixture(sgd(task, local)),
         start=personal_start(task),
         assign=assign_client_id,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
+        ships_model=False,
         aggregate=client_delta(local.mesh),
         finish=remember_mixture(local.mesh),
     )

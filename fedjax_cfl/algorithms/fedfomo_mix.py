@@ -98,7 +98,8 @@ def mix_models(
 
         def pick(client, affinity):
             eligible = memory.uploaded & (jnp.arange(clients) != client)
-            return pick_peers(jax.random.fold_in(key, client), affinity, eligible, explore, count)
+            draw = jax.random.fold_in(key, client)
+            return pick_peers(draw, affinity, eligible, explore, min(count, clients))
 
         mixed, trained, affinity = take_models(
             (memory.mixed, state.groups, memory.affinity), client, local.mesh
@@ -119,7 +120,7 @@ def mix_models(
 def bill_peers(
     memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
 ) -> Report:
-    """Reports what clients `ids` [S] receive besides one model, and infer.
+    """Reports what clients `ids` [S] receive, and infer.
 
     A client receives the models of its `peers` [S, F], in its first round the common start as
     well. It tests them, and its own from before its last training and, unless this is its first
@@ -127,10 +128,10 @@ def bill_peers(
     """
     sent = jnp.sum(peers < tested.num_clients, axis=1)
     started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
-    down, others = sent + ~started, sent + started
+    others = sent + started
     models = jnp.where(others > 0, others + 1, 0)
     return make_report(
-        make_traffic(units_down=jnp.where(ids < tested.num_clients, jnp.maximum(down - 1, 0), 0)),
+        make_traffic(units_down=jnp.where(ids < tested.num_clients, sent + ~started, 0)),
         samples=models * client_range(ids, tested)[0],
     )
 

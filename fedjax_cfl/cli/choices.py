@@ -48,7 +48,7 @@ from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.clustering.synthesis import back_search, generator
 from fedjax_cfl.round import aggregate, sgd
 from fedjax_cfl.round.start import common_model, random_groups
-from fedjax_cfl.validation import Rule, check_value, one_of, parameter_rules
+from fedjax_cfl.validation import Rule, check_value, one_of, or_none, parameter_rules
 
 # tuples that no setting of a method fills: how clients train, who is selected, what is returned
 FIXED = ("task", "local", "select", "return")
@@ -238,17 +238,25 @@ def algorithm_rules(factory: Callable) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for owner in (*makers, *option_tuples(factory).values(), factory):
         rules |= parameter_rules(owner)
-    return rules | {name: name_rule(table) for name, table in tables.items()}
+    nullable = find_nullable(factory)
+    return rules | {name: name_rule(table, name in nullable) for name, table in tables.items()}
 
 
-def name_rule(table: dict[str, Any]) -> Rule:
-    """Allows the names of a table, and anything that is no name."""
-    allowed = one_of(*table)
+def name_rule(table: dict[str, Any], nullable: bool) -> Rule:
+    """Allows the names of a table, functions, and None where it is `nullable`."""
 
     def holds(value: Any) -> bool:
-        return callable(value) or value is None or (isinstance(value, str) and value in table)
+        return callable(value) or (isinstance(value, str) and value in table)
 
-    return allowed._replace(holds=holds)
+    rule = one_of(*table)._replace(holds=holds)
+    return or_none(rule) if nullable else rule
+
+
+def find_nullable(factory: Callable) -> set[str]:
+    """Returns the settings of a method whose annotation allows None."""
+    owners = (factory, *option_tuples(factory).values())
+    hints = [hint for owner in owners for hint in typing.get_type_hints(owner).items()]
+    return {name for name, hint in hints if type(None) in typing.get_args(hint)}
 
 
 def option_tuples(factory: Callable) -> dict[str, type]:

@@ -25,6 +25,7 @@ from fedjax_cfl.round.tree import leaf_norms
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
+    Count,
     FiniteFloat,
     NonNegativeFloat,
     PositiveFloat,
@@ -93,7 +94,7 @@ def keep_finite(kept: Params, new: Params) -> Params:
 
 
 def back_search(
-    samples: PositiveInt = 30,
+    samples: Count = 30,
     search_lr: PositiveFloat = 0.1,
     search_steps: PositiveInt = 100,
     prior_weight: NonNegativeFloat = 0.1,
@@ -229,11 +230,11 @@ class GeneratorTraining(NamedTuple):
 
 
 def generator(
-    samples: PositiveInt = 30,
+    samples: Count = 30,
     hidden: PositiveInt = 256,
     generator_lr: PositiveFloat = 0.01,
     generator_steps: PositiveInt = 1000,
-    generator_batch: PositiveInt = 100,
+    generator_batch: Count = 100,
     prior_weight: NonNegativeFloat = 0.1,
     prior_mean: FiniteFloat = 0.0,
     squared: bool = False,

@@ -1,7 +1,7 @@
 """What partitions share: checks, draws, and who holds what as a `Partition`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.random import RandomState
@@ -9,9 +9,6 @@ from numpy.random import RandomState
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import check_arguments, check_value, whole
-
-MOST = 10_000_000  # a typing error beyond this should not end in a lack of memory
-Count = Annotated[int, whole(1, MOST)]
 
 
 def draw_proportions(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    Count,
     by_class,
     check_partition,
     check_range,
@@ -24,7 +23,7 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
+from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed
 
 
 def rotated_groups(

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    MOST,
-    Count,
     by_class,
     check_clients,
     check_partition,
@@ -29,7 +27,16 @@ from fedjax_cfl.data.groups import ifca_rotations, rotated_groups, source_groups
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, NaturalInt, PositiveFloat, PositiveInt, Seed
+from fedjax_cfl.validation import (
+    BelowOne,
+    Count,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    check_value,
+    rule_of,
+)
 
 __all__ = [
     "auto", "by_user", "dirichlet", "dirichlet_per_client", "ditto", "femnist_power_law",
@@ -50,7 +57,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
             " another partition"
         )
     clients = int(pool.client.max()) + 1
-    check_range("clients", clients, 1, MOST)
+    check_value("partition.clients", clients, rule_of(Count))
     rng = check_partition(by_user, locals())
     held = group_places(pool.client, clients)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}

@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from fedjax_cfl.data.dealing import (
-    Count,
     by_class,
     check_clients,
     check_partition,
@@ -17,7 +16,7 @@ from fedjax_cfl.data.dealing import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, PositiveFloat, PositiveInt, Seed
+from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed
 
 
 def power_law(

@@ -72,7 +72,7 @@ def train_new_models(
     of_group = [train[np.asarray(data.concept)[owner[train]] == g] for g in range(groups)]
     size = min(map(len, of_group))
     rows = jnp.asarray(np.stack([held[:size] for held in of_group]))
-    steps = NEW_EPOCHS * size // local.batch_size
+    steps = -(-NEW_EPOCHS * size // local.batch_size)  # rounded up: few images train as well
 
     def train_one(inputs: tuple[Key, jax.Array]) -> Params:
         key, held = inputs

@@ -202,8 +202,15 @@ def main(
     `resolve_settings(overrides)` raises InputError for what a run would refuse,
     `build(overrides)` returns (config, task, data, local) as a run would have them.
     """
-    extra = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    given = parse_arguments(make_parser(), [argument for argument in argv if argument not in extra])
+    places = [
+        place
+        for place, text in enumerate(argv)
+        if "=" in text and not text.startswith("-") and argv[place - 1 : place] != ["--out"]
+    ]
+    extra = [argv[place] for place in places]
+    given = parse_arguments(
+        make_parser(), [text for place, text in enumerate(argv) if place not in places]
+    )
     table, console = cells.load_table(given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment

@@ -226,6 +226,8 @@ def train_cohort(
     answered = served & (counts.dropped == 0)
     if asked is not None:
         served &= asked.traffic.units_down[jnp.minimum(cohort.ids, clients - 1), 1] == 0
+    if not parts.hooks.ships_model:
+        served = jnp.zeros_like(served)
     duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
     if clock is not None:
         sent = make_report(traffic.make_traffic(units_down=served, units_up=answered))

@@ -138,6 +138,7 @@ class Hooks(NamedTuple):
     # and evaluates only clients that it has met.
     assign: AssignFn | None = None
     prepare: PrepareFn | None = None  # None: every client does all of its work
+    ships_model: bool = True  # False: what a client receives is what `prepare` reports
     regroup: RegroupFn | None = None  # once updates are known; None: clients stay
     aggregate: AggregateFn | None = None  # None: means weighted by training samples
     # an optax transformation of each group's pseudo-gradient -step; None: add the step

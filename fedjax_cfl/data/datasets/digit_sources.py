@@ -72,12 +72,21 @@ def _usps() -> Source:
     path = _here("usps", USPS)
     names = [f"{side}/{array}" for side in ("train", "test") for array in ("data", "target")]
     arrays = read_hdf5(path, names)
+    for side in ("train", "test"):
+        x, y = arrays[f"{side}/data"], arrays[f"{side}/target"]
+        if x.ndim != 2 or x.shape[1] != 256 or y.shape != x.shape[:1]:
+            raise InputError(
+                f"{path}: {side}/data {x.shape} and {side}/target {y.shape}, expected [n, 256] and"
+                " [n]"
+            )
+        if not (x.min() >= 0 and x.max() <= 1):  # NaN is neither
+            raise InputError(
+                f"{path}: {side}/data from {x.min()} to {x.max()}, expected grey values from 0 to 1"
+            )
     x, y = (
         np.concatenate([arrays[f"{side}/{array}"] for side in ("train", "test")])
         for array in ("data", "target")
     )
-    if x.ndim != 2 or x.shape[1] != 256 or y.shape != x.shape[:1]:
-        raise InputError(f"{path}: data {x.shape} and target {y.shape}, expected [n, 256] and [n]")
     test = np.arange(len(y)) >= len(arrays["train/target"])
     return x.reshape(-1, 16, 16).astype(np.float32), y, test
 
@@ -125,7 +134,10 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
             f"{path}: X {arrays['X'].shape} {x.dtype} and y {y.shape}, expected [32, 32, 3, n]"
             " uint8 and [n]"
         )
-    return x, y % 10
+    bad = ~np.isin(y, np.arange(1, 11))
+    if bad.any():
+        raise InputError(f"{path}: y is {y[bad][0]} somewhere, expected 1 to 10 (the digit 0)")
+    return x, np.where(y == 10, 0, y)
 
 
 def _here(name: str, relative: str) -> Path:
