@@ -23,6 +23,9 @@ def connect(
     TPU pod, Open MPI, Kubernetes) | HOST:PORT of process 0, with the number of
     `processes` and which one this is. Raises InputError if they cannot be joined.
     """
+    for name, value in (("processes", processes), ("process", process)):
+        if coordinator is None and value is not None:
+            raise InputError(f"{name}={value}: needs coordinator=HOST:PORT, of process 0")
     if coordinator is None or jax.distributed.is_initialized():
         return
     if coordinator != "auto" and (

@@ -13,6 +13,10 @@ class InputError(ValueError):
     """
 
 
+class FinishedRun(InputError):
+    """A directory holds the run already, finished. A sweep passes over it."""
+
+
 class RunError(RuntimeError):
     """A run cannot go on. The command line prints it as one line and exits with status 1."""
 

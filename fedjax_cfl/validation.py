@@ -91,6 +91,15 @@ def one_of(*options) -> Rule:
     return Rule(text, lambda value: value in options, options)
 
 
+def each(rule: Rule) -> Rule:
+    """Allows lists of what a rule allows."""
+
+    def holds(value) -> bool:
+        return isinstance(value, list | tuple) and all(map(rule.holds, value))
+
+    return Rule(f"a list, each of it {rule.allowed}", holds)
+
+
 def or_none(rule: Rule) -> Rule:
     """Allows None as well, which the command line writes null."""
     return rule._replace(
@@ -103,7 +112,8 @@ def or_none(rule: Rule) -> Rule:
 PositiveInt = Annotated[int, whole(1)]
 NaturalInt = Annotated[int, whole(0)]
 Epochs = Annotated[int, whole(1, 100_000)]
-Count = Annotated[int, whole(1, 10_000_000)]  # beyond it a typing error, which would fill memory
+COUNT = whole(1, 10_000_000)  # more is a typing error, which should not fill the memory
+Count = Annotated[int, COUNT]
 Seed = Annotated[int, whole(0, INT32_MAX)]
 PositiveFloat = Annotated[float, number("a finite number > 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, number("a finite number >= 0", lambda value: value >= 0)]
@@ -132,6 +142,9 @@ def rule_of(annotation: Any) -> Rule | None:
         return next((part for part in parts[1:] if isinstance(part, Rule)), None)
     if origin is typing.Literal:
         return one_of(*parts)
+    if origin is tuple and parts[-1] is Ellipsis:
+        rule = rule_of(parts[0])
+        return rule and each(rule)
     if origin in (typing.Union, types.UnionType):
         rules = [rule for rule in map(rule_of, parts) if rule]
         if len(rules) == 1:

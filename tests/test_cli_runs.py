@@ -131,6 +131,51 @@ def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another
 
 
+def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
+    line = (
+        "-m algorithm=fedavg,fedsgd dataset.clients=8 clients_per_round=3 rounds=2"
+        " local.epochs=1 devices=1 run_dir=sweep"
+    )
+    assert fedjax_cfl(line)[0] == 0
+    done = tmp_path / "sweep" / "0" / "summary.json"
+    before = done.stat().st_mtime_ns, rows(tmp_path / "sweep" / "1")
+    (tmp_path / "sweep" / "1" / "summary.json").unlink()
+    status, out, error = fedjax_cfl(line)
+    assert (status, error) == (0, "") and out.count("finished after 2 rounds") == 1
+    assert "resuming after round 2" in out and (tmp_path / "sweep/1/summary.json").exists()
+    assert (done.stat().st_mtime_ns, rows(tmp_path / "sweep" / "1")) == before
+    assert fedjax_cfl(f"{line} resume=never")[0] == 2
+    status, _, error = fedjax_cfl(f"{line} local.lr=0.5")
+    assert status == 2 and "is of a different run (local.lr: 0.05 there, 0.5 here)" in error
+
+
+def test_a_grid_is_not_written_into_a_run(fedjax_cfl, tmp_path):
+    assert fedjax_cfl(f"dataset.clients=8 {BARE} rounds=1 run_dir=7")[0] == 0
+    status, _, error = fedjax_cfl("algorithm=fedavg seeds=2 run_dir=7")
+    assert status == 2 and "run_dir=7: holds one run" in error
+    assert not (tmp_path / "7" / "0").exists()
+
+
+def test_rounds_without_updates_have_no_losses(fedjax_cfl, tmp_path):
+    line = f"dataset.clients=8 {BARE} rounds=2 run_dir=run local.lr=1e30"
+    status, out, _ = fedjax_cfl(line)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    lost = summary["nonfinite_clients"]
+    assert status == 0 and lost and summary["client_updates"] == 0
+    assert f"{lost} updates were not finite and were left out, besides 0 that were used" in out
+    names = ("train_loss", "train_loss_last", "discrepancy", "dissimilarity")
+    assert [row[name] for row in rows(tmp_path / "run") for name in names] == [None] * 8
+
+
+def test_simulated_time_is_in_the_results(fedjax_cfl, tmp_path):
+    status, out, _ = fedjax_cfl(
+        f"dataset.clients=8 {BARE} rounds=2 run_dir=run clock=fedscale"
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert status == 0 and summary["sim_time_s"] == rows(tmp_path / "run")[-1]["sim_time_s"] > 0
+    assert f"{summary['sim_time_s']:,.1f}" in out and "simulated seconds" in out
+
+
 def test_a_grid_says_what_its_runs_differ_in(fedjax_cfl, tmp_path):
     line = f"dataset.clients=8 {BARE} vectorize=[seed,local.lr] seed=3,4 local.lr=0.1,0.2"
     assert fedjax_cfl(f"{line} rounds=1 run_dir=grid")[0] == 0

@@ -27,7 +27,12 @@ SMALL = (
 def run_of(accuracies, seconds=10.0):
     """Returns rows with these mean accuracies, `seconds` apart."""
     return [
-        {"round": 2 * i, "macro_accuracy": accuracy, "sim_time_s": seconds * i}
+        {
+            "round": 2 * i,
+            "accuracy": accuracy,
+            "macro_accuracy": accuracy,
+            "sim_time_s": seconds * i,
+        }
         for i, accuracy in enumerate(accuracies, start=1)
     ]
 
@@ -44,6 +49,18 @@ def test_a_target_is_reached_once_it_is_kept():
     long = run_of([0.1] * 38 + [0.6, 0.4])
     assert compare_to_baseline([*long], long) == {"accuracy_gain": 0.0, "speedup": None}
     assert compare_to_baseline(long, long) == {"accuracy_gain": 0.0, "speedup": 1.0}
+
+
+def test_tests_that_do_not_count_reach_no_target():
+    """The clients met in the first rounds may all be right."""
+    base, run = run_of([0.1, 0.2, 0.3, 0.4, 0.5]), run_of([0.9, 0.9, 0.9, 0.6, 0.6])
+    for row in run[:2]:
+        row["accuracy"] = None
+    assert time_to_keep(run, 0.5) == 30
+    assert compare_to_baseline(run, base)["speedup"] == 50 / 30
+    for row in run:
+        row["accuracy"] = None
+    assert compare_to_baseline(run, base) == {"accuracy_gain": None, "speedup": None}
 
 
 def test_measures_of_drift_by_hand():

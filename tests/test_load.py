@@ -216,6 +216,14 @@ def test_predict_scores_clients_met_and_new(predict, folder, run, own):
     np.testing.assert_array_equal(found["predicted"][rows], run.predict("cy", arrays["x"][rows]))
 
 
+def test_predict_leaves_its_input_alone(predict, folder):
+    np.savez(folder / "mine.npz", **own_arrays(NAMES))
+    before = (folder / "mine.npz").read_bytes()
+    status, _, error = predict("run mine.npz --out ../" + folder.name + "/mine.npz")
+    assert status == 2 and "would replace the samples" in error
+    assert (folder / "mine.npz").read_bytes() == before
+
+
 def test_predict_without_labels(predict, folder):
     arrays = own_arrays(NAMES)
     np.savez(folder / "x.npz", x=arrays["x"], client=arrays["client"])

@@ -175,7 +175,9 @@ def stopped(fedjax_cfl, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("stopped") / "run"
     with stopped_at(7):
         answer = fedjax_cfl(PLAIN, run_dir)
-    assert answer.status == 143 and "stopped after round 7; the same command goes on" in answer.out
+    assert answer.status == 143 and answer.out.endswith(
+        f"stopped after round 7\nthe same command with run_dir={run_dir} goes on from there\n"
+    )
     return run_dir
 
 
@@ -494,7 +496,7 @@ def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, 
     assert error == "fedjax-cfl: stopping after this block of rounds; once more stops at once\n"
     assert (
         0 < steps(run_dir)[-1] == rows(run_dir)[-1]["round"] < 400
-        and f"stopped after round {steps(run_dir)[-1]};" in out
+        and f"stopped after round {steps(run_dir)[-1]}\n" in out
     )
     done(fedjax_cfl(line, run_dir))
     assert rows(run_dir) == rows(whole) and summary(run_dir) == summary(whole)

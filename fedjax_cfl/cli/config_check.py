@@ -98,7 +98,7 @@ def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
     if not test_samples:
         raise InputError(
             "partition: no client holds a test sample, so that nothing can be scored; raise"
-            " partition.test_fraction"
+            " partition.test_fraction or, where a file has a split, mark samples with 1"
         )
     for name, value in (
         ("clients_per_round", config["clients_per_round"]),

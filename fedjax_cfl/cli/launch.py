@@ -21,14 +21,14 @@ from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
-from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.finish import Member
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
-from fedjax_cfl.runs.session import train_run
+from fedjax_cfl.runs.session import make_console, train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
 
 
@@ -50,7 +50,15 @@ def run_config(config: DictConfig) -> None:
         axes = grid.grid_axes(resolved)
         status = run_grid(config, axes, run_dir) if axes else run_one(resolved, run_dir)
         if status:
+            folder = run_dir if alone else run_dir.parent
+            make_console().print(
+                f"the same command with run_dir={folder} goes on from there", markup=False
+            )
             sys.exit(status)
+    except FinishedRun as error:
+        if alone:
+            sys.exit(print_error(error))
+        print(error)
     except (RunError, OSError) as error:
         print_error(
             f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error

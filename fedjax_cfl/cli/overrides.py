@@ -6,6 +6,7 @@ import argparse
 import functools
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -18,9 +19,10 @@ from fedjax_cfl.cli import config_check
 from fedjax_cfl.cli.conf import CONF, resolve_config
 from fedjax_cfl.cli.config_check import check_name
 from fedjax_cfl.cli.rules import collect_rules
-from fedjax_cfl.cli.sweep import Sweep, list_points
+from fedjax_cfl.cli.sweep import Sweep, holds_sweep, list_points
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.runs import grid
+from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
 from fedjax_cfl.validation import flatten_settings
 
@@ -50,11 +52,13 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str]
             choice[:1] if override.key_or_group in together else choice
             for override, choice in zip(asked, choices, strict=True)
         ]
-        return _place_sweep(overrides, asked, apart)
+        return _place_sweep(overrides, asked, apart, config["resume"])
     if not given.cfg:
-        folders = grid.run_folders(config["run_dir"], axes) if axes else [config["run_dir"]]
-        for folder in folders:
-            check_run_dir(str(folder), config["resume"])
+        folder = Path(str(config["run_dir"]))
+        for path in grid.run_folders(folder, axes) if axes else [folder]:
+            check_run_dir(str(path), config["resume"])
+        if axes and (folder / METRICS_FILE).exists():
+            raise InputError(f"run_dir={config['run_dir']}: holds one run; choose another")
     return overrides, None
 
 
@@ -72,10 +76,11 @@ def _check_choices(choices: list[list[str]]) -> tuple[dict, dict[str, list]]:
 
 
 def _place_sweep(
-    overrides: list[str], asked: list[Override], choices: list[list[str]]
+    overrides: list[str], asked: list[Override], choices: list[list[str]], resume: str
 ) -> tuple[list[str], Sweep]:
     """Makes the directory of a sweep, whose runs are numbered folders in it, and returns
-    the overrides with the name that Hydra has for it.
+    the overrides with the name that Hydra has for it. The same sweep goes on in it, unless
+    `resume` is never.
     """
     folder: Any = time.strftime("multirun/%Y%m%d-%H%M%S")
     for number, override in enumerate(asked):
@@ -85,8 +90,10 @@ def _place_sweep(
             break
     else:
         overrides.append(f"hydra.sweep.dir={folder}")
-    path = make_dir(check_run_dir(str(folder), "never"))
-    return overrides, Sweep(path, list_points(choices))
+    points, path = list_points(choices), Path(str(folder))
+    if resume == "never" or not holds_sweep(path, points):
+        check_run_dir(str(folder), "never")
+    return overrides, Sweep(make_dir(path), points)
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
@@ -103,8 +110,9 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
         override = None
     if override is None or not override.key_or_group:
         raise InputError(
-            f"{text[:200]}: cannot be read as KEY=VALUE; a value with any of ,=()[]{{}}:' in it "
-            """needs quotes, as in 'run_dir="a,b"'"""
+            f"{text[:200]}: cannot be read as KEY=VALUE; a value with other characters than"
+            " unaccented letters, digits and any of _-./%+ in it needs quotes, as in"
+            """ 'run_dir="a,b"'"""
         )
     return override
 
@@ -190,13 +198,17 @@ def check_overrides(overrides: list[str]) -> dict[str, Any]:
     chosen = _check_options(asked)
     try:
         default = _default(tuple(_text_of(override) for override in chosen))
+        known, added = [*default, *_groups()], []
         for override in asked:
-            adds = override.is_add() or override.is_force_add() or override.is_hydra_override()
-            if override not in chosen and not adds:
-                known = [*default, *_groups()]
-                name, removed = override.key_or_group, override.is_delete()
+            name, removed = override.key_or_group, override.is_delete()
+            if override.is_add() or override.is_force_add():
+                added.append(override)
+            elif override not in chosen and not override.is_hydra_override():
                 check_name(_text_of(override), name, known, removed)
         config = resolve_config(hydra.compose("config", overrides))
+        for override in added:
+            if not takes_arguments(config, override.key_or_group):
+                check_name(_text_of(override), override.key_or_group, known)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
         key = getattr(cause, "full_key", None)
@@ -206,6 +218,18 @@ def check_overrides(overrides: list[str]) -> dict[str, Any]:
     names = [override.key_or_group for override in asked]
     config_check.check_settings(config, default, collect_rules(config), names)
     return config
+
+
+def takes_arguments(config: dict[str, Any], name: str) -> bool:
+    """Returns whether a dotted name lies below a `_target_`, whose arguments can be added."""
+    *path, _ = name.split(".")
+    for part in path:
+        config = config[part]
+        if not isinstance(config, dict):
+            return False
+        if "_target_" in config:
+            return True
+    return False
 
 
 def _check_options(asked: list[Override]) -> list[Override]:

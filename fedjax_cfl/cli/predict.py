@@ -7,6 +7,8 @@ loss on its own training samples (on all of them without split), so it needs y.
 """
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--best", action="store_true", help="models of the best evaluation")
     parser.add_argument("--out", metavar="OUT.npz", help="write predicted, model, known [N]")
     given = parse_arguments(parser, argv)
+    if given.out and Path(given.out).exists() and os.path.samefile(given.out, given.file):
+        raise InputError(f"--out={given.out}: would replace the samples; choose another file")
     run, arrays = load_run(given.run_dir), read_npz(given.file, ("x",), ("y", "client", "split"))
     saved = run.best if given.best else run.final
     if saved is None:

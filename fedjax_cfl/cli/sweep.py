@@ -1,6 +1,7 @@
 """The folder of a sweep: what varies between its runs, which are numbered folders in it."""
 
 import csv
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,20 @@ def list_points(choices: Sequence[Sequence[str]]) -> list[dict[str, str]]:
 
 def write_index(folder: Path, points: Sequence[Mapping[str, Any]]) -> None:
     """Writes index.csv: the folder of every run and the settings in which it differs."""
-    with atomic_write(folder / INDEX_FILE) as temporary, open(temporary, "w", newline="") as file:
-        rows = csv.DictWriter(file, ["run", *points[0]], lineterminator="\n")
-        rows.writeheader()
-        rows.writerows({"run": number} | dict(point) for number, point in enumerate(points))
+    with atomic_write(folder / INDEX_FILE) as temporary:
+        temporary.write_text(format_index(points), encoding="utf-8")
+
+
+def format_index(points: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the text of index.csv."""
+    text = io.StringIO()
+    rows = csv.DictWriter(text, ["run", *points[0]], lineterminator="\n")
+    rows.writeheader()
+    rows.writerows({"run": number} | dict(point) for number, point in enumerate(points))
+    return text.getvalue()
+
+
+def holds_sweep(folder: Path, points: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a folder has been begun as the sweep of these points."""
+    index = folder / INDEX_FILE
+    return index.is_file() and index.read_bytes() == format_index(points).encode()

@@ -28,6 +28,7 @@ from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import (
+    COUNT,
     BelowOne,
     Count,
     NaturalInt,
@@ -35,7 +36,6 @@ from fedjax_cfl.validation import (
     PositiveInt,
     Seed,
     check_value,
-    rule_of,
 )
 
 __all__ = [
@@ -57,7 +57,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
             " another partition"
         )
     clients = int(pool.client.max()) + 1
-    check_value("partition.clients", clients, rule_of(Count))
+    check_value("partition.clients", clients, COUNT)
     rng = check_partition(by_user, locals())
     held = group_places(pool.client, clients)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}

@@ -26,6 +26,7 @@ from fedjax_cfl.models.convolution import Conv, max_pool
 from fedjax_cfl.models.layers import KERAS, Init, add_channel_axis, dense, flatten, pytorch
 from fedjax_cfl.models.norms import BatchStatNorm
 from fedjax_cfl.models.recurrent import GRU, LSTM
+from fedjax_cfl.validation import PositiveInt
 
 
 class MCLR(nn.Module):
@@ -47,7 +48,7 @@ class MLP(nn.Module):
     """
 
     num_classes: int
-    hidden: tuple[int, ...] = (128,)
+    hidden: tuple[PositiveInt, ...] = (128,)
 
     @property
     def decayed(self) -> tuple[str, ...]:
@@ -116,7 +117,7 @@ class LeafCNN(nn.Module):
     """
 
     num_classes: int
-    hidden: int = 2048
+    hidden: PositiveInt = 2048
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

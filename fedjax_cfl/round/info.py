@@ -65,12 +65,17 @@ def make_info(
     in_cohort = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
     clients = jnp.maximum(trained.sum(), 1.0)
     samples = jnp.maximum(upload.weight.sum(), 1.0)
+
+    def if_any(mean: jax.Array) -> jax.Array:
+        """Returns a mean over clients; NaN where no client's update is used."""
+        return jnp.where(trained.any(), mean, jnp.nan)
+
     return Info(
-        loss=jnp.sum(upload.weight * upload.loss) / samples,
-        last_loss=jnp.sum(upload.weight * upload.last_loss) / samples,
-        discrepancy=jnp.sum(per_group * count) / clients,
+        loss=if_any(jnp.sum(upload.weight * upload.loss) / samples),
+        last_loss=if_any(jnp.sum(upload.weight * upload.last_loss) / samples),
+        discrepancy=if_any(jnp.sum(per_group * count) / clients),
         group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
-        dissimilarity=jnp.sum(trained * (1.0 - cosine) / 2) / clients,
+        dissimilarity=if_any(jnp.sum(trained * (1.0 - cosine) / 2) / clients),
         selected=real.sum().astype(jnp.int32),
         clients=trained.sum().astype(jnp.int32),
         steps=sum_counts(make_count(upload.steps)),

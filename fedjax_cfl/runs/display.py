@@ -139,6 +139,12 @@ def print_summary(
     """Prints the final table of a run."""
     console.print(final_table(format_summary(summary)))
     sizes = summary["group_sizes"] or []
+    if summary["nonfinite_clients"]:
+        console.print(
+            f"{summary['nonfinite_clients']:,} updates were not finite and were left out, besides"
+            f" {summary['client_updates']:,} that were used"
+            + ("" if config["faults"]["nan"] else "; a smaller step size may help")
+        )
     if summary["nonfinite_model_clients"]:
         console.print(
             f"in the last evaluation {summary['nonfinite_model_clients']} clients have a model that"
@@ -165,6 +171,7 @@ def format_summary(summary: dict) -> dict:
     words = {
         name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
     } | sizes
+    simulated = summary["sim_time_s"]
     return {
         name: summary[name]
         for name in summary
@@ -181,6 +188,7 @@ def format_summary(summary: dict) -> dict:
             "compiling {compile_s:.2f} ({programs_from_cache} of {programs} programs were compiled"
             " before), training {train_s:.2f}, evaluating {eval_s:.2f}".format(**summary)
         ),
+        **({"simulated seconds": f"{simulated:,.1f}"} if simulated else {}),
         "peak memory": words["peak_memory_bytes"],
         "devices": summary["devices"],
     }

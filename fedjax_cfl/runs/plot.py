@@ -156,8 +156,8 @@ def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
             label=label,
             zorder=4,
         )
-        axes.set_ylim(0, 1.02)
-        format_percent_axis(axes)
+    axes.set_ylim(0, 1.02)
+    format_percent_axis(axes)
     style_axes(axes, "Test accuracy", "round", "correct test samples")
 
 

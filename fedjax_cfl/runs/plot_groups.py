@@ -15,7 +15,7 @@ from fedjax_cfl.runs.plot import add_legend, make_palette, new_figure, style_axe
 from fedjax_cfl.runs.results import series
 
 SNAPSHOTS = 16  # columns of an alluvial plot that can be told apart
-UNKNOWN, LOST = "0.75", "0.6"
+UNKNOWN, LOST = "0.88", "0.5"
 GAP, BAR = 0.025, 0.1  # between groups, of the height of all clients; a column's share of its room
 
 

@@ -2,7 +2,8 @@
 section 3): how much more accurate it is in the end, and how much sooner it is as accurate.
 
 Accuracies are means over clients. The target is the baseline's accuracy in the end; it is
-reached once every later test reaches it, too.
+reached once every later test reaches it, too. Tests whose accuracy does not count are left
+out: the clients that a clustered method has not met have no model yet.
 """
 
 from pathlib import Path
@@ -17,12 +18,12 @@ Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
 def time_to_keep(rows: Rows, target: float) -> float | None:
-    """Returns the simulated seconds, without a clock the rounds, after which every test has
-    an accuracy of at least `target`; None if the last one has not.
+    """Returns the simulated seconds, without a clock the rounds, after which every test counts
+    and has an accuracy of at least `target`; None if the last one has not.
     """
     reached = None
     for row in reversed(rows):
-        if not (row.get("macro_accuracy") or 0.0) >= target:
+        if row.get("accuracy") is None or not row["macro_accuracy"] >= target:
             break
         reached = row.get("sim_time_s") or row["round"]
     return reached

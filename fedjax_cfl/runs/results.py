@@ -29,8 +29,9 @@ WINDOW = 10  # evaluations, of last10_evals_*
 LAST_ROW_FIELDS = (
     "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
     "nonfinite_model_clients", "units_up", "units_down", "bytes_up", "bytes_down",
-    "client_updates", "local_steps",
+    "client_updates", "local_steps", "sim_time_s",
 )  # fmt: skip
+SUMMED_FIELDS = ("dropped_clients", "nonfinite_clients", "hostile_clients", "late_clients")
 
 
 # writing
@@ -253,13 +254,17 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "discrepancy_mean": float(np.mean(spread)) if spread else None,
         "discrepancy_variance": float(np.var(spread)) if spread else None,
         **{name: last.get(name) for name in LAST_ROW_FIELDS},
+        **{name: sum(row.get(name) or 0 for row in rows) for name in SUMMED_FIELDS},
     }
 
 
 def tail_macro_accuracy(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
-    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one."""
+    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one;
+    without those whose accuracy does not count.
+    """
     count = max(1, round(share * len(rows)))
-    return _mean_of(row.get("macro_accuracy") for row in rows[-count:])
+    tail = [row for row in rows[-count:] if row.get("accuracy") is not None]
+    return _mean_of(row.get("macro_accuracy") for row in tail)
 
 
 def _mean_of(values: Iterable[float | None]) -> float | None:

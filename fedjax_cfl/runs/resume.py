@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
 from fedjax_cfl.data.drift import Drift
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import FinishedRun, InputError
 from fedjax_cfl.runs.assignments import PART, vouched_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
 from fedjax_cfl.runs.labels import is_execution
@@ -65,7 +65,7 @@ def resume_grid(runs: Sequence[tuple], until: int | None) -> list[Snapshot | Non
     read, all go further back. Raises InputError as `resume_run` does.
     """
     if until is not None and all(has_ended(run[0], run[1], until) for run in runs):
-        raise InputError(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
+        raise FinishedRun(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
     while True:
         starts = [resume_run(*run, until=until) for run in runs]
         rounds = {int(start.state.round) for start in starts if start}
@@ -122,7 +122,7 @@ def resume_run(
         clear_unsaved(config, run_dir)
         return None
     if until is None and has_ended(config, run_dir, found.step):
-        raise InputError(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
+        raise FinishedRun(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
     refused, kept = None, {}
     while not kept:
         try:

@@ -113,9 +113,7 @@ def train_members(
             found = record_rounds(members, parts, program, plan, starts, asked)
             done = int(found[0].state.round)
             if done < plan.rounds:
-                make_console().print(
-                    f"stopped after round {done}; the same command goes on from there", markup=False
-                )
+                make_console().print(f"stopped after round {done}")
                 return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
             if not distributed.is_primary():
                 return 0, []

@@ -1,5 +1,6 @@
 """One row of metrics.jsonl: what an evaluation and the rounds before it measured."""
 
+import math
 from typing import Any
 
 import jax
@@ -84,6 +85,12 @@ def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: A
         )
 
 
+def mean_of_rounds(values: jax.Array) -> float:
+    """Returns the mean of a block's rounds [n]; of those with updates, NaN if there are none."""
+    with_updates = np.asarray(values)[~np.isnan(values)]
+    return float(with_updates.mean()) if with_updates.size else math.nan
+
+
 def metrics_row(
     done: int,
     ledger: tuple,
@@ -106,9 +113,9 @@ def metrics_row(
         **row,
         "train_loss": float(infos.loss[-1]),
         "train_loss_last": float(infos.last_loss[-1]),
-        "discrepancy": float(infos.discrepancy.mean()),
+        "discrepancy": mean_of_rounds(infos.discrepancy),
         "group_discrepancy": infos.group_discrepancy[-1].tolist(),
-        "dissimilarity": float(infos.dissimilarity.mean()),
+        "dissimilarity": mean_of_rounds(infos.dissimilarity),
         "cold_clients": int(infos.cold.sum()),
         "shifted_clients": int(infos.shifted.sum()),
         "migrated_clients": int(infos.migrated.sum()),
