@@ -65,6 +65,8 @@ class Pool(NamedTuple):
     source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
     # [N] int32, when each sample came into being, in units of the source; None: not known
     time: np.ndarray | None = None
+    # of class 0, 1, ... as the source has them, for as many as have samples; None: numbers
+    class_names: tuple[str, ...] | None = None
 
 
 class Partition(NamedTuple):
@@ -132,6 +134,8 @@ class FederatedData(struct.PyTreeNode):
     time: jax.Array | None = None
     # what the source calls its clients; None: their numbers
     client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
+    # what the source calls class 0, 1, ...; None: their numbers
+    class_names: tuple[str, ...] | None = struct.field(pytree_node=False, default=None)
 
     @property
     def num_clients(self) -> int:

@@ -168,9 +168,7 @@ def test_rounds_without_updates_have_no_losses(fedjax_cfl, tmp_path):
 
 
 def test_simulated_time_is_in_the_results(fedjax_cfl, tmp_path):
-    status, out, _ = fedjax_cfl(
-        f"dataset.clients=8 {BARE} rounds=2 run_dir=run clock=fedscale"
-    )
+    status, out, _ = fedjax_cfl(f"dataset.clients=8 {BARE} rounds=2 run_dir=run clock=fedscale")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert status == 0 and summary["sim_time_s"] == rows(tmp_path / "run")[-1]["sim_time_s"] > 0
     assert f"{summary['sim_time_s']:,.1f}" in out and "simulated seconds" in out

@@ -216,6 +216,24 @@ def test_predict_scores_clients_met_and_new(predict, folder, run, own):
     np.testing.assert_array_equal(found["predicted"][rows], run.predict("cy", arrays["x"][rows]))
 
 
+@pytest.mark.parametrize("kind", ["U", "S"])
+def test_predict_knows_classes_by_name(predict, folder, tmp_path, monkeypatch, kind):
+    """Text labels, numbered in sorted order: the same run as with 0 and 1."""
+    arrays = own_arrays(NAMES)
+    names = np.array(["cat", "dog"], kind)
+    np.savez(folder / "text.npz", **{**arrays, "y": names[arrays["y"]]})
+    line = LINE.replace("own.npz", "text.npz").replace("run_dir=run", f"run_dir={tmp_path}/run")
+    assert call(monkeypatch, line, devices=1) == 0
+    status, out, error = predict(f"{tmp_path}/run text.npz --out {tmp_path}/out.npz")
+    _, twin, _ = predict(f"run own.npz --out {tmp_path}/twin.npz")
+    assert (status, error) == (0, "") and out.splitlines()[-2] == twin.splitlines()[-2]
+    found, numbers = (np.load(tmp_path / f"{name}.npz")["predicted"] for name in ("out", "twin"))
+    np.testing.assert_array_equal(found, np.array(["cat", "dog"])[numbers])
+    np.savez(folder / "text.npz", **{**arrays, "y": np.array(["cat", "cow"])[arrays["y"]]})
+    status, _, error = predict(f"{tmp_path}/run text.npz")
+    assert status == 2 and "y=cow: the classes of the run are cat, dog" in error
+
+
 def test_predict_leaves_its_input_alone(predict, folder):
     np.savez(folder / "mine.npz", **own_arrays(NAMES))
     before = (folder / "mine.npz").read_bytes()

@@ -19,7 +19,8 @@ from PIL import Image
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results, statistics
 from fedjax_cfl.runs.plot_costs import draw_costs, last_cost
-from fedjax_cfl.runs.report import format_estimate, report
+from fedjax_cfl.runs.plot_groups import draw_alluvial
+from fedjax_cfl.runs.report import DPI, format_estimate, load_costs, read_groups, report, to_png
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
@@ -154,6 +155,19 @@ def test_pictures_are_small(page, runs):
     for path in (runs / "pictures").iterdir():
         picture = Image.open(io.BytesIO(path.read_bytes()))
         assert picture.mode == "P" and path.stat().st_size < 90_000, path.name
+
+
+def test_pictures_keep_their_colours(runs):
+    """Those of a figure of many: bands and their nodes, of every class."""
+    found, table = read_groups(load_costs(runs / "ifca" / "0"))
+    figure = draw_alluvial(found, load_costs(runs / "ifca" / "0")["rows"], table["labels"], "")
+    exact = io.BytesIO()
+    figure.savefig(exact, dpi=DPI, format="png")
+    drawn, kept = (
+        np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).astype(int)
+        for content in (exact.getvalue(), to_png(figure))
+    )
+    assert np.abs(drawn - kept).max(axis=-1).mean() < 0.5
 
 
 # numbers

@@ -1,6 +1,6 @@
 """`fedjax-cfl predict RUN_DIR FILE.npz`: what the models of a finished run say of samples.
 
-The file has x [N, ...] and, if you like, y [N] (class numbers), client [N] (names as in
+The file has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
 clients.parquet) and split [N] (0 train, 1 test). A client of the run uses its own model.
 A client that the run never met, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y.
@@ -49,20 +49,20 @@ def main(argv: list[str]) -> int:
         raise InputError(f"{given.file}: {error}") from None
     print("\n".join(describe_predictions(run, saved, arrays, found)))
     if given.out:
-        write_predictions(given.out, found)
+        write_predictions(given.out, found, run.class_names)
     return 0
 
 
 def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray]) -> Predictions:
-    """Predicts every sample with its client's model. Raises InputError for arrays that do
-    not fit.
+    """Predicts every sample with its client's model; labels in `arrays` become class numbers.
+    Raises InputError for arrays that do not fit.
     """
     x = run.check_samples(arrays["x"])
     for name in ("y", "client", "split"):
         if name in arrays and arrays[name].shape != (len(x),):
             raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
     if "y" in arrays:
-        run.check_labels(arrays["y"], len(x))
+        arrays["y"] = run.check_labels(arrays["y"], len(x))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     predicted, model = np.zeros(len(x), np.int32), np.zeros(len(x), np.int32)
@@ -123,11 +123,15 @@ def describe_predictions(
     return lines
 
 
-def write_predictions(path: str, found: Predictions) -> None:
-    """Writes the predictions as arrays of an npz file."""
+def write_predictions(path: str, found: Predictions, names: tuple[str, ...] | None) -> None:
+    """Writes the predictions as arrays of an npz file; classes by name, if they have names."""
+    arrays = found._asdict()
+    if names is not None:
+        numbers = range(len(names), 1 + found.predicted.max(initial=0))
+        arrays["predicted"] = np.array([*names, *map(str, numbers)])[found.predicted]
     try:
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **found._asdict())
+            np.savez(file, **arrays)
     except OSError as error:
         raise InputError(f"--out={path}: cannot be written: {error.strerror}") from None
     print(f"written to {path}")

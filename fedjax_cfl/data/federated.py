@@ -74,6 +74,7 @@ def federate(
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
+        class_names=pool.class_names,
     )
 
 
@@ -144,6 +145,7 @@ def federate_on_host(
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
+        class_names=pool.class_names,
     )
 
 

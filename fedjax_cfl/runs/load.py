@@ -58,6 +58,7 @@ class LoadedRun(NamedTuple):
     task: Task  # of the model, without its L2 penalty
     sample_shape: tuple[int, ...]
     num_classes: int
+    class_names: tuple[str, ...] | None = None  # of class 0, 1, ..., where labels were text
 
     def find_client(self, client: str | int) -> int:
         """Returns the row of a client in `table`. Raises InputError for a name that the
@@ -128,12 +129,19 @@ class LoadedRun(NamedTuple):
         return x
 
     def check_labels(self, y: Any, samples: int) -> np.ndarray:
-        """Returns labels [B] int32."""
+        """Returns labels [B] int32, of class numbers or, where labels were text, of names."""
         y = np.asarray(y)
+        if y.dtype.kind == "S":
+            y = np.char.decode(y, "utf-8", "backslashreplace")
+        if y.dtype.kind == "U" and self.class_names is not None:
+            unknown = y[~np.isin(y, self.class_names)]
+            if unknown.size:
+                names = ", ".join(self.class_names)
+                raise InputError(f"y={unknown.flat[0]}: the classes of the run are {names}")
+            y = np.searchsorted(self.class_names, y)
         if y.shape != (samples,) or y.dtype.kind not in "buif" or not np.all(y == np.floor(y)):
             raise InputError(
-                f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) class numbers;"
-                " text labels were numbered in sorted order"
+                f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) class numbers"
             )
         if y.min() < 0 or y.max() >= self.num_classes:
             wrong = y[(y < 0) | (y >= self.num_classes)][0]
@@ -161,7 +169,10 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
     _check_fit(run_dir, task, final.models)
     table, assignments = read_clients(run_dir), read_assignments(run_dir)
-    return LoadedRun(settings, summary, rows, table, assignments, final, best, task, shape, classes)
+    names = tuple(facts["class_names"]) if "class_names" in facts else None
+    return LoadedRun(
+        settings, summary, rows, table, assignments, final, best, task, shape, classes, names
+    )
 
 
 def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:

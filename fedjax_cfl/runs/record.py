@@ -111,7 +111,12 @@ def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: Federate
     """Saves the models of the last round in final/, with what `load_run` needs to use
     them. Raises RunError where they cannot be written.
     """
-    facts = {"sample_shape": list(data.x.shape[1:]), "num_classes": data.num_classes}
+    facts: dict[str, Any] = {
+        "sample_shape": list(data.x.shape[1:]),
+        "num_classes": data.num_classes,
+    }
+    if data.class_names is not None:
+        facts["class_names"] = list(data.class_names)
     models = copy_models(algorithm, state)
     try:
         checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)

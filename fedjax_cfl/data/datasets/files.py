@@ -111,10 +111,10 @@ def _map_array(path: Path) -> np.ndarray:
 
 def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
     """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
-    y = _number_labels(path, arrays["y"], num_classes)
+    y, class_names = _number_labels(path, arrays["y"], num_classes)
     test = _test_mask(path, arrays["split"], y) if "split" in arrays else None
     pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
-    pool = pool._replace(time=arrays.get("time"))
+    pool = pool._replace(time=arrays.get("time"), class_names=class_names)
     if "client" not in arrays:
         if "concept" in arrays:
             raise InputError(f"{path}: concept is there without client, expected both or neither")
@@ -136,9 +136,11 @@ def _count_classes(path: str, num_classes: int | None) -> int:
     return num_classes or 0
 
 
-def _number_labels(path: str, y: np.ndarray, num_classes: int | None) -> np.ndarray:
-    """Returns class numbers [N]. Raises InputError, with the remedy, for labels in a form
-    that is common but not ours.
+def _number_labels(
+    path: str, y: np.ndarray, num_classes: int | None
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Returns class numbers [N] and the names of the classes, None for numbers. Raises
+    InputError, with the remedy, for labels in a form that is common but not ours.
     """
     if y.ndim == 2 and y.shape[1] > 1:
         raise InputError(
@@ -148,7 +150,10 @@ def _number_labels(path: str, y: np.ndarray, num_classes: int | None) -> np.ndar
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
     if y.dtype.kind in "US":
-        return np.unique(y, return_inverse=True)[1]
+        if y.dtype.kind == "S":
+            y = np.char.decode(y, "utf-8", "backslashreplace")
+        names, y = np.unique(y, return_inverse=True)
+        return y, tuple(names.tolist())
     if num_classes is None and y.dtype.kind in "iuf" and y.size and y.min() == 1:
         last = y.max()
         if np.array_equal(np.unique(y), np.arange(1, last + 1)):
@@ -156,7 +161,7 @@ def _number_labels(path: str, y: np.ndarray, num_classes: int | None) -> np.ndar
                 f"{path}: y is 1 .. {last:g} and never 0, expected class numbers from 0 on: store"
                 f" y - 1, or set num_classes={last + 1:g} if class 0 has no samples here"
             )
-    return y
+    return y, None
 
 
 def _number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
