@@ -93,6 +93,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
         },
         "rounds_to_target": None if target is None else rounds_to(rows, target),
         "units": sum(sent) if sent else None,
+        "sim_time_s": last.get("sim_time_s") or None,  # 0: no clock
         "wall_s": last.get("wall_s"),
     }
 

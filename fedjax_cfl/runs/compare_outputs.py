@@ -40,6 +40,7 @@ MEASURES = {
     "accuracy_gain": ("gain %", 100, 2),
     "speedup": ("speed-up", 1, 2),
     "units": ("models down + up", 1, 0),
+    "sim_time_s": ("simulated s", 1, 1),
     "wall_s": ("wall s", 1, 1),
 }
 
