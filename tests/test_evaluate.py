@@ -16,6 +16,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.data.federated import train_label_counts
+from fedjax_cfl.errors import RunError
 from fedjax_cfl.round import client_models, select
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
@@ -24,6 +25,7 @@ from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.simulation.rows import discards_accuracy
@@ -203,6 +205,16 @@ def test_discard_rule(toy, linear, local, rule, hidden):
     )
     assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
+
+
+def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
+    def choose(key, state, data, cohort):
+        return jnp.where(cohort.ids == 5, 3, 0), make_report()
+
+    hooks = Hooks(sgd(linear, local), random_groups(linear, 3), assign=choose)
+    algorithm = federated(linear, local, select.rr_then_random(5), hooks)
+    with pytest.raises(RunError, match=r"round 2: client 5 is in group 3; the method has 3, .*"):
+        cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
 
 
 def test_a_round_in_which_nobody_is_online_discards_nothing():

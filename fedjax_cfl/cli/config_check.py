@@ -39,6 +39,8 @@ def check_name(given: str, name: str, known: Collection[str], removed: bool = Fa
         ):
             raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
         return
+    if parent in known and not any(other.startswith(f"{parent}.") for other in known):
+        raise InputError(f"{given}: {parent}, as it is chosen, has no settings; see --help")
     siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
     namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
     hint = (

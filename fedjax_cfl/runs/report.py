@@ -59,6 +59,8 @@ def report(
     """
     if not Path(out).absolute().parent.is_dir():
         raise InputError(f"{out}: cannot be written, there is no such folder")
+    if Path(out).is_dir():
+        raise InputError(f"{out}: is a folder, expected a file to write")
     runs = [load_costs(path) for path in find_runs(list(paths))]
     groups = [
         compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))

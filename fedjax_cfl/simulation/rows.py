@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.errors import NonFiniteUpdate
+from fedjax_cfl.errors import NonFiniteUpdate, RunError
 from fedjax_cfl.round import traffic
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.simulation import evaluate
@@ -24,7 +24,8 @@ def make_row(
     """Returns a member's row of an evaluation, of what was `measured`: (rounds done,
     (traffic, clock_ms), (count, infos) of the blocks since the last one, `Program.test`'s).
 
-    Raises NonFiniteUpdate, as neither row nor checkpoint may lead past it.
+    Raises NonFiniteUpdate, as neither row nor checkpoint may lead past it, and RunError for a
+    client of a group that does not exist.
     """
     place, algorithm, state = program.places[member], program.algorithm, program.shapes[member][0]
     done, ledger, blocks, tested = measured
@@ -37,6 +38,7 @@ def make_row(
     raise_if_nonfinite(algorithm, state.groups, done, infos)
     index, table, counts, concept = tested
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
+    raise_if_unknown_group(done, index, num_models)
     found = evaluate.finalize(index, num_models, table, counts, concept)
     row = metrics_row(done, ledger, state.groups, infos, found, counters)
     if algorithm.clustered and discards_accuracy(
@@ -82,6 +84,16 @@ def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: A
         raise NonFiniteUpdate(
             f"round {done - len(culprits) + place + 1}: client {client} sent a"
             f" non-finite update of {layer}"
+        )
+
+
+def raise_if_unknown_group(done: int, index: np.ndarray, num_models: int) -> None:
+    """Raises RunError for the first client whose model number, `index` [K], there is not."""
+    unknown = np.flatnonzero(index >= num_models)
+    if unknown.size:
+        raise RunError(
+            f"round {done}: client {unknown[0]} is in group {index[unknown[0]]}; the method has"
+            f" {num_models}, and its hooks must name one of 0 to {num_models - 1}"
         )
 
 
