@@ -2,15 +2,15 @@
 section 3): how much more accurate it is in the end, and how much sooner it is as accurate.
 
 Accuracies are means over clients. The target is the baseline's accuracy in the end; it is
-reached once every later test reaches it, too. Tests whose accuracy does not count are left
-out: the clients that a clustered method has not met have no model yet.
+reached once every later test reaches it, too. Tests before all clients had a model are left out:
+those that a clustered method has met first may be the easy ones.
 """
 
 from pathlib import Path
 from typing import Any
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import tail_macro_accuracy
+from fedjax_cfl.runs.results import most_clients, tail_macro_accuracy
 
 RELATIVE = ("accuracy_gain", "speedup")  # measures that need a baseline
 
@@ -18,12 +18,13 @@ Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
 def time_to_keep(rows: Rows, target: float) -> float | None:
-    """Returns the simulated seconds, without a clock the rounds, after which every test counts
-    and has an accuracy of at least `target`; None if the last one has not.
+    """Returns the simulated seconds, without a clock the rounds, after which every test is of
+    all clients and has an accuracy of at least `target`; None if the last one has not.
     """
-    reached = None
+    reached, everybody = None, most_clients(rows)
     for row in reversed(rows):
-        if row.get("accuracy") is None or not row["macro_accuracy"] >= target:
+        whole = (row.get("evaluated_clients") or 0) == everybody
+        if not whole or not (row.get("macro_accuracy") or 0.0) >= target:
             break
         reached = row.get("sim_time_s") or row["round"]
     return reached

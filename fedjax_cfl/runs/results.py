@@ -259,12 +259,14 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tail_macro_accuracy(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
-    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one;
-    without those whose accuracy does not count.
-    """
+    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one."""
     count = max(1, round(share * len(rows)))
-    tail = [row for row in rows[-count:] if row.get("accuracy") is not None]
-    return _mean_of(row.get("macro_accuracy") for row in tail)
+    return _mean_of(row.get("macro_accuracy") for row in rows[-count:])
+
+
+def most_clients(rows: list[dict[str, Any]]) -> int:
+    """Returns how many clients had a model in the evaluation in which most of them did."""
+    return max((row.get("evaluated_clients") or 0 for row in rows), default=0)
 
 
 def _mean_of(values: Iterable[float | None]) -> float | None:
