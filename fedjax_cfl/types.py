@@ -226,13 +226,15 @@ class State(struct.PyTreeNode):
 
 
 class Info(struct.PyTreeNode):
-    """What a round reports; nothing of it is carried."""
+    """What a round reports; nothing of it is carried. Means over clients, of all or of a
+    group, are NaN where no update was used.
+    """
 
     loss: jax.Array  # [] mean training loss of the cohort, first local epoch, weighted by samples
     last_loss: jax.Array  # [] the same, last local epoch
     # [] mean L2 distance of the trained models from their own group's new model
     discrepancy: jax.Array
-    group_discrepancy: jax.Array  # [m], NaN for a group without participants
+    group_discrepancy: jax.Array  # [m]
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
     selected: jax.Array  # [] int32, clients selected
     clients: jax.Array  # [] int32, clients trained

@@ -61,7 +61,11 @@ def rules():
 def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
     for name, rule in rules.items():
         for value in (float("nan"), float("inf"), -1, True, "nonsense", [], ""):
-            allowed = {"run_dir": (-1, "nonsense"), "algorithm.prior_mean": (-1,)}
+            allowed = {
+                "run_dir": (-1, "nonsense"),
+                "algorithm.prior_mean": (-1,),
+                "model.module.hidden": ([],),  # no hidden layer
+            }
             if value not in allowed.get(name, ()):
                 assert not rule.holds(value), (name, value)
         assert rule.allowed
