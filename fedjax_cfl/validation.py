@@ -65,7 +65,8 @@ def whole(low: int, high: int | None = None) -> Rule:
             and low <= value <= (INT32_MAX if high is None else high)
         )
 
-    return Rule(f"a whole number {text}", holds, explain=_explain_int32)
+    rule = Rule(f"a whole number {text}", holds)
+    return rule._replace(explain=_explain_int32) if high is None else rule
 
 
 def number(text: str, inside: Callable[[float], bool]) -> Rule:

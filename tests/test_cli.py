@@ -69,6 +69,7 @@ REFUSED = {
     "local={lr:1,epochs:x,batch_size:3}": "local.epochs=x",
     # ranges
     "algorithm.m=0": "algorithm.m=0: >= 1",
+    "local.epochs=9999999999": "local.epochs=9999999999: from 1 to 100000",
     "algorithm.m=2147483648": "algorithm.m=2147483648: >= 1 2147483647",
     "algorithm=cfl algorithm.warm_up=99999999999": "algorithm.warm_up=99999999999: >= 0 int32",
     "algorithm=md_icfl algorithm.samples=99999999": "samples=99999999: from 1 to 10000000",

@@ -162,7 +162,7 @@ def test_rounds_without_updates_have_no_losses(fedjax_cfl, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     lost = summary["nonfinite_clients"]
     assert status == 0 and lost and summary["client_updates"] == 0
-    assert f"{lost} updates were not finite and were left out, besides 0 that were used" in out
+    assert f"{lost} updates were not finite and were left out; 0 were used in all" in out
     names = ("train_loss", "train_loss_last", "discrepancy", "dissimilarity")
     assert [row[name] for row in rows(tmp_path / "run") for name in names] == [None] * 8
 

@@ -140,9 +140,11 @@ def print_summary(
     console.print(final_table(format_summary(summary)))
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:
+        zeroed = config["faults"]["nonfinite"] == "zero"
         console.print(
-            f"{summary['nonfinite_clients']:,} updates were not finite and were left out, besides"
-            f" {summary['client_updates']:,} that were used"
+            f"{summary['nonfinite_clients']:,} updates were not finite and were "
+            + ("used, with 0 in those places" if zeroed else "left out")
+            + f"; {summary['client_updates']:,} were used in all"
             + ("" if config["faults"]["nan"] else "; a smaller step size may help")
         )
     if summary["nonfinite_model_clients"]:
