@@ -17,7 +17,8 @@ goes on where the first stopped. Stages:
 A set-up runs in a process of its own for each precision (float32, and TF32 on a GPU), ours and a
 PyTorch loop on the same device, alternating; pfl and FedJAX (W1 to W3 with 20 clients, `versus_peers.py`)
 where they can be imported. A peer that cannot be is a line that says so. Samples are random, of the
-right shape: nothing is learned, and dropout is on where the published job has it. Share of the
+right shape: nothing is learned, and dropout is on where the published job has it (whole jobs with real
+images: published_jobs.py). Share of the
 roofline: matrix products of the gradients per second over the best product measured there, in the
 same precision.
 
@@ -76,9 +77,9 @@ def list_cells() -> dict[str, list]:
         ],
         "b": [
             Cell(
-                *("b", femnist, "femnist_cnn", 3400, "FEMNIST", 10, 1500, 20, 1, 0.1),
-                published="FLUTE 502 s",
-                goal="60 s for 1,500 rounds",
+                *("b", femnist, "femnist_cnn", 3400, "FEMNIST", 10, 800, 20, 1, 0.1),
+                published="FLUTE 502 s for 800 rounds, four processes, unnamed card",
+                goal="32 s for 800 rounds",
             )
         ],
         "f": [
@@ -97,7 +98,7 @@ def list_cells() -> dict[str, list]:
             Cell(
                 *("d", "CIFAR-100, ResNet-18-GN, 100 samples a client, B=20", "resnet18"),
                 *(500, "100 each", 10, 4000, 20, 1, 0.1),
-                published="FLUTE 6,121 s",
+                published="FLUTE 6,121 s, four processes, unnamed card",
                 goal="65 client updates/s",
             )
         ],

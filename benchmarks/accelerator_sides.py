@@ -24,6 +24,7 @@ from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation import compilation, memory
 from fedjax_cfl.simulation.compiler import compiler_options
 from fedjax_cfl.simulation.rounds import Plan, make_functions
+from fedjax_cfl.simulation.width import choose_width
 
 BLOCK, QUICK_BLOCK = 10, 1  # rounds in one program
 
@@ -48,11 +49,12 @@ def make_algorithm(cell: Cell, data: Any, mesh: Any, width: int | None, table: n
     task = cfl.as_task(model.module, model.shape, model.classes, l2=0.0)
     settings = {
         "width": "auto",
+        "executor": "auto",
         "batch_size": cell.batch,
         "epochs": cell.epochs,
         "first_layer": "auto",
     }
-    width = width or memory.choose_width(settings, task, data, mesh)
+    width = width or choose_width(settings, task, data, mesh, cell.cohort)
     local = cfl.Local(cell.lr, cell.epochs, cell.batch, width, mesh)
     chosen = cfl.select.from_table(table)
     if cell.method == "flexcfl":

@@ -3,9 +3,9 @@
 A MODEL OF A ROUND, NO MEASUREMENT: no TPU has run any of it. FedAvg's local training on 4 to 256
 chips of TPU v5e, for cohorts of 1,000 to 100,000 clients. It adds up
 
-- steps: each chip trains its clients side by side, in the stages of fewer and fewer lanes of
-  `round/ragged_loop.py`; clients are dealt over the chips as `round/cohort.py` deals them, with
-  the sizes of real clients, so that a chip is as slow as its longest client;
+- steps: each chip trains its clients in the lanes of `round/lanes.py`, as many as cost least for
+  that round; clients are dealt over the chips as `round/cohort.py` deals them, with the sizes of
+  real clients, so that a chip is as slow as its longest client;
 - a step of w lanes: the most of the TPU compiler's own estimate of cycles, of its count of
   operations over the peak and of its count of bytes over the memory's bandwidth, from
   programs compiled for a v5e without one; in between and beyond, a straight line. Optimistic: what fetches samples, and the loop
@@ -31,8 +31,7 @@ import numpy as np
 from program import make_parser
 from workloads import sizes
 
-from fedjax_cfl.round.local import MAX_WIDTH
-from fedjax_cfl.round.ragged_loop import stage_widths
+from fedjax_cfl.simulation.width import count_lane_steps
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 CHIPS = tuple(2**power for power in range(2, 9))
@@ -172,16 +171,17 @@ def deal(held: np.ndarray, chips: int) -> np.ndarray:
     return rows.T
 
 
-def chip_seconds(steps: np.ndarray, width: int, measured) -> float:
-    """Returns the seconds of one chip whose clients take `steps`, longest first."""
-    total = 0.0
-    for first in range(0, steps.size, width):
-        chunk = np.append(steps[first : first + width], 0)
-        lanes, done = stage_widths(chunk.size - 1), 0
-        for now, after in pairwise([*lanes, 0]):
-            total += (chunk[after] - done) * float(step_seconds(measured, np.array(now)))
-            done = chunk[after]
-    return total
+def chip_seconds(steps: np.ndarray, most: int, measured) -> float:
+    """Returns the seconds of one chip whose clients take `steps`, longest first, in the number of
+    lanes, `most` of them at most, that takes least.
+    """
+    own = tuple(steps[steps > 0].tolist())
+    tried = {min(round(1.2**n), most, max(len(own), 1)) for n in range(60)}
+    seconds = [
+        count_lane_steps(own, lanes) * float(step_seconds(measured, np.array(lanes)))
+        for lanes in tried
+    ]
+    return min(seconds)
 
 
 class Round(NamedTuple):
@@ -199,8 +199,8 @@ class Round(NamedTuple):
 
 def model_round(job: Job, held: np.ndarray, chips: int, measured, chip: Chip = V5E) -> Round:
     """Returns the model of a round of clients with `held` samples."""
-    width = max(1, min(MAX_WIDTH, int(chip.memory / 2 / job.lane_bytes)))
-    each = [chip_seconds(job.steps(own), width, measured) for own in deal(held, chips)]
+    most = max(1, int(chip.memory / 2 / job.lane_bytes))
+    each = [chip_seconds(job.steps(own), most, measured) for own in deal(held, chips)]
     size = 4 * job.parameters
     reduce = 2 * (chips - 1) / chips * size / chip.link + 2 * np.sqrt(chips) * chip.hop
     floor = job.steps(held).max() * float(measured[1][0])

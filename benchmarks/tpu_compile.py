@@ -13,6 +13,7 @@ which needs the GPU.
     python benchmarks/tpu_compile.py --topologies h100:1 h100:8 --methods fedavg
     python benchmarks/tpu_compile.py --drift none swap_all --workload mnist_mlp
     python benchmarks/tpu_compile.py --grid --methods flexcfl      two seeds by two settings as one program
+    python benchmarks/tpu_compile.py --cost ...                    CPU seconds, loops, kernels of a step: compile_cost.py
     python benchmarks/tpu_compile.py --quick                       one method, no file
 
 Every program is a line of results/tpu_compile/programs.csv as soon as it is compiled; what
@@ -32,6 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import compile_cost
 import device_targets  # before JAX
 import hlo
 import jax
@@ -65,11 +67,19 @@ class Workload(NamedTuple):
     settings: tuple[str, ...]
 
 
+CNN = "model.module._target_=accelerator_models.SmallCNN"
 # Sizes that are found again in a program's arrays: no two products of them are equal.
 WORKLOADS = {
     "small": Workload((8, 8), 10, 4, 3, (23, 6), 2_785, ("model=mlp", "model.module.hidden=[37]")),
     "mnist_mlp": Workload((28, 28), 10, 16, 10, (60, 10), 101_770, ("model=mlp",)),
     "femnist_cnn": Workload((28, 28, 1), 62, 16, 10, (200, 25), 6_603_710, ("model=leaf_cnn",)),
+    # (c) and (d) of accelerator.py
+    "small_cnn": Workload(
+        (28, 28, 1), 62, 16, 3, (150, 25), 1_206_590, ("model=leaf_cnn", CNN, "local.batch_size=20")
+    ),
+    "resnet18": Workload(
+        (32, 32, 3), 100, 10, 5, (100, 10), 11_220_132, ("model=resnet18", "local.batch_size=20")
+    ),
 }
 UPDATES = {name: 4 * work.parameters * work.per_device for name, work in WORKLOADS.items()}
 SETTINGS = ("dataset=npz", "partition=by_user", "rounds=10", "dataset.alpha=3", "local.epochs=2")
@@ -103,9 +113,14 @@ def write_samples(work: Workload, devices: int, path: Path) -> int:
     return cohort
 
 
-def describe(setting: Setting, folder: Path, devices: int) -> list[str]:
-    """Returns the overrides of a setting, whose samples it writes into `folder` once."""
+def describe(
+    setting: Setting, folder: Path, devices: int, per_device: int | None = None
+) -> list[str]:
+    """Returns the overrides of a setting, whose samples it writes into `folder` once; with
+    `per_device` clients of a round on each device, if not the workload's.
+    """
     work = WORKLOADS[setting.workload]
+    work = work._replace(per_device=per_device or work.per_device)
     path = folder / f"{setting.workload}-{devices}.npz"
     cohort = devices * work.per_device if path.exists() else write_samples(work, devices, path)
     return [
@@ -135,8 +150,9 @@ class Lowered(NamedTuple):
 def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lowered:
     """Traces the programs of a setting for a mesh that may be a topology's."""
     config = build.resolve_settings(overrides)
-    algorithm, task, data, drift, _ = build.build(config)
-    data = replicated_shapes(bound_client_samples(data, drift), mesh)
+    algorithm, task, real, drift, _ = build.build(config)
+    real = bound_client_samples(real, drift)
+    data = replicated_shapes(real, mesh)
     plan, feed = Plan(config["rounds"]), DeviceFeed(data, config["rounds"], 1)
     key = replicated_shapes(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     if setting.grid:
@@ -144,14 +160,14 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         values = {"local.lr": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=key.sharding)}
 
         def member(values):
-            own = build.build_algorithm(config, task, data, mesh, values, vmap_runs=True)
+            own = build.build_algorithm(config, task, real, mesh, values, vmap_runs=True)
             return own, drift
 
         functions = vectorize.member_functions(member, task, mesh, plan)
         lift, given = vectorize.make_lift(2, False), (values, keys)
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
-        values, make = build.find_inputs(config, task, data, mesh)
+        values, make = build.find_inputs(config, task, real, mesh)
         functions = make_functions(make, task, mesh, plan, feed.length, feed.streamed)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
@@ -209,7 +225,8 @@ def compile_setting(
     with device_targets.act_as_device(
         mesh, device_targets.CHIP_BYTES[setting.topology.partition(":")[0]]
     ):
-        assert compiler_options(mesh) == {}, "options of CPU compilers given to a TPU's"
+        options = compiler_options(mesh)
+        assert "xla_cpu_use_fusion_emitters" not in options, "options of CPU compilers"
         state, began = None, time.perf_counter()
         traced = lower(setting, describe(setting, folder, mesh.size), mesh)
         for name, program in traced.programs:
@@ -223,7 +240,7 @@ def compile_setting(
                 row["same_as"] = known[row["fingerprint"]]
             else:
                 cpu, began = time.process_time(), time.perf_counter()
-                compiled = program.compile()
+                compiled = program.compile(options)
                 row["compile_s"] = round(time.perf_counter() - began, 1)
                 row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
                 row |= inspect(compiled, traced, state)
@@ -283,6 +300,11 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="two seeds by two step sizes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after these")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--cost", action="store_true", help="what compiling costs, see compile_cost.py"
+    )
+    parser.add_argument("--cohort", type=int, help="clients of a round on each device, with --cost")
+    parser.add_argument("--label", default="", help="of the lines, with --cost")
     parser.add_argument("--dump", type=Path, help="a folder for the compiled programs' text")
     parser.add_argument("--quick", action="store_true", help="FedAvg for v5e:2x2, no file")
     given = parser.parse_args()
@@ -304,6 +326,11 @@ def main() -> None:
         for drift in given.drift
         for method in given.methods
     ]
+    if given.cost:
+        with tempfile.TemporaryDirectory() as folder:
+            for setting in settings:
+                compile_cost.measure_setting(setting, lower, describe, Path(folder), given)
+        return
     compile_all(settings, given.results / "programs.csv", given.minutes, given.dump)
     if (given.results / "programs.csv").exists():
         write_markdown(given.results / "programs.csv", UPDATES)

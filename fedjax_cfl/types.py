@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 
 Key = jax.Array
 Params = Any  # a pytree of float arrays
@@ -29,9 +30,9 @@ class FirstLayer(NamedTuple):
     l2: float  # weight of its kernel's squared norm in the loss
     # (x [B, ...]) -> [B, F], what the kernel is multiplied with
     inputs: Callable[..., jax.Array]
-    # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without the kernel's
-    # L2 term
+    # (params without the kernel, inputs @ kernel [B, H], y [B], key) -> [B], without L2
     loss: Callable[..., jax.Array]
+    penalty: Callable[[Params], ArrayLike]  # (params without the kernel) -> [], their L2
 
 
 class Task(NamedTuple):
@@ -47,6 +48,10 @@ class Task(NamedTuple):
     loss: Callable[..., jax.Array]
     # (params, x [B, ...], owner [B] = None) -> [B, C] logits, no dropout
     predict: Callable[..., jax.Array]
+    # `loss` without its part that depends on the model alone, and that part: (params) -> []. None:
+    # there is none
+    sample_loss: Callable[..., jax.Array] | None = None
+    penalty: Callable[[Params], ArrayLike] | None = None
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
 
 

@@ -155,6 +155,27 @@ def matrix(tree):
     )
 
 
+def shuffled(words, count, epoch):
+    """Returns the order [count] of a pass by swap-or-not, in Python's whole numbers: the twin of
+    `round.shuffle.permute`.
+    """
+
+    def mix(x):
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    first, second = (int(word) for word in np.asarray(words))
+    order = list(range(count))
+    for number in range(16):
+        seed = mix((first + epoch * 0x9E3779B9 + number * 0x7FEB352D) % 2**32)
+        for place, x in enumerate(order):
+            partner = (seed % count - x) % count
+            bits = mix(max(x, partner) * 0x9E3779B9 % 2**32 ^ (seed + second) % 2**32)
+            order[place] = partner if bits % 2 else x
+    return np.array(order, int)
+
+
 @pytest.fixture
 def fedjax_cfl(tmp_path, monkeypatch, capsys):
     """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current

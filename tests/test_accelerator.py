@@ -86,7 +86,7 @@ def test_a_peer_that_is_not_installed_is_a_line_that_says_so(monkeypatch):
 @pytest.mark.parametrize("count, chips", [(37, 4), (8, 8), (5, 8)])
 def test_the_model_deals_clients_as_a_round_does(count, chips):
     held = np.random.RandomState(0).permutation(500)[:count]
-    cohort = balance_over_devices(jnp.arange(count), jnp.asarray(held, float), count, chips, 64)
+    cohort = balance_over_devices(jnp.arange(count), jnp.asarray(held, float), count, chips, True)
     slots = np.append(held, 0)[np.asarray(cohort.ids)].reshape(chips, -1)
     np.testing.assert_array_equal(pod_model.deal(held, chips), slots)
 
@@ -94,7 +94,9 @@ def test_the_model_deals_clients_as_a_round_does(count, chips):
 def test_the_model_of_a_chip_adds_up_its_steps():
     measured = np.array([1, 4]), np.array([2.0, 8.0])
     assert pod_model.chip_seconds(np.array([5]), 8, measured) == 10.0
-    # five steps, of which three lanes take one, two another, and one the other three
-    assert pod_model.chip_seconds(np.array([5, 2, 1]), 8, measured) == 6.0 + 4.0 + 3 * 2.0
+    # two lanes take five steps; three as many, and one eight
+    assert pod_model.chip_seconds(np.array([5, 2, 1]), 8, measured) == 8 * 2.0
+    dear = np.array([1, 4]), np.array([2.0, 2.5])
+    assert pod_model.chip_seconds(np.array([5, 2, 1, 0]), 8, dear) == 5 * (2 + 0.5 / 3)
     assert pod_model.chip_seconds(np.array([5, 5]), 1, measured) == 20.0
     assert pod_model.step_seconds(measured, np.array(8)) == 16.0

@@ -22,7 +22,7 @@ from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.faults import guard_nonfinite
 from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.objective import cross_entropy, erm, penalty, proximal
+from fedjax_cfl.round.objective import cross_entropy, erm, proximal, pull_back
 from fedjax_cfl.round.select import full_participation
 from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.round.tree import squared_norms
@@ -132,7 +132,7 @@ def train_by_hand(start, x, y, steps, local, mu):
     def loss(weights, statistics):
         both = {"params": weights, "batch_stats": statistics}
         out, new = RUNNING.apply(both, x, mutable="batch_stats")
-        pull = penalty(mu, weights, drop_statistics(start))
+        pull = pull_back(mu, weights, drop_statistics(start))
         return cross_entropy(out, y).mean() + pull, new["batch_stats"]
 
     velocity = jax.tree.map(jnp.zeros_like, weights)
@@ -208,7 +208,7 @@ def test_no_feature_of_an_update_has_statistics_in_it(running):
         l1_norm,
         lambda tree: edc(gram(tree), 3),
         lambda tree: edc_randomized(KEY, tree, 3),
-        lambda tree: penalty(MU, tree, jax.tree.map(jnp.zeros_like, tree)),
+        lambda tree: pull_back(MU, tree, jax.tree.map(jnp.zeros_like, tree)),
         lambda tree: nearest_center(tree, updates),
     ):
         np.testing.assert_array_equal(measure(other), measure(updates))

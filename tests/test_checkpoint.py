@@ -314,7 +314,7 @@ def test_other_key_types_are_refused(tmp_path):
 
 
 def test_a_later_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 4)
+    monkeypatch.setattr(checkpoint, "FORMAT", 5)
     save(tmp_path, 1)
     monkeypatch.undo()
     assert "has format 4, this version reads 3" in refused(tmp_path, small(0), IDENTITY)

@@ -128,6 +128,8 @@ REFUSED = {
     "algorithm.detector=eq9": "algorithm.detector=eq9: tv, label_w1",
     "algorithm.pretrain=iters": "algorithm.pretrain=iters: iters:N",
     "discard=foo": "discard=foo: rounds, met, none",
+    "precision=tensorfloat32": "precision=tensorfloat32: CPUs always use float32",
+    "local.executor=fast": "local.executor=fast: auto, sequential, lanes or debug",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
     "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: one of all, digits",
     # the grammar

@@ -12,7 +12,7 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import dual_sgd
-from fedjax_cfl.round.cohort import bucket_sizes, over_clients
+from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import client_cost, sgd
@@ -177,16 +177,19 @@ def test_counts_operations():
 def test_compiles_few_sizes():
     task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
 
-    def sizes(wanted, capacity):
-        return dual_sgd.dual_sizes(
-            task, erm(task), wanted, bucket_sizes(capacity), 10, lambda size: size
-        )
+    def sizes(wanted, capacity, width=1):
+        local = cfl.Local(0.1, 1, 10, width, cfl.make_mesh(1), first_layer=wanted).resolve()
+        return dual_sgd.dual_sizes(task, erm(task), local, capacity, lambda size: size)
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
     assert sizes("auto", 20) == [32]
     assert sizes("dual", 1000) == [64, 128, 256, 512, 1024]
     assert sizes("dual", 250) == [64, 128, 256]
     assert sizes("direct", 250) == []
+    # lanes: one loop more at most, and only where it saves more than it costs
+    assert sizes("dual", 1000, 64) == [1024] and sizes("direct", 1000, 64) == []
+    assert sizes("auto", 250, 64) == [256] and sizes("auto", 250, 2) == []
+    assert sizes("auto", 2000, 64) == [] and sizes("auto", 2000, 500) == [512]
 
 
 def test_larger_clients_are_more_work():
@@ -206,7 +209,9 @@ def test_larger_clients_are_more_work():
 def test_models_without_a_dense_first_layer_train_directly(way):
     task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
     assert task.first_layer is None
-    assert dual_sgd.dual_sizes(task, erm(task), way, [16, 32], 10, lambda size: size) == []
+    for width in (1, 64):
+        local = cfl.Local(0.1, 1, 10, width, cfl.make_mesh(1), first_layer=way).resolve()
+        assert dual_sgd.dual_sizes(task, erm(task), local, 32, lambda size: size) == []
 
 
 def test_says_what_cannot_be():

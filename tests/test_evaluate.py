@@ -176,7 +176,7 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
 def idle(task, local, pick):
     """A clustered algorithm that only meets clients."""
 
-    def visit(client, bucket, data, shared, mine):
+    def visit(client, data, shared, mine):
         nothing = jnp.zeros(())
         return Upload(
             jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), shared[1]),

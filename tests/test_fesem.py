@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, spent
+from conftest import build, ledger, matrix, shuffled, spent
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -33,7 +33,6 @@ from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.keys import SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -93,7 +92,8 @@ def trained(key, w, mu, client, data, local):
     ]
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
     center = w
-    for row in np.asarray(random_permutations(words, len(held), 64, local.epochs))[:, : len(held)]:
+    for number in range(local.epochs):
+        row = shuffled(words, len(held), number)
         for first in range(0, len(held), local.batch_size):
             batch = held[row[first : first + local.batch_size]]
             w = w - local.lr * (gradient(w, x[batch], y[batch]) + mu * (w - center))
@@ -327,7 +327,7 @@ def test_pull_of_eq_8_by_hand():
     """mu_i = 2 lambda n / (K n_i), n = 40 samples of K = 4 clients."""
     data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
     cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
-    _, prepare = pull_by_size(SimpleNamespace(loss=None), 0.5)
+    _, prepare = pull_by_size(SimpleNamespace(loss=None, sample_loss=None, penalty=None), 0.5)
     work, _ = prepare(KEY, None, data, cohort, full_work(0 * cohort.ids))
     np.testing.assert_allclose(
         work.client_extra[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6

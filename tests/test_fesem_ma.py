@@ -42,6 +42,7 @@ from fedjax_cfl.models.zoo import (
     StackedLSTM,
 )
 from fedjax_cfl.round import select
+from fedjax_cfl.round.executor import just, run_one
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -168,8 +169,8 @@ def test_a_client_that_renames_its_units_does_not_matter():
     def update(model):
         upload = SimpleNamespace(delta=jax.tree.map(jnp.subtract, model, params))
         upload.replace = lambda delta: delta
-        visit = match_to_center(lambda *given: upload, layers)
-        return visit(0, 0, None, (KEY, groups), SimpleNamespace(group=1))
+        visit = match_to_center(lambda *given: just(upload), layers)
+        return run_one(visit(0, None, (KEY, groups), SimpleNamespace(group=1)))
 
     plain, renamed = (
         jax.jit(update)(model) for model in (trained, permute_hidden_units(layers, trained, orders))

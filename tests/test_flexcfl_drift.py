@@ -193,7 +193,7 @@ def test_a_client_trains_in_four_places(toy, linear, local):
         traced.append(1)
         return linear.loss(*arguments)
 
-    counted = linear._replace(loss=loss, first_layer=None)  # trained directly: one branch
+    counted = cfl.Task(linear.init, loss, linear.predict)  # trained directly: one branch
 
     def count(function, *arguments):
         traced.clear()

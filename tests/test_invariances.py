@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build
-from scipy.stats import chi2
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
@@ -26,7 +25,6 @@ from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.local import full_work
 from fedjax_cfl.round.sgd import gradient_step, sgd
-from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.simulation.choose_k import draw_clients
 from fedjax_cfl.simulation.vectorize import stack_data
 from fedjax_cfl.types import Cohort
@@ -305,81 +303,3 @@ def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     assert info.clients == count_to_int(info.steps) == 0
     assert jnp.isnan(info.loss) and jnp.isnan(info.discrepancy)
     assert jnp.isnan(info.group_discrepancy).all()
-
-
-PERMUTATIONS = jax.jit(random_permutations, static_argnums=(2, 3))
-
-
-def words(seed):
-    return jax.random.bits(jax.random.key(seed), (2,))
-
-
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33, 64])
-def test_every_pass_is_a_permutation_of_its_own(count):
-    rows = np.asarray(PERMUTATIONS(words(count), jnp.int32(count), 64, 20))
-    np.testing.assert_array_equal(
-        np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (20, 1))
-    )
-    if count >= 15:
-        assert len(np.unique(rows[:, :count], axis=0)) == 20
-
-
-def test_permutations_of_another_client_are_others():
-    one, other = (PERMUTATIONS(words(seed), jnp.int32(33), 64, 20) for seed in (0, 1))
-    assert (one[:, :33] != other[:, :33]).mean() > 0.9
-
-
-@pytest.mark.parametrize("size", [32, 128, 2**13])
-def test_permutations_do_not_depend_on_the_size(size):
-    expected = PERMUTATIONS(words(0), jnp.int32(27), 64, 4)[:, :27]
-    np.testing.assert_array_equal(PERMUTATIONS(words(0), jnp.int32(27), size, 4)[:, :27], expected)
-
-
-@pytest.mark.parametrize("count", [5, 300, 2**13])
-def test_long_permutations_agree_with_packed_ones(count):
-    packed, long = (
-        PERMUTATIONS(words(7), jnp.int32(count), size, 2)[:, :count] for size in (2**13, 2**14)
-    )
-    np.testing.assert_array_equal(long, packed)
-
-
-def test_a_long_permutation_is_one():
-    count = 2**13 + 1000
-    rows = np.asarray(PERMUTATIONS(words(7), jnp.int32(count), 2**14, 2))
-    np.testing.assert_array_equal(
-        np.sort(rows[:, :count], axis=1), np.tile(np.arange(count), (2, 1))
-    )
-    assert (rows[0, :count] != rows[1, :count]).mean() > 0.9
-
-
-def test_permutations_are_uniform():
-    """Pearson's chi-square over the 24 orders of 4 samples, 500 passes of 100 clients;
-    a fair draw fails one time in a thousand.
-    """
-    every = jax.vmap(
-        lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(4), 16, 500)[:, :4]
-    )
-    rows = np.asarray(every(jax.random.split(jax.random.key(0), 100))).reshape(-1, 4)
-    # whole orders, and the last two places alone
-    for factor in (
-        4 ** np.arange(4),
-        4 ** np.arange(4)[::-1] * [0, 0, 1, 1],
-    ):
-        _, seen = np.unique(rows @ factor, return_counts=True)
-        expected = len(rows) / len(seen)
-        assert len(seen) == (24 if factor.all() else 12)
-        assert np.sum((seen - expected) ** 2 / expected) < chi2.ppf(0.999, len(seen) - 1)
-
-
-def test_successive_passes_are_independent():
-    """The first sample of a pass says nothing about the first of the next: chi-square
-    over the 25 pairs.
-    """
-    every = jax.vmap(
-        lambda key: random_permutations(jax.random.bits(key, (2,)), jnp.int32(5), 16, 200)[:, 0]
-    )
-    first = np.asarray(every(jax.random.split(jax.random.key(1), 100)))
-    _, seen = np.unique(first[:, :-1] * 5 + first[:, 1:], return_counts=True)
-    expected = seen.sum() / 25
-    assert len(seen) == 25
-    assert np.sum((seen - expected) ** 2 / expected) < chi2.ppf(0.999, 24)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import shuffled
 
 import fedjax_cfl as cfl
 from fedjax_cfl.round.cohort import over_clients
@@ -14,7 +15,7 @@ from fedjax_cfl.round.local import Local, full_work, plan_steps
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.types import Cohort
 
-BATCH, STEPS, STRIDE = 10, 12, 64
+BATCH, STEPS = 10, 12
 
 
 def reference_stream(count):
@@ -33,12 +34,19 @@ def reference_stream(count):
 @pytest.mark.parametrize("count", [1, 3, 6, 9, 10, 22, 40])
 def test_stream_of_batches(count):
     local = Local(0.1, 1, BATCH, steps=STEPS, fill_batches=True)
-    plan = plan_steps(local, jnp.int32(count), jnp.float32(1.0), jnp.zeros(2, jnp.uint32))
+    words = jax.random.bits(jax.random.key(count), (2,))
+    plan = plan_steps(local, jnp.int32(count), jnp.float32(1.0), words)
     assert int(plan.steps) == STEPS
+    orders = [shuffled(words, count, number) for number in range(STEPS + 1)]
+    passes = local._replace(steps=None, epochs=STEPS).resolve()
+    table = plan.make_table(jnp.int32(count), passes, 40)
+    assert table is not None and plan.make_table(jnp.int32(count), local.resolve(), 40) is None
     for step, expected in enumerate(reference_stream(count)):
-        where, real = plan.locate_samples(jnp.int32(step), jnp.int32(count), STRIDE, local)
-        taken = [divmod(int(place), STRIDE) for place in np.asarray(where)[np.asarray(real)]]
-        assert taken == expected
+        for stored in (None, table):
+            drawn, real = plan.draw_samples(jnp.int32(step), jnp.int32(count), local, stored)
+            taken = np.asarray(drawn)[np.asarray(real)].tolist()
+            assert taken == [orders[epoch][place] for epoch, place in expected]
+            assert (0 <= drawn).all() and (drawn < count).all()
 
 
 @pytest.mark.parametrize(("width", "other"), [(1, "dual"), (4, "direct")])

@@ -6,9 +6,7 @@ import pytest
 from conftest import build
 
 import fedjax_cfl as cfl
-from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import local as rounds_local
 from fedjax_cfl.simulation import memory
 
 
@@ -49,41 +47,6 @@ def test_names_the_knob_of_the_largest_part(part, knob, local):
     planned = dict.fromkeys(("data", "models", "client_memory", "work"), 1) | {part: 2**60}
     with pytest.raises(InputError, match=knob):
         memory.check_memory(planned, local.mesh)
-
-
-def test_width_of_a_cpu_core_and_by_hand(mlp, toy, local):
-    chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
-    assert memory.choose_width(chosen, mlp, toy, local.mesh) == 1
-    assert memory.choose_width(chosen | {"width": 12}, mlp, toy, local.mesh) == 12
-
-
-def test_an_accelerator_trains_as_many_as_fit(mlp, toy, local, monkeypatch):
-    """Half of what the data leave; at least one, at most 4096; everybody where the
-    backend does not say.
-    """
-    chosen = {"width": "auto", "batch_size": 5, "epochs": 2, "first_layer": "auto"}
-    each, data = memory.client_bytes(chosen, mlp, toy), memory.tree_bytes(toy)
-    parameters = memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
-    # the largest client has 40 samples
-    assert 4 * parameters + 4 * 2 * 64 <= each < 20 * parameters + 4 * 2 * 64
-    for module in (sharding, rounds_local):
-        monkeypatch.setattr(module, "is_cpu", lambda mesh: False, raising=False)
-    for has, width in [
-        (data + 2 * 10 * each, 10),
-        (data + 2 * 10 * each - 1, 9),
-        (data, 1),
-        (2**50, 4096),
-        (None, 4096),
-    ]:
-        monkeypatch.setattr(memory, "available_bytes", lambda mesh, has=has: has)
-        assert memory.choose_width(chosen, mlp, toy, local.mesh) == width
-    assert memory.client_bytes(chosen | {"first_layer": "dual"}, mlp, toy) == each + 16 * 64**2
-    wide = local._replace(width=None).resolve()
-    assert (
-        wide.width == 4096
-        and wide.first_layer == "direct"
-        and local.resolve().first_layer == "auto"
-    )
 
 
 def test_keys_and_devices():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger
+from conftest import build, ledger, shuffled
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
@@ -25,7 +25,6 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start, make_report
 from fedjax_cfl.round.keys import ASSIGN, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.shuffle import random_permutations
 from fedjax_cfl.round.start import random_groups
 
 KEY = jax.random.key(2)
@@ -87,13 +86,10 @@ def samples(data, client):
 
 
 def passes(key, data, client, count):
-    """Returns `count` reshuffled passes over a client's samples: the package's draws."""
+    """Returns `count` reshuffled passes over a client's samples."""
     held = samples(data, client)
     words = jax.random.bits(jax.random.fold_in(key, client), (2,))
-    return [
-        held[row]
-        for row in np.asarray(random_permutations(words, len(held), 64, count))[:, : len(held)]
-    ]
+    return [held[shuffled(words, len(held), number)] for number in range(count)]
 
 
 def trained(model, data, batches, lr):
@@ -331,7 +327,7 @@ def visits(model, data, pick_ids, round, local):
         order, w, losses = batches_of(epochs, local.batch_size), model, []
         for batch in order if len(epochs[0]) else []:
             each = -np.log(probabilities(w, x[batch])[np.arange(len(batch)), y[batch]])
-            losses += list(each + L2 * np.sum(w.kernel**2))
+            losses += list(each + L2 * np.sum(model.kernel**2))  # as received
             w = w + -local.lr * gradient(w, x[batch], y[batch])
         first = np.mean(losses[: len(epochs[0])]) if losses else 0.0
         found[client] = Visit(w, len(epochs[0]), first, len(order) if losses else 0)

@@ -29,6 +29,7 @@ from fedjax_cfl.data.holdout import hold_out_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.executor import Program, then
 from fedjax_cfl.round.hooks import ClientFn, FinishFn, Hooks, Start, StartFn
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.sgd import sgd
@@ -133,17 +134,20 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
     mixture as well. The delta is relative to the group's model.
     """
 
-    def solve(train, client, bucket, data, shared, work: Work) -> Upload:
+    def solve(train, client, data, shared, work: Work) -> Program:
         mixture = work.client_extra
         from_mixture = work._replace(client_extra=mixture.model)
-        upload = train(client, bucket, data, shared, from_mixture)
-        delta = jax.tree.map(
-            lambda change, mixed, trained: mixed + change - trained,
-            upload.delta,
-            mixture.model,
-            mixture.trained,
-        )
-        return upload.replace(delta=delta, extra=mixture.replace(trained=()))
+
+        def send(upload: Upload) -> Upload:
+            delta = jax.tree.map(
+                lambda change, mixed, trained: mixed + change - trained,
+                upload.delta,
+                mixture.model,
+                mixture.trained,
+            )
+            return upload.replace(delta=delta, extra=mixture.replace(trained=()))
+
+        return then(train(client, data, shared, from_mixture), send)
 
     return Partial(solve, train_own_model(train))
 

@@ -15,6 +15,7 @@ from fedjax_cfl.data.holdout import take_held_out
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.cohort import client_range, over_clients, reads_in_place
+from fedjax_cfl.round.executor import then
 from fedjax_cfl.round.hooks import PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.traffic import make_traffic
@@ -146,7 +147,7 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
     """
     losses = training_loss(task)
 
-    def mix(client, bucket, data: FederatedData, everybody: Params, own):
+    def mix(client, data: FederatedData, everybody: Params, own):
         mixed, trained, others, peers = own
         last = data.num_clients - 1
         rows = jnp.concatenate([jnp.minimum(client, last)[None], peers])
@@ -157,21 +158,24 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
 
         choices = jax.tree.map(join, trained, others)
         tried = jax.tree.map(join, mixed, choices)
-        loss = losses(client, bucket, data, tried, ())
-        change = jax.tree.map(jnp.subtract, choices, mixed)
-        distance = norm(change)
-        gain = (loss[0] - loss[1:]) / jnp.where(distance > 0, distance, 1.0)
-        usable = (rows <= last) & (distance > 0) & jnp.isfinite(distance) & jnp.isfinite(gain)
-        gain = jnp.where(usable, gain, 0.0)
-        weight = jnp.maximum(gain, 0.0)
-        weight = weight / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
-        count, _ = client_range(client, data)
-        weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
 
-        def weigh(leaf):
-            counts = weight.reshape(-1, *[1] * (leaf.ndim - 1)) > 0  # 0 x inf would be NaN
-            return jnp.tensordot(weight, jnp.where(counts, leaf, 0.0), axes=1)
+        def end(loss):
+            change = jax.tree.map(jnp.subtract, choices, mixed)
+            distance = norm(change)
+            gain = (loss[0] - loss[1:]) / jnp.where(distance > 0, distance, 1.0)
+            usable = (rows <= last) & (distance > 0) & jnp.isfinite(distance) & jnp.isfinite(gain)
+            gain = jnp.where(usable, gain, 0.0)
+            weight = jnp.maximum(gain, 0.0)
+            weight = weight / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
+            count, _ = client_range(client, data)
+            weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
 
-        return jax.tree.map(lambda own, leaf: own + weigh(leaf), mixed, change), gain
+            def weigh(leaf):
+                counts = weight.reshape(-1, *[1] * (leaf.ndim - 1)) > 0  # 0 x inf would be NaN
+                return jnp.tensordot(weight, jnp.where(counts, leaf, 0.0), axes=1)
+
+            return jax.tree.map(lambda own, leaf: own + weigh(leaf), mixed, change), gain
+
+        return then(losses(client, data, tried, ()), end)
 
     return mix

@@ -59,6 +59,7 @@ from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.executor import then
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     AssignFn,
@@ -91,16 +92,18 @@ from fedjax_cfl.validation import BelowOne, NonNegativeFloat, PositiveInt, check
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
     """Reorders the hidden units of each trained model as those of the center it started from."""
 
-    def solve_and_match(solve, client, bucket, data, shared, work):
-        upload = solve(client, bucket, data, shared, work)
+    def solve_and_match(solve, client, data, shared, work):
         center = jax.tree.map(lambda leaf: leaf[work.group], shared[1])
-        orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
-        # Reordering is linear; done this way, an order that stays leaves the update as it was, bit
-        # for bit.
-        shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
-        return upload.replace(
-            delta=jax.tree.map(jnp.add, shift, permute_hidden_units(layers, upload.delta, orders))
-        )
+
+        def match(upload):
+            orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
+            # Reordering is linear; done this way, an order that stays leaves the update as it was,
+            # bit for bit.
+            shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
+            moved = permute_hidden_units(layers, upload.delta, orders)
+            return upload.replace(delta=jax.tree.map(jnp.add, shift, moved))
+
+        return then(solve(client, data, shared, work), match)
 
     return Partial(solve_and_match, solve)
 

@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.cohort import reads_in_place
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.executor import Program, then
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     ClientFn,
@@ -122,11 +123,13 @@ def send_own_model(mesh: Mesh | None) -> PrepareFn:
 def train_own_model(train: ClientFn) -> ClientFn:
     """Trains one client from the model in its `client_extra` instead of its group's."""
 
-    def solve(train, client, bucket, data, shared, work: Work) -> Upload:
+    def solve(train, client, data, shared, work: Work) -> Program:
         start = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
         alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
-        upload = train(client, bucket, data, (shared[0], start), alone)
-        return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
+        return then(
+            train(client, data, (shared[0], start), alone),
+            lambda upload: upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0)),
+        )
 
     return Partial(solve, train)
 

@@ -32,7 +32,7 @@ def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
     mini-batch, drawn with replacement; its `shared` is (key, models).
     """
 
-    def client_loss(client, bucket, data: FederatedData, shared, client_inputs):
+    def client_loss(client, data: FederatedData, shared, client_inputs):
         key, models = shared
         count, start = client_range(client, data)
         lots = jax.random.randint(

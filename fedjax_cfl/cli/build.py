@@ -26,7 +26,8 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.simulation import memory
+from fedjax_cfl.sharding import is_cpu
+from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compilation import Inputs
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
@@ -62,6 +63,7 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     # by default accelerators round inputs to TF32 or bfloat16
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = cfl.make_mesh(config["devices"])
+    check_precision(config["precision"], mesh)
     pool, data = build_population(config)
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
@@ -76,6 +78,14 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     if share:
         check_rule(algorithm, data, jax.random.key(config["seed"]))
     return algorithm, task, data, drift, mesh
+
+
+def check_precision(precision: str, mesh: Mesh) -> None:
+    """Raises InputError where the devices cannot round matrix products so."""
+    if precision != "float32" and is_cpu(mesh):
+        raise InputError(
+            f"precision={precision}: CPUs always use float32; use float32, or an accelerator"
+        )
 
 
 def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
@@ -195,7 +205,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         local["epochs"],
         # more than anybody can have is a full batch, and memory is taken for B samples
         min(local["batch_size"], data.max_client_samples),
-        memory.choose_width(local, task, data, mesh),
+        width.choose_width(local, task, data, mesh, config["clients_per_round"]),
         mesh,
         cfl.Faults(**config["faults"]),
         local["first_layer"],
@@ -205,6 +215,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
         clock=clock,
         keep_received=config["test_on"] == "received",
+        executor=local["executor"],
     )
 
 

@@ -4,7 +4,6 @@ and what is there.
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -22,6 +21,7 @@ from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir,
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.runs.versions import find_version
 
 
 def registered_paths(name: str) -> tuple[str, ...]:
@@ -64,15 +64,8 @@ READ = (".json", ".json.gz", ".jpg")  # what is read of a folder
 Row = tuple[str, str, str, str]  # what, found, state (ok, note or missing), remedy
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> list[Row]:
-    own = _version("fedjax-cfl")
+    own = find_version("fedjax-cfl")
     rows = [("python", platform.python_version(), "ok", "")]
     rows.append(
         ("fedjax_cfl", own, "ok", "")
@@ -80,7 +73,7 @@ def _versions() -> list[Row]:
         else ("fedjax_cfl", "source tree, not installed", "note", "pip install .")
     )
     for package in ESSENTIAL:
-        version = _version(package)
+        version = find_version(package)
         rows.append(
             (package, version, "ok", "")
             if version

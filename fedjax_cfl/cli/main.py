@@ -5,7 +5,6 @@ What a run needs is imported only for a run: `--help` and `--version` answer wit
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from typing import Any
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.versions import find_version
 
 COMMANDS = {
     "compare": "fedjax_cfl.runs.compare",
@@ -48,7 +48,7 @@ def run_arguments(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         return run_command(*arguments)
     if arguments == ["--version"]:
-        print(f"fedjax-cfl {importlib.metadata.version('fedjax-cfl')}")
+        print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
     import hydra
 

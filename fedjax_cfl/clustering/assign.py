@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, over_clients
+from fedjax_cfl.round.executor import Loop
 from fedjax_cfl.round.hooks import AssignFn, make_report
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.pretrain import TrainFn
-from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import leaf_norms
 from fedjax_cfl.types import Cohort, FederatedData, Key, Report, State, Task
 
 
-def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]:
+def training_loss(task: Task, with_l2: bool = False) -> Callable[..., Loop]:
     """Returns a function of one client: the mean loss [m] of each model over the client's
     whole training set.
 
-    It is (client, bucket, data, models [m, ...], ()) -> [m], for `over_clients`. The loss
+    It is (client, data, models [m, ...], ()) -> [m], for `over_clients`. The loss
     is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
     code does (D10).
     """
@@ -37,7 +37,7 @@ def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]
             return task.loss(model, x, y, None, owner)
         return cross_entropy(task.predict(model, x, owner), y)
 
-    def client_loss(client, bucket, data: FederatedData, models, client_inputs):
+    def client_loss(client, data: FederatedData, models, client_inputs):
         count, start = client_range(client, data)
 
         def block(b, total):
@@ -49,9 +49,12 @@ def training_loss(task: Task, with_l2: bool = False) -> Callable[..., jax.Array]
             return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]
-        return ragged_fori_loop(
-            -(-count // SAMPLE_BLOCK), block, jnp.zeros(num_models)
-        ) / jnp.maximum(count, 1)
+        return Loop(
+            -(-count // SAMPLE_BLOCK),
+            jnp.zeros(num_models),
+            block,
+            lambda total: total / jnp.maximum(count, 1),
+        )
 
     return client_loss
 

@@ -25,9 +25,7 @@ def class_distances(task: Task, local: Local) -> CohortFn:
     [S, ...])). Differs from the paper: M distances are averaged and not added up.
     """
 
-    def client_distance(
-        client: jax.Array, bucket: jax.Array, data: FederatedData, shared: Any, own: Any
-    ) -> jax.Array:
+    def client_distance(client: jax.Array, data: FederatedData, shared: Any, own: Any) -> jax.Array:
         (models, samples, answers), (start, delta) = shared, own
         model = jax.tree.map(lambda group, change: group[start] + change, models, delta)
 

@@ -18,9 +18,9 @@ from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
+from fedjax_cfl.round.executor import Loop, then
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.objective import cross_entropy
-from fedjax_cfl.round.ragged_loop import ragged_fori_loop
 from fedjax_cfl.round.sgd import gradient_step
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.types import FederatedData, Key, Task, Traffic
@@ -87,7 +87,7 @@ def embedding(
     def make(task: Task, local: Local) -> Representation:
         local = local.resolve()
 
-        def client_mean(client, bucket, data, shared, work):
+        def client_mean(client, data, shared, work):
             count, start = client_range(client, data)
 
             def block(b, total):
@@ -98,7 +98,9 @@ def embedding(
                 )
 
             blocks = -(-count // SAMPLE_BLOCK)
-            return ragged_fori_loop(blocks, block, jnp.zeros(units)) / jnp.maximum(count, 1)
+            return Loop(
+                blocks, jnp.zeros(units), block, lambda total: total / jnp.maximum(count, 1)
+            )
 
         return Representation(
             init,
@@ -181,14 +183,16 @@ def gradient(
         local = local.resolve()
         solve = gradient_step(task, local)
 
-        def client_direction(client, bucket, data, shared, work):
-            upload = solve(client, bucket, data, (jax.random.key(0), shared), work)
-            flat = jnp.concatenate(
-                [leaf.reshape(-1) for leaf in jax.tree.leaves(drop_statistics(upload.delta))]
-            )
-            norm = jnp.sqrt(jnp.sum(jnp.square(flat)))
-            unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
-            return project(unit, length)
+        def client_direction(client, data, shared, work):
+            def direction(upload):
+                flat = jnp.concatenate(
+                    [leaf.reshape(-1) for leaf in jax.tree.leaves(drop_statistics(upload.delta))]
+                )
+                norm = jnp.sqrt(jnp.sum(jnp.square(flat)))
+                unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
+                return project(unit, length)
+
+            return then(solve(client, data, (jax.random.key(0), shared), work), direction)
 
         def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
             return of_clients(client_direction, local, shared, data, who)
@@ -248,7 +252,7 @@ def project(vector: jax.Array, length: int) -> jax.Array:
 
 
 def of_clients(
-    client_fn: Callable[..., jax.Array],
+    client_fn: Callable[..., Any],
     local: Local,
     shared: Any,
     data: FederatedData,

@@ -16,9 +16,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from fedjax_cfl.clustering.model_distance import predict_alone
+from fedjax_cfl.round.cohort import run_clients
+from fedjax_cfl.round.executor import Loop, Program, then
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.tree import leaf_norms
@@ -70,13 +71,16 @@ def no_memory(key: Key, models: Params, data: FederatedData) -> tuple:
     return ()
 
 
-def map_models(function: Callable[..., Any], local: Local, inputs: Any) -> Any:
-    """Applies a function of one model to `inputs` [m, ...]: one model after another on a CPU
-    core, side by side on an accelerator.
+def run_models(solve: Callable[[Any], Program], local: Local, inputs: Any) -> Any:
+    """Runs the loop solve(input of one model) of each of the `inputs` [m, ...], as the clients of
+    a cohort are run.
     """
     models = len(jax.tree.leaves(inputs)[0])
-    width = min(local.width or 1, models)
-    return lax.map(function, inputs, batch_size=width if width > 1 else None)
+
+    def solve_slot(slot):
+        return solve(jax.tree.map(lambda leaf: leaf[slot], inputs))
+
+    return run_clients(solve_slot, jnp.ones(models, bool), local)
 
 
 def draw_noise(samples: int, key: Key, models: Params, data: FederatedData) -> jax.Array:
@@ -125,11 +129,11 @@ def back_search(
                 update, moments = adam.update(jax.grad(objective)(x, model, label), moments)
                 return optax.apply_updates(x, update), moments
 
-            return lax.fori_loop(0, search_steps, step, (x, adam.init(x)))[0]
+            return Loop(search_steps, (x, adam.init(x)), step, lambda carry: carry[0])
 
         def block(models, inputs):
             noise, label = inputs  # [n, m, ...], [n, m]
-            found = map_models(search, local, (models, noise.swapaxes(0, 1), label.T))
+            found = run_models(search, local, (models, noise.swapaxes(0, 1), label.T))
             return found.swapaxes(0, 1)
 
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
@@ -190,8 +194,8 @@ class GeneratorTraining(NamedTuple):
 
     def train(
         self, module: Generator, key: Key, variables: Any, model: Params, num_classes: int
-    ) -> Any:
-        """Returns the variables after `steps` steps that minimise eq. 7."""
+    ) -> Loop:
+        """Returns the training of the variables, `steps` steps that minimise eq. 7."""
 
         def objective(params, statistics, noise, label):
             x, changed = module.apply(
@@ -218,8 +222,12 @@ class GeneratorTraining(NamedTuple):
 
         params, statistics = variables["params"], variables["batch_stats"]
         begun = params, statistics, self.adam.init(params)
-        params, statistics, _ = lax.fori_loop(0, self.steps, step, begun)
-        return {"params": params, "batch_stats": statistics}
+        return Loop(
+            self.steps,
+            begun,
+            step,
+            lambda carry: {"params": carry[0], "batch_stats": carry[1]},
+        )
 
     def draw(
         self, module: Generator, key: Key, variables: Any, labels: jax.Array, classes: int
@@ -264,8 +272,11 @@ def generator(
 
             def one(inputs):
                 keys, variables, model = inputs
-                variables = training.train(module, keys[0], variables, model, classes)
-                return training.draw(module, keys[1], variables, labels, classes), variables
+
+                def draw(variables):
+                    return training.draw(module, keys[1], variables, labels, classes), variables
+
+                return then(training.train(module, keys[0], variables, model, classes), draw)
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
@@ -274,7 +285,7 @@ def generator(
                 variables = keep_finite(memory, variables)
             rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
             inputs = jax.tree.map(lambda leaf: leaf[rows], (keys, variables, models))
-            run = over_devices(lambda _, own: map_models(one, local, own), _mesh(local))
+            run = over_devices(lambda _, own: run_models(one, local, own), _mesh(local))
             drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
             drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])
             return drawn, variables if warm_start else memory

@@ -54,5 +54,10 @@ def move_statistics(params: Params, old: Params, gradient: Params) -> Params:
     return {**params, STATISTICS: moved}
 
 
+def has_statistics(params: Params) -> bool:
+    """Returns whether a model has running statistics."""
+    return STATISTICS in _keys(params)
+
+
 def _keys(tree: Params) -> tuple:
     return tuple(tree) if isinstance(tree, dict) else ()

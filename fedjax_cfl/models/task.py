@@ -43,7 +43,7 @@ def as_task(
     first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
     logits = _logits_of(module)
 
-    def loss(
+    def sample_loss(
         params: Params,
         x: jax.Array,
         y: jax.Array,
@@ -51,32 +51,48 @@ def as_task(
         owner: jax.Array | None = None,
     ) -> jax.Array:
         out, pull = logits(params, x, key, owner)
-        each = _cross_entropy(out, y) if pull is None else _cross_entropy(out, y) + pull
-        return each + l2 * _squared_kernels(params, decayed) if decayed else each
+        return _cross_entropy(out, y) if pull is None else _cross_entropy(out, y) + pull
+
+    def loss(params: Params, *arguments: Any, **options: Any) -> jax.Array:
+        return sample_loss(params, *arguments, **options) + penalty(params)
 
     def predict(params: Params, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
         return logits(params, x, None, owner)[0]
 
-    task = Task(_init_of(module, sample_shape), loss, predict)
+    penalty = _l2_of(l2, decayed)
+    task = Task(_init_of(module, sample_shape), loss, predict, sample_loss, penalty)
+    if not decayed:
+        task = task._replace(loss=sample_loss, sample_loss=None, penalty=None)
     params = _check(task, type(module).__name__, sample_shape, num_classes, decayed, first)
     if not first or STATISTICS in params:  # nor of statistics
         return task
-    others = tuple(name for name in decayed if name != first)
+    layer = _describe_first_layer(first, params, sample_shape, l2, decayed, logits)
+    return task._replace(first_layer=layer)
 
-    def loss_from_first(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
+
+def _describe_first_layer(
+    first: str,
+    params: Params,
+    sample_shape: tuple[int, ...],
+    l2: float,
+    decayed: tuple[str, ...],
+    logits: Callable[..., tuple[jax.Array, jax.Array | None]],
+) -> FirstLayer:
+    """Returns what training in sample space needs of the dense layer `first`."""
+
+    def loss(params: Params, z: jax.Array, y: jax.Array, key: Key | None) -> jax.Array:
         x = jnp.zeros((z.shape[0], *sample_shape))
         with nn.intercept_methods(_give_output(first, params, z)):
             out, _ = logits(params, x, key, None)
-        return _cross_entropy(out, y) + l2 * _squared_kernels(params, others)
+        return _cross_entropy(out, y)
 
-    return task._replace(
-        first_layer=FirstLayer(
-            first,
-            params[first]["kernel"].shape,
-            l2 if first in decayed else 0.0,
-            lambda x: flatten(as_float(x)),
-            loss_from_first,
-        )
+    return FirstLayer(
+        first,
+        params[first]["kernel"].shape,
+        l2 if first in decayed else 0.0,
+        lambda x: flatten(as_float(x)),
+        loss,
+        _l2_of(l2, tuple(name for name in decayed if name != first)),
     )
 
 
@@ -151,9 +167,11 @@ def _cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * hot, axis=-1)
 
 
-def _squared_kernels(params: Params, names: tuple[str, ...]) -> jax.Array | float:
-    """Returns the sum of the squared kernels of some layers."""
-    return sum((jnp.sum(jnp.square(params[name]["kernel"])) for name in names), 0.0)
+def _l2_of(l2: float, names: tuple[str, ...]) -> Callable[[Params], jax.Array | float]:
+    """Returns f(params) -> l2 * sum(kernel^2) over these layers."""
+    return lambda params: (
+        l2 * sum((jnp.sum(jnp.square(params[name]["kernel"])) for name in names), 0.0)
+    )
 
 
 def _check(

@@ -1,11 +1,10 @@
-"""How the clients of a cohort train side by side, whatever their sizes, without padding
-anyone to the largest.
+"""How the clients of a cohort train, whatever their sizes, without padding anyone to the
+largest.
 
-A solver (`sgd`) is written for ONE client; `over_clients` adds the cohort axis, here and
-nowhere else. Chunks of up to `width` clients run one after another; within a chunk lanes
-end as their clients are done (`ragged_loop`). The width is 1 on a CPU core, where a
-client's weights stay in the cache, and as many as fit on an accelerator. Devices split
-the cohort.
+A solver (`sgd`) is written for ONE client and returns its loop (`executor`); `over_clients`
+adds the cohort axis, here and nowhere else. On a CPU core clients train one after another, each
+with its weights in the cache, on an accelerator side by side (`lanes`). Devices split the
+cohort.
 """
 
 from collections.abc import Callable
@@ -13,26 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from fedjax_cfl.round import executor, lanes
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.runs_as_one import CohortFn, over_clients_of_runs
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData
 
-MIN_BUCKET = 16  # samples in the smallest size bucket
 SAMPLE_BLOCK = 64  # samples in one step of a pass over a client's whole training set
-NO_CLIENT = jnp.iinfo(jnp.int32).max  # the id in an empty slot of a chunk
 
 CostFn = Callable[[jax.Array], jax.Array]  # samples [k] -> cost [k] of such clients, in any unit
-
-
-def bucket_sizes(capacity: int) -> list[int]:
-    """Returns the power-of-two bucket sizes up to the first that holds `capacity` samples."""
-    sizes = [MIN_BUCKET]
-    while sizes[-1] < capacity:
-        sizes.append(2 * sizes[-1])
-    return sizes
 
 
 def make_int_array(numbers: list[int]) -> jax.Array:
@@ -47,28 +36,24 @@ def over_clients(client_fn: Callable[..., Any], local: Local) -> CohortFn:
     """Turns `client_fn`, a function of one client, into a function of a whole cohort.
 
     `client_fn` is a `ClientFn`, or has its arguments with other `shared` values and
-    inputs: (client, bucket, data, shared, client_inputs) -> any pytree. `bucket` [] int32
-    is the number of the smallest size bucket that holds every client of the chunk. The
-    result does not depend on `width`, slots or devices, up to rounding. Where a grid maps
-    runs whose settings differ, `client_fn` must be a `Partial` of the values that differ.
+    inputs: (client, data, shared, client_inputs) -> a program (see `executor`), or the result
+    itself, any pytree. The result does not depend on the executor, its lanes, slots or devices,
+    up to rounding.
+    Where a grid maps runs whose settings differ, `client_fn` must be a `Partial` of the values
+    that differ.
     """
-    assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
-    width = local.width
+    local = local.resolve()
+    assert local.mesh is not None
     if local.vmap_runs:
-        return over_clients_of_runs(client_fn, local, in_chunks)
+        return over_clients_of_runs(client_fn, local, run_clients)
 
     def block(shared, client_inputs):
         (data, shared), (clients, own) = shared, client_inputs
-        held = jnp.where(
-            clients < data.num_clients,
-            data.train.size[jnp.minimum(clients, data.num_clients - 1)],
-            -1,
-        )
 
-        def one(client, bucket, own):
-            return client_fn(client, bucket, data, shared, own)
+        def solve(slot):
+            return client_fn(clients[slot], data, shared, jax.tree.map(lambda a: a[slot], own))
 
-        return in_chunks(one, held, clients, own, data.max_client_samples, width)
+        return run_clients(solve, clients < data.num_clients, local)
 
     mapped = over_devices(block, local.mesh)
 
@@ -76,6 +61,18 @@ def over_clients(client_fn: Callable[..., Any], local: Local) -> CohortFn:
         return mapped((data, shared), (cohort.ids, client_inputs))
 
     return run
+
+
+def run_clients(solve: Callable[[jax.Array], Any], real: jax.Array, local: Local) -> Any:
+    """Runs the programs solve(slot), see `executor`, of the slots of one device where `real` [S],
+    by the executor of `local`. Returns their results [S, ...], 0 in the other slots.
+    """
+    if local.executor == "debug":
+        return executor.run_debug(solve, real)
+    if local.executor == "sequential":
+        return executor.run_sequential(solve, real)
+    assert local.width is not None  # `Local.resolve` has settled it
+    return lanes.run_lanes(solve, real, local.width)
 
 
 def reads_in_place(local: Local) -> bool:
@@ -86,55 +83,6 @@ def reads_in_place(local: Local) -> bool:
     """
     assert local.mesh is not None  # `Local.resolve` has settled it
     return local.mesh.size == 1 and not local.vmap_runs
-
-
-def in_chunks(
-    one: Callable[..., Any],
-    held: jax.Array,
-    clients: jax.Array,
-    own: Any,
-    capacity: int,
-    width: int,
-) -> Any:
-    """Applies one(client, bucket, own) to the slots of one device, in chunks of up to
-    `width` clients of similar size, largest first.
-
-    `held` [S] are the training samples of the `clients` [S], -1 in an empty slot; `own`
-    [S, ...] are their inputs. Chunks of empty slots cost nothing and give 0.
-    """
-    slots = held.size
-    width = min(width, slots)
-    sizes = make_int_array(bucket_sizes(capacity))
-    order = jnp.pad(
-        jnp.argsort(-held).astype(jnp.int32), (0, -slots % width), constant_values=slots
-    ).reshape(-1, width)
-
-    @jax.jit  # traced once for its shapes and for the loop
-    def chunk(at):
-        bucket = jnp.searchsorted(sizes, held[at[0]], method="compare_all").astype(jnp.int32)
-        if width == 1:
-            return one(clients[at[0]], bucket, jax.tree.map(lambda a: a[at[0]], own))
-        client = clients.at[at].get(mode="fill", fill_value=NO_CLIENT)
-        return jax.vmap(one, in_axes=(0, None, 0))(
-            client, bucket, jax.tree.map(lambda a: a[jnp.minimum(at, slots - 1)], own)
-        )
-
-    def enter(whole, part, at):
-        return (
-            lax.dynamic_update_index_in_dim(whole, part, at[0], 0)
-            if width == 1
-            else whole.at[at].set(part, mode="drop")
-        )
-
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros((slots, *s.shape[width > 1 :]), s.dtype),
-        jax.eval_shape(chunk, order[0]),
-    )
-
-    def run_chunk(i, done):
-        return jax.tree.map(lambda whole, part: enter(whole, part, order[i]), done, chunk(order[i]))
-
-    return lax.fori_loop(0, -(-jnp.sum(held >= 0) // width), run_chunk, zeros)
 
 
 def cost_by_samples(held: jax.Array) -> jax.Array:
@@ -153,7 +101,7 @@ def make_cohort(
     load = jnp.where(
         ids < data.num_clients, cost(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0
     )
-    return balance_over_devices(ids, load, data.num_clients, local.mesh.size, local.width)
+    return balance_over_devices(ids, load, data.num_clients, local.mesh.size, local.width > 1)
 
 
 def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax.Array]:
@@ -169,12 +117,12 @@ def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax
 
 
 def balance_over_devices(
-    ids: jax.Array, load: jax.Array, num_clients: int, devices: int, width: int
+    ids: jax.Array, load: jax.Array, num_clients: int, devices: int, side_by_side: bool
 ) -> Cohort:
     """Distributes the selected clients over the queues of the devices, longest first.
 
     Args: `ids` [k] in order of selection; `load` [k] float, proportional to a client's
-    work, in any unit; `width` as in `Local`.
+    work, in any unit; `side_by_side`: a device has several lanes.
     Returns slots [S]: device d trains slots d * S / devices onwards. S >= k is static and
     a multiple of `devices`. Where clients train one at a time, each goes to the shortest
     queue, so that queues differ by one client at most; there are a few slots more than
@@ -185,7 +133,7 @@ def balance_over_devices(
     """
     even = -(-ids.size // devices)
     # slots in one queue
-    length = min(ids.size, even + 8) if devices > 1 and width == 1 else even
+    length = min(ids.size, even + 8) if devices > 1 and not side_by_side else even
     rank = jnp.argsort(-load, stable=True).astype(jnp.int32)
 
     def next_client(queues, cost):
@@ -195,7 +143,7 @@ def balance_over_devices(
             device
         ]
 
-    if width == 1 and devices > 1:
+    if devices > 1 and not side_by_side:
         empty = (jnp.zeros(devices), jnp.zeros(devices, jnp.int32))
         _, slot = jax.lax.scan(next_client, empty, load[rank])
     else:

@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.round.local import Local, StepPlan, take_rows
-from fedjax_cfl.round.objective import Objective, ObjectiveFn, penalty
-from fedjax_cfl.round.ragged_loop import ragged_fori_loop
-from fedjax_cfl.types import FirstLayer, Key, Params, Task
+from fedjax_cfl.data.federated import gather
+from fedjax_cfl.round import lanes
+from fedjax_cfl.round.executor import Loop
+from fedjax_cfl.round.local import Local, Training
+from fedjax_cfl.round.objective import Objective, ObjectiveFn, pull_back
+from fedjax_cfl.types import FederatedData, FirstLayer, Params, Task
 
 # samples: steps of a smaller size take as long, and every size is compiled by itself
 MIN_DUAL_SAMPLES = 64
@@ -36,7 +38,8 @@ def has_dual_form(task: Task, objective: ObjectiveFn) -> bool:
     return (
         task.first_layer is not None
         and isinstance(objective, Objective)
-        and objective.loss == task.loss
+        and objective.direction is None
+        and objective.loss == (task.sample_loss or task.loss)
     )
 
 
@@ -62,29 +65,73 @@ def is_dual_cheaper(size: int, features: int, hidden: int, batch: int, steps: in
     )
 
 
+def lane_seconds(size: int, features: int, hidden: int, batch: int, steps: int) -> float:
+    """Returns the seconds of a lane in a step in sample space, for a client of `size` samples
+    that takes `steps` steps; its G, Z and X^T D included.
+    """
+    moved = 4 * (size * hidden + batch * size + 3 * batch * hidden) / lanes.BYTES_PER_SECOND
+    computed = 2 * batch * size * hidden / lanes.OPERATIONS_PER_SECOND
+    fixed = count_fixed_operations(size, features, hidden) / lanes.OPERATIONS_PER_SECOND
+    return max(moved, computed) + fixed / max(steps, 1)
+
+
+def choose_lane_sizes(
+    local: Local, capacity: int, features: int, hidden: int, steps: Callable[[int], int]
+) -> list[int]:
+    """Returns the sizes, one at most, that clients of up to `capacity` samples train with in
+    sample space, in lanes.
+
+    All of them, if that saves a third of a step's time. Else those up to the largest size for
+    which it saves more in a step than the kernels of one: clients of two sizes are two loops, one
+    after the other. A lane's G is never more than four times the kernel.
+    """
+    width, batch = local.width or 1, local.batch_size
+    step = 5 * lanes.PRODUCT_SECONDS  # of a network with one hidden layer
+    direct = max(
+        3 * 4 * features * hidden / lanes.BYTES_PER_SECOND,
+        6 * batch * features * hidden / lanes.OPERATIONS_PER_SECOND,
+    )
+    sizes = bucket_sizes(capacity)
+    sizes = [size for size in sizes if size**2 <= 4 * features * hidden] or sizes[:1]
+    saved = {
+        size: width * (direct - lane_seconds(size, features, hidden, batch, steps(size)))
+        for size in sizes
+    }
+    if sizes[-1] >= capacity and saved[sizes[-1]] > 0.3 * (step + width * direct):
+        return sizes[-1:]
+    return [size for size in sizes if size < capacity and saved[size] > step][-1:]
+
+
 def dual_sizes(
-    task: Task,
-    objective: ObjectiveFn,
-    wanted: str,
-    buckets: list[int],
-    batch: int,
-    steps: Callable[[int], int],
+    task: Task, objective: ObjectiveFn, local: Local, capacity: int, steps: Callable[[int], int]
 ) -> list[int]:
     """Returns the sizes, ascending, that training in sample space is compiled for; larger
-    clients train directly.
+    clients, of `capacity` samples at most, train directly.
 
-    `wanted` is `Local.first_layer`; `steps(size)` is the most steps that a client of that
-    size takes.
+    `local` is resolved; `steps(size)` is the most steps that a client of that size takes.
     """
-    if wanted == "direct" or task.first_layer is None or not has_dual_form(task, objective):
+    if local.first_layer == "direct" or not has_dual_form(task, objective):
         return []
-    shape = task.first_layer.shape
+    assert task.first_layer is not None
+    shape, batch, sizes = task.first_layer.shape, local.batch_size, bucket_sizes(capacity)
+    if local.executor == "lanes":
+        if local.first_layer == "dual":
+            return sizes[-1:]
+        return choose_lane_sizes(local, capacity, *shape, steps)
     fitting = [
         size
-        for size in buckets
-        if wanted == "dual" or is_dual_cheaper(size, *shape, batch, steps(size))
+        for size in sizes
+        if local.first_layer == "dual" or is_dual_cheaper(size, *shape, batch, steps(size))
     ]
     return [size for size in fitting if size >= MIN_DUAL_SAMPLES] or fitting[-1:]
+
+
+def bucket_sizes(capacity: int) -> list[int]:
+    """Returns the powers of two from 16 up to the first that holds `capacity` samples."""
+    sizes = [16]
+    while sizes[-1] < capacity:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
 def dual_client_cost(
@@ -105,30 +152,17 @@ def dual_client_cost(
     return CLIENT_OVERHEAD + fixed[branch] + steps * (STEP_OVERHEAD + each[branch])
 
 
-class Samples(NamedTuple):
-    """One client's samples, up to n of them, and the order of its steps."""
-
-    x: jax.Array  # [n, ...]
-    y: jax.Array  # [n]
-    held: jax.Array  # [] int32, the number of real ones
-    order: jax.Array  # [passes * n], their positions, in the order of each pass
-
-
 class DualProblem(NamedTuple):
     """What the steps of one client read and do not change."""
 
     first: FirstLayer
-    objective: Objective
-    local: Local
-    samples: Samples
-    plan: StepPlan
-    client_extra: Any
-    key: Key  # folded with the step, for dropout
+    training: Training
+    y: jax.Array  # [n], the labels of its samples
+    table: jax.Array | None  # their order, see `StepPlan.make_table`
     gram: jax.Array  # [n, n], G = X X^T
     z_start: jax.Array  # [n, H], Z = X W_0
-    square: jax.Array  # [], ||W_0||^2
     rest: Params  # the received model without the kernel
-    mu: float | jax.Array  # weight of the proximal term, 0 if there is none
+    mu: float | jax.Array | None  # weight of the proximal term, None if there is none
     decay: float  # weight decay of the kernel in every step: twice the model's L2, and `Local`'s
 
 
@@ -140,7 +174,6 @@ class Velocity(NamedTuple):
     rest: Params
     scale: jax.Array
     rows: jax.Array  # [n, H]
-    products: tuple[jax.Array, ...]  # <u, u>, <u, V>, <u, W_0>
 
 
 class Position(NamedTuple):
@@ -149,54 +182,39 @@ class Position(NamedTuple):
     rest: Params
     scale: jax.Array
     rows: jax.Array  # [n, H]
-    products: tuple[jax.Array, ...]  # <V, V>, <V, W_0>
     velocity: Any  # a Velocity; () without momentum
-    losses: jax.Array  # [2], loss sums of the first and the last epoch
+    losses: tuple[jax.Array, jax.Array]  # sums of the first and the last epoch
 
 
 class Batch(NamedTuple):
     """One mini-batch and its gradient."""
 
     at: jax.Array  # [B] int32, positions of its samples
-    gram: jax.Array  # [B, n]
-    z_start: jax.Array  # [B, H]
-    change: jax.Array  # [B, H], X_b V
     grad: Params  # of the other parameters
     g: jax.Array  # [B, H], of the kernel's outputs; the kernel's gradient is X_b^T g
 
 
-def train_dual(
-    task: Task,
-    objective: Objective,
-    local: Local,
-    samples: Samples,
-    plan: StepPlan,
-    start: Params,
-    client_extra: Any,
-    key: Key,
-) -> tuple[Params, jax.Array]:
-    """Returns (trained - start, loss sums [2] of the first and the last epoch) of one
-    client.
+def dual_loop(task: Task, training: Training, data: FederatedData, size: int) -> Loop:
+    """Returns the SGD of one client in sample space, with the batches of `sgd.direct_loop`: for
+    up to `size` samples and a model with a dense first layer.
+
+    Its result is (trained - start, loss sums [2] of the first and the last epoch).
     """
     assert task.first_layer is not None
-    first = task.first_layer
+    first, start, local, plan = task.first_layer, training.start, training.local, training.plan
     kernel = start[first.name]["kernel"]
-    real = jnp.arange(samples.y.shape[0])[:, None] < samples.held
-    inputs = jnp.where(real, first.inputs(samples.x), 0.0)
-    mu = objective.weight(client_extra)
+    last = data.train.order.size - 1
+    x, y = gather(data, data.train.order[jnp.minimum(training.first + jnp.arange(size), last)])
+    inputs = jnp.where(jnp.arange(size)[:, None] < training.samples, first.inputs(x), 0.0)
     problem = DualProblem(
         first,
-        objective,
-        local,
-        samples,
-        plan,
-        client_extra,
-        key,
+        training,
+        y,
+        plan.make_table(training.samples, local, size),
         gram=jnp.matmul(inputs, inputs.T, precision=MATMUL_PRECISION),
         z_start=jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION),
-        square=jnp.sum(kernel**2),
         rest=drop_kernel(start, first.name),
-        mu=0.0 if mu is None else mu,
+        mu=training.objective.weight(training.client_extra),
         decay=2 * first.l2 + local.weight_decay,
     )
 
@@ -208,13 +226,15 @@ def train_dual(
     zero, still = jnp.zeros(()), jnp.zeros_like(problem.z_start)
     velocity = ()
     if local.momentum:
-        velocity = Velocity(jax.tree.map(jnp.zeros_like, problem.rest), zero, still, (zero,) * 3)
-    begin = Position(problem.rest, zero, still, (zero, zero), velocity, jnp.zeros(2))
-    end = ragged_fori_loop(plan.steps, step, begin)
-    delta = jax.tree.map(jnp.subtract, end.rest, problem.rest)
-    combined = jnp.matmul(inputs.T, end.rows, precision=MATMUL_PRECISION)
-    delta[first.name]["kernel"] = end.scale * kernel + combined
-    return delta, end.losses
+        velocity = Velocity(jax.tree.map(jnp.zeros_like, problem.rest), zero, still)
+
+    def end(position: Position) -> tuple[Params, jax.Array]:
+        delta = jax.tree.map(jnp.subtract, position.rest, problem.rest)
+        combined = jnp.matmul(inputs.T, position.rows, precision=MATMUL_PRECISION)
+        delta[first.name]["kernel"] = position.scale * kernel + combined
+        return delta, jnp.stack(position.losses)
+
+    return Loop(plan.steps, Position(problem.rest, zero, still, velocity, (zero, zero)), step, end)
 
 
 def drop_kernel(params: Params, name: str) -> Params:
@@ -226,82 +246,59 @@ def drop_kernel(params: Params, name: str) -> Params:
 
 def take_gradient(
     problem: DualProblem, t: jax.Array, position: Position
-) -> tuple[Batch, jax.Array]:
-    """Returns the mini-batch of step t with its gradient, and the loss sums [2] after it."""
-    samples, local, plan = problem.samples, problem.local, problem.plan
-    epoch, _ = plan.locate_batch(t, local.batch_size)
-    size = samples.y.shape[0]
-    places, real = plan.locate_samples(t, samples.held, size, local)
-    at = take_rows(samples.order, places, local)
-    gram_b, z_b = problem.gram[at], problem.z_start[at]
-    change = position.scale * z_b + gram_b @ position.rows
-    vv, vw = position.products
-    # the kernel's part of the objective of each sample
-    kernel_terms = problem.first.l2 * (problem.square + 2 * vw + vv) + 0.5 * problem.mu * vv
+) -> tuple[Batch, tuple[jax.Array, jax.Array]]:
+    """Returns the mini-batch of step t with its gradient, and the loss sums after it."""
+    training = problem.training
+    local, plan = training.local, training.plan
+    at, real = plan.draw_samples(t, training.samples, local, problem.table)
+    z = (1 + position.scale) * problem.z_start[at] + problem.gram[at] @ position.rows
 
     def batch_loss(rest, z):
-        each = problem.first.loss(rest, z, samples.y[at], jax.random.fold_in(problem.key, t))
-        if problem.objective.weight(problem.client_extra) is not None:
-            each = each + penalty(problem.mu, rest, problem.rest)
+        each = problem.first.loss(rest, z, problem.y[at], jax.random.fold_in(training.key, t))
         total = jnp.sum(jnp.where(real, each, 0.0))
-        return total / jnp.sum(real), total
+        mean = total / jnp.sum(real) + problem.first.penalty(rest)
+        if problem.mu is not None:
+            mean = mean + pull_back(problem.mu, rest, problem.rest)
+        return mean, total
 
     (_, total), (grad, g) = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)(
-        position.rest, z_b + change
+        position.rest, z
     )
     if local.weight_decay:
         grad = jax.tree.map(lambda d, p: d + local.weight_decay * p, grad, position.rest)
-    total = total + jnp.sum(real) * kernel_terms
-    losses = position.losses + total * jnp.stack([epoch == 0, epoch == plan.last_epoch])
-    return Batch(at, gram_b, z_b, change, grad, g), losses
+    return Batch(at, grad, g), plan.add_loss(t, position.losses, total)
+
+
+def pull_weight(problem: DualProblem) -> float | jax.Array:
+    """Returns the weight of the proximal term, 0 if there is none."""
+    return 0.0 if problem.mu is None else problem.mu
 
 
 def step_plainly(problem: DualProblem, position: Position, batch: Batch) -> Position:
     """Takes one step: V' = keep V - lr (decay W_0 + X_b^T g)."""
-    lr, decay, g = problem.local.lr, problem.decay, batch.g
-    rest, scale, rows, (vv, vw), *_ = position
+    lr, decay = problem.training.local.lr, problem.decay
+    rest, scale, rows, *_ = position
     rest = jax.tree.map(lambda p, d: p - lr * d, rest, batch.grad)
-    if problem.objective.weight(problem.client_extra) is not None or decay > 0:
-        keep = 1 - lr * (decay + problem.mu)
-        w = decay * problem.square + jnp.sum(batch.z_start * g)  # <W_0, decay W_0 + X_b^T g>
-        v = decay * vw + jnp.sum(batch.change * g)  # <V, decay W_0 + X_b^T g>
-        # ||decay W_0 + X_b^T g||^2
-        gg = decay * (w + jnp.sum(batch.z_start * g)) + jnp.sum((batch.gram[:, batch.at] @ g) * g)
-        vv, vw = keep**2 * vv - 2 * keep * lr * v + lr**2 * gg, keep * vw - lr * w
+    if problem.mu is not None or decay > 0:
+        keep = 1 - lr * (decay + pull_weight(problem))
         scale, rows = keep * scale - lr * decay, keep * rows
-    rows = rows.at[batch.at].add(-lr * g)
-    return position._replace(rest=rest, scale=scale, rows=rows, products=(vv, vw))
+    rows = rows.at[batch.at].add(-lr * batch.g)
+    return position._replace(rest=rest, scale=scale, rows=rows)
 
 
 def step_with_momentum(problem: DualProblem, position: Position, batch: Batch) -> Position:
     """Takes one step with momentum: V' = V - lr u', where u' = momentum u + decay W_0 +
     (decay + mu) V + A, and A = X_b^T g.
     """
-    lr, decay, g = problem.local.lr, problem.decay, batch.g
-    beta, pull = problem.local.momentum, problem.decay + problem.mu
-    rest, scale, rows, (vv, vw), velocity, _ = position
-    uu, uv, uw = velocity.products
-    au = jnp.sum((velocity.scale * batch.z_start + batch.gram @ velocity.rows) * g)
-    aw, av = jnp.sum(batch.z_start * g), jnp.sum(batch.change * g)
-    aa = jnp.sum((batch.gram[:, batch.at] @ g) * g)
-    # <u' - momentum u, .>
-    step_w = aw + decay * problem.square + pull * vw
-    step_v = av + decay * vw + pull * vv
-    step_u = au + decay * uw + pull * uv
-    step_step = (
-        aa
-        + decay * (decay * problem.square + 2 * aw)
-        + pull * (pull * vv + 2 * av + 2 * decay * vw)
-    )
-    uu = beta**2 * uu + 2 * beta * step_u + step_step
-    uv, uw = beta * uv + step_v, beta * uw + step_w
+    local, decay = problem.training.local, problem.decay
+    lr, beta, pull = local.lr, local.momentum, decay + pull_weight(problem)
+    rest, scale, rows, velocity, _ = position
     new = jax.tree.map(lambda u, d: beta * u + d, velocity.rest, batch.grad)
     scale_u = beta * velocity.scale + decay + pull * scale
-    rows_u = (beta * velocity.rows + pull * rows).at[batch.at].add(g)
+    rows_u = (beta * velocity.rows + pull * rows).at[batch.at].add(batch.g)
     return position._replace(
         rest=jax.tree.map(lambda p, u: p - lr * u, rest, new),
         scale=scale - lr * scale_u,
         rows=rows - lr * rows_u,
-        products=(vv - 2 * lr * uv + lr**2 * uu, vw - lr * uw),
-        velocity=Velocity(new, scale_u, rows_u, (uu, uv - lr * uu, uw)),
+        velocity=Velocity(new, scale_u, rows_u),
     )

@@ -6,13 +6,14 @@ round, whatever the algorithm, the chunks or the devices.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from fedjax_cfl.round.executor import as_program, then
 from fedjax_cfl.round.tree import leaf_norms, squared_norms
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
@@ -176,22 +177,23 @@ def inject_faults(
     return upload, FaultCounts(silent.sum(), bad.sum(), attackers.sum(), culprit)
 
 
-def with_faults(faults: Faults, solve: Callable[..., Upload]) -> Partial:
+def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
     """Returns a function of one client, as `solve`, that gives (Upload, FaultCounts).
 
     Faults are applied while the client's update is still in the cache. Its `shared` is
     (that of `solve`, (the key, the attackers [K] bool of `inject_faults`)).
     """
 
-    def solve_with_faults(solve, client, bucket, data, shared, client_inputs):
+    def solve_with_faults(solve, client, data, shared, client_inputs):
         own, (key, attackers) = shared
-        upload = jax.tree.map(
-            lambda leaf: leaf[None], solve(client, bucket, data, own, client_inputs)
-        )
-        upload, counts = inject_faults(
-            faults, key, Cohort(client[None], jnp.zeros(1, jnp.int32)), upload, attackers
-        )
-        return jax.tree.map(lambda leaf: leaf[0], upload), counts
+
+        def send(upload: Upload) -> tuple[Upload, FaultCounts]:
+            cohort = Cohort(client[None], jnp.zeros(1, jnp.int32))
+            each = jax.tree.map(lambda leaf: leaf[None], upload)
+            upload, counts = inject_faults(faults, key, cohort, each, attackers)
+            return jax.tree.map(lambda leaf: leaf[0], upload), counts
+
+        return then(as_program(solve(client, data, own, client_inputs)), send)
 
     return Partial(solve_with_faults, solve if isinstance(solve, Partial) else Partial(solve))
 

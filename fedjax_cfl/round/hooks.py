@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from fedjax_cfl.round.executor import Program
 from fedjax_cfl.round.faults import add_fault_counts, no_faults
 from fedjax_cfl.round.local import Work
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
@@ -72,16 +73,17 @@ class PrepareFn(Protocol):
 
 
 class ClientFn(Protocol):
-    """Trains ONE client from models [m, ...]; `over_clients` makes it train a cohort."""
+    """Returns the program that trains ONE client from models [m, ...], see `executor`; its result
+    is an Upload. `over_clients` makes it train a cohort.
+    """
 
     def __call__(
         self,
         client: jax.Array,  # [] int32
-        bucket: jax.Array,  # [] int32, the size class that holds all clients of its chunk
         data: FederatedData,
         shared: tuple[Key, Params],  # the round's key, the models [m, ...]
         work: Work,  # of this client, without the axis S
-    ) -> Upload: ...
+    ) -> Program: ...
 
 
 class RegroupFn(Protocol):

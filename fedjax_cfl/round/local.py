@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.faults import Faults
+from fedjax_cfl.round.shuffle import permute, write_table
 from fedjax_cfl.sharding import is_cpu, make_mesh
+from fedjax_cfl.types import Key, Params
 from fedjax_cfl.validation import (
     BelowOne,
     Epochs,
@@ -20,7 +23,7 @@ from fedjax_cfl.validation import (
     check_arguments,
 )
 
-MAX_WIDTH = 4096  # clients side by side, unless more are asked for
+LANES = 64  # of an accelerator, unless chosen for the data (`simulation.width`)
 
 Size = TypeVar("Size", int, jax.Array)
 
@@ -33,8 +36,7 @@ class Local(NamedTuple):
     lr: PositiveFloat | jax.Array  # step size
     epochs: Epochs  # E, passes over the client's samples
     batch_size: PositiveInt  # B; the short last batch is kept
-    # the most clients trained side by side on one device; None: 1 on a CPU, all of the device's
-    # share on an accelerator
+    # lanes: clients side by side on one device; None: 1 on a CPU, `LANES` on an accelerator
     width: PositiveInt | None = None
     mesh: jax.sharding.Mesh | None = None  # None: every device JAX shows
     faults: Faults = Faults()
@@ -56,20 +58,32 @@ class Local(NamedTuple):
     clock: Clock | None = None  # simulated time; None: none passes
     # True: the state keeps the model each client last received, and clients are tested on it
     keep_received: bool = False
+    # who runs the clients: sequential (one after another) | lanes (side by side) | debug (a Python
+    # loop, outside of `jit`) | auto (sequential with a width of 1)
+    executor: Literal["auto", "sequential", "lanes", "debug"] = "auto"
 
     def resolve(self) -> "Local":
-        """Returns the settings with mesh, width and first layer chosen for the machine.
+        """Returns the settings with mesh, executor and width chosen for the machine.
 
-        Side by side, sample space would be padded to the largest client, so that auto is
-        direct there. Raises InputError for a value that is not allowed.
+        Raises InputError for a value that is not allowed, and for two that contradict each other.
         """
         check_arguments(Local, self._asdict(), "local")
-        mesh = self.mesh or make_mesh()
-        width = self.width or (1 if is_cpu(mesh) else MAX_WIDTH)
+        mesh, executor = self.mesh or make_mesh(), self.executor
+        width = self.width or (1 if is_cpu(mesh) and executor != "lanes" else LANES)
+        if executor == "auto":
+            executor = "sequential" if width == 1 else "lanes"
+        if executor == "debug" and mesh.size > 1:
+            raise InputError(
+                f"local.executor=debug: needs one device, there are {mesh.size}; use"
+                " mesh=fedjax_cfl.make_mesh(1)"
+            )
+        if executor != "lanes" and (self.width or 1) > 1:
+            raise InputError(
+                f"local.width={self.width}: executor={executor} runs one client at a time; use"
+                " width=1, or executor=lanes"
+            )
         return self._replace(
-            mesh=mesh,
-            width=width,
-            first_layer="direct" if self.first_layer == "auto" and width > 1 else self.first_layer,
+            mesh=mesh, executor=executor, width=1 if executor != "lanes" else width
         )
 
     def lr_scale(self, round: jax.Array) -> jax.Array:
@@ -89,12 +103,11 @@ class StepPlan(NamedTuple):
         """Returns (epoch, position of the step's first sample within the epoch)."""
         return lax.div(step, self.per_epoch), lax.rem(step, self.per_epoch) * batch
 
-    def locate_samples(
-        self, step: jax.Array, count: jax.Array, stride: ArrayLike, local: Local
+    def draw_samples(
+        self, step: jax.Array, count: jax.Array, local: Local, table: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns where the samples of a step stand in a table of passes, `stride` apart, and
-        which of them are real [B]: the place [] of the first, the others follow it, or with
-        `local.fill_batches` all places [B].
+        """Returns which of the client's `count` samples a step takes [B], and which of them are
+        real [B]. `table` is that of `make_table`.
 
         With filled batches the last one of a pass over n samples goes on with the first
         (B ceil(n / B) mod n) samples of the next pass, which then begins with them again.
@@ -102,11 +115,38 @@ class StepPlan(NamedTuple):
         epoch, place = self.locate_batch(step, local.batch_size)
         inside = place + jnp.arange(local.batch_size)
         if not local.fill_batches:
-            return epoch * stride + place, inside < count
+            if table is None:
+                return permute(self.random_words, count, epoch, inside), inside < count
+            at = lax.dynamic_slice(table, (epoch, place), (1, local.batch_size))[0]
+            return jnp.minimum(at, jnp.maximum(count - 1, 0)), inside < count
         beyond = inside - count
         more = lax.rem(self.per_epoch * local.batch_size, jnp.maximum(count, 1))
-        where = jnp.where(beyond < 0, epoch * stride + inside, (epoch + 1) * stride + beyond)
-        return where, beyond < more
+        turn, where = epoch + (beyond >= 0), jnp.where(beyond < 0, inside, beyond)
+        if table is None:
+            return permute(self.random_words, count, turn, where), beyond < more
+        return table[turn, where], beyond < more
+
+    def add_loss(
+        self, step: jax.Array, losses: tuple[jax.Array, jax.Array], total: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds a step's `total` to the sums of the first and of the last epoch, if it is of
+        them.
+        """
+        early, late = losses
+        epoch = lax.div(step, self.per_epoch)
+        return (
+            early + jnp.where(epoch == 0, total, 0.0),
+            late + jnp.where(epoch == self.last_epoch, total, 0.0),
+        )
+
+    def make_table(self, count: jax.Array, local: Local, capacity: int) -> jax.Array | None:
+        """Returns the order of all passes of a client of up to `capacity` samples, where one
+        client trains after another and the number of passes is known; elsewhere None.
+        """
+        if local.executor != "sequential" or local.steps is not None:
+            return None
+        passes = local.epochs + local.fill_batches
+        return write_table(self.random_words, count, passes, capacity + local.batch_size)
 
     def count_samples(self, count: jax.Array, batch: int) -> jax.Array:
         """Returns the samples [2], of `count`, that the first and the last epoch reach."""
@@ -130,11 +170,18 @@ def plan_steps(
     return StepPlan(steps, per_epoch, lax.div(steps - 1, per_epoch), random_words)
 
 
-def take_rows(table: jax.Array, places: jax.Array, local: Local) -> jax.Array:
-    """Returns the entries of a table [B] at the places that `locate_samples` found."""
-    if local.fill_batches:
-        return table[places]
-    return lax.dynamic_slice(table, (places,), (local.batch_size,))
+class Training(NamedTuple):
+    """What the training of one client needs."""
+
+    local: Local  # with this client's step size
+    objective: Any  # see `objective`
+    start: Params  # the model it received
+    client_extra: Any  # what `prepare` computed for it
+    client: jax.Array  # [] int32
+    samples: jax.Array  # [] int32, how many it trains on
+    first: jax.Array  # [] int32, position of the first of them in `train.order`
+    key: Key  # of this client and round; folded with the step, for dropout
+    plan: StepPlan
 
 
 class Work(NamedTuple):

@@ -44,12 +44,12 @@ class RunView:
 
 
 def over_clients_of_runs(
-    client_fn: Callable[..., Any], local: Local, in_chunks: Callable[..., Any]
+    client_fn: Callable[..., Any], local: Local, run_clients: Callable[..., Any]
 ) -> CohortFn:
     """Returns what `cohort.over_clients` returns, in a form that can be mapped over runs:
     D runs cost what their clients cost.
 
-    `in_chunks` is that of `cohort`.
+    `run_clients` is that of `cohort`.
     """
     assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
     partial_fn = client_fn if isinstance(client_fn, Partial) else Partial(client_fn)
@@ -60,24 +60,17 @@ def over_clients_of_runs(
         data, rest = stacks
         clients, (data_index, rest_index), own = client_inputs
         num_clients = data.train.size.shape[1]
-        size = data.train.size[data_index.train.size, jnp.minimum(clients, num_clients - 1)]
 
-        def one(client, bucket, xs):
-            (data_at, rest_at), own = xs
+        def solve(slot):
+            client, data_at, rest_at, mine = jax.tree.map(
+                lambda a: a[slot], (clients, data_index, rest_index, own)
+            )
             fixed, shared = jax.tree.map(lambda stack, run: stack[run], rest, rest_at)
             return structure.unflatten(fixed)(
-                client, bucket, jax.tree.map(RunView, data, data_at), shared, own
+                client, jax.tree.map(RunView, data, data_at), shared, mine
             )
 
-        held = jnp.where(clients < num_clients, size, -1)
-        return in_chunks(
-            one,
-            held,
-            clients,
-            ((data_index, rest_index), own),
-            data.max_client_samples,
-            local.width,
-        )
+        return run_clients(solve, clients < num_clients, local)
 
     mapped = over_devices(block, local.mesh)
 

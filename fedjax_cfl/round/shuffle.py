@@ -1,79 +1,62 @@
-"""The order in which a client trains on its samples: new random permutations, cheap enough
-to be drawn inside a round.
+"""The order in which a client trains on its samples: a new random permutation in every pass, as a
+pure function of the position. Nothing is sorted, and nothing need be stored.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.round.cohort import bucket_sizes, client_range
-from fedjax_cfl.types import FederatedData
+ROUNDS = 16  # of swap-or-not: 8 fail tests of uniformity, 16 pass them
+BLOCK = 64  # positions of a pass that a table is filled with at once
 
 
-def random_bits(words: jax.Array, passes: jax.Array, place: jax.Array) -> jax.Array:
-    """Returns a uniform uint32 for each (pass, place), of two random words [2] uint32.
-
-    It is a counter-based hash: the 32-bit finaliser of MurmurHash3, twice.
-    """
-    x = place * jnp.uint32(0x9E3779B9) + passes * jnp.uint32(0x7FEB352D) + words[0]
-    for word in (words[1], jnp.uint32(0)):
-        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        x = (x ^ (x >> 16)) + word
-    return x
+def mix(x: jax.Array) -> jax.Array:
+    """Returns a hash of uint32 numbers: the finaliser of MurmurHash3."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
-def random_permutations(words: jax.Array, count: ArrayLike, size: int, passes: int) -> jax.Array:
-    """Returns [passes, size]: each row is a new random permutation of 0 .. count - 1, and
-    then the unused places.
-
-    The permutations do not depend on `size`. 19 random bits decide, ties go by place.
-    With the place in the low 13 bits, both sort as one number: three times as fast as a
-    sort of pairs.
-    """
-    place = jnp.arange(size, dtype=jnp.uint32)
-    low = jnp.uint32(2**13 - 1)
-    bits = random_bits(words, jnp.arange(passes, dtype=jnp.uint32)[:, None], place) | low
-    bits = jnp.where(place < count, bits ^ low, ~low)
-    if size <= 2**13:
-        return lax.sort(bits | place, is_stable=False) & low
-    return lax.sort(
-        (jnp.where(place < count, bits, ~jnp.uint32(0)), jnp.broadcast_to(place, bits.shape)),
-        num_keys=1,
-        is_stable=True,
-    )[1]
-
-
-def shuffle_table(
-    words: jax.Array,
-    client: jax.Array,
-    bucket: jax.Array,
-    data: FederatedData,
-    passes: Callable[[int], int],
-    tail: int,
+def permute(
+    words: jax.Array, count: ArrayLike, epoch: ArrayLike, place: jax.Array, rolled: bool = False
 ) -> jax.Array:
-    """Returns a flat table of holdings: each pass is a new random permutation of the
-    client's samples, pass e starting at e * sizes[bucket].
+    """Returns which of `count` samples stands at position `place` of pass `epoch`: each pass is a
+    new random permutation of 0 .. count - 1 (swap-or-not: Hoang, Morris and Rogaway, CRYPTO
+    2012).
 
-    `passes(bucket size)` is the most passes that a client of that bucket can need. Only
-    the bucket in use is shuffled. The table is as long as the largest bucket needs, and
-    `tail` entries longer.
+    Args: `words` [2] uint32, two random words, the seed; `count` and `epoch` numbers, or arrays
+    that broadcast with `place`; a position beyond `count` gives a sample within it; `rolled`: as
+    a loop, which compiles faster and does not fuse into what reads it.
     """
-    count, start = client_range(client, data)
-    sizes = bucket_sizes(data.max_client_samples)
-    length = max(passes(size) * size for size in sizes) + tail
+    # all of one shape: what a whole pass has in common would be a kernel of its own on a GPU
+    count, epoch, place = jnp.broadcast_arrays(count, epoch, place)
+    n = jnp.maximum(count, 1).astype(jnp.uint32)
+    begin = words[0] + epoch.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
 
-    def branch(size):
-        def shuffle(_):
-            order = random_permutations(words, count, size, passes(size)).astype(jnp.int32)
-            # never another client's sample: 0 times its NaN would be NaN
-            own = jnp.where(order < count, order, 0)
-            numbers = data.train.order[jnp.minimum(start + own, data.train.order.size - 1)]
-            return jnp.pad(numbers.reshape(-1), (0, length - numbers.size), mode="edge")
+    def swap(number: ArrayLike, x: jax.Array) -> jax.Array:
+        seed = mix(begin + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(0x7FEB352D))
+        turn = seed % n
+        partner = jnp.where(turn >= x, turn - x, turn + n - x)
+        bits = mix(jnp.maximum(x, partner) * jnp.uint32(0x9E3779B9) ^ (seed + words[1]))
+        return jnp.where(bits & 1 == 1, partner, x)
 
-        return shuffle
+    x = jnp.minimum(place.astype(jnp.uint32), n - 1)
+    if rolled:
+        return lax.fori_loop(0, ROUNDS, swap, x).astype(jnp.int32)
+    for number in range(ROUNDS):
+        x = swap(number, x)
+    return x.astype(jnp.int32)
 
-    return lax.switch(bucket, [branch(size) for size in sizes], None)
+
+def write_table(words: jax.Array, count: jax.Array, passes: int, capacity: int) -> jax.Array:
+    """Returns the permutations of all passes [passes, at least `capacity`], those of `permute`."""
+    epoch = jnp.arange(passes)[:, None]
+
+    def block(b, table):
+        place = b * BLOCK + jnp.arange(BLOCK)[None]
+        rows = permute(words, count, epoch, place, rolled=True)
+        return lax.dynamic_update_slice(table, rows, (0, b * BLOCK))
+
+    empty = jnp.zeros((passes, capacity + BLOCK), jnp.int32)
+    return lax.fori_loop(0, -(-count // BLOCK), block, empty)

@@ -31,7 +31,9 @@ from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
 from fedjax_cfl.runs.leaves import describe_leaf, is_key, name_leaves, place_array, to_plain_array
 from fedjax_cfl.validation import flatten_settings
 
-FORMAT = 3  # 1: its rows were not vouched for, its state had other fields; 2: nor its groups
+# 1: its rows were not vouched for, its state had other fields; 2: nor its groups; 3: its clients
+# shuffled their samples in another way
+FORMAT = 4
 NAME = re.compile(r"(\d+)-step-\d+")
 UNFINISHED = ".unfinished"  # being written or being deleted
 

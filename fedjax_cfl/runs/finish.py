@@ -1,6 +1,5 @@
 """One run of a session, and the files that are written when it has ended."""
 
-import importlib.metadata
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -16,8 +15,10 @@ from fedjax_cfl.runs.assignments import finish_assignments
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import save_final
 from fedjax_cfl.runs.trackers import Opener
+from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Result
+from fedjax_cfl.simulation.width import choose_width
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 PACKAGES = (
@@ -128,11 +129,12 @@ def build_summary(
         **result.programs,
         "planned_memory_bytes": result.memory,
         "peak_memory_bytes": memory.peak_memory_bytes(),
-        "width": memory.choose_width(config["local"], task, result.data, mesh),
+        "width": choose_width(
+            config["local"], task, result.data, mesh, config["clients_per_round"]
+        ),
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": (
-            {"python": sys.version.split()[0]}
-            | {name: importlib.metadata.version(name) for name in PACKAGES}
+            {"python": sys.version.split()[0]} | {name: find_version(name) for name in PACKAGES}
         ),
         "overrides": member.overrides,
     }

@@ -1,6 +1,5 @@
 """What a run will take, known before round 0 from its arrays and its compiled programs."""
 
-import functools
 import math
 import os
 import resource
@@ -14,9 +13,7 @@ from jax.sharding import Mesh
 from fedjax_cfl import sharding
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_bytes
-from fedjax_cfl.round.cohort import bucket_sizes
-from fedjax_cfl.round.local import MAX_WIDTH
-from fedjax_cfl.types import FederatedData, State, Task
+from fedjax_cfl.types import FederatedData, State
 
 
 def tree_bytes(tree: Any) -> int:
@@ -55,54 +52,6 @@ def work_bytes(program: Any) -> int:
     """Returns the bytes that a compiled program needs besides its arguments and results."""
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes if analysis else 0
-
-
-def choose_width(chosen: dict, task: Task, data: FederatedData, mesh: Mesh) -> int:
-    """Returns the most clients that train side by side on a device, from the settings
-    `local`; auto is 1 on a CPU core.
-
-    On an accelerator auto is as many as fit: half of the memory that the data leave,
-    through what a client takes.
-    """
-    if chosen["width"] != "auto":
-        return chosen["width"]
-    if sharding.is_cpu(mesh):
-        return 1
-    has, held = (
-        available_bytes(mesh),
-        tree_bytes([leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)]),
-    )
-    return (
-        MAX_WIDTH
-        if has is None
-        else max(1, min(MAX_WIDTH, (has - held) // 2 // client_bytes(chosen, task, data)))
-    )
-
-
-def client_bytes(chosen: dict, task: Task, data: FederatedData) -> int:
-    """Returns about the bytes of a client in training: its start, model, gradient and
-    delta, its samples' order, and what a step needs.
-    """
-    model = jax.eval_shape(task.init, jax.random.key(0))
-    batch_size = min(chosen["batch_size"], data.max_client_samples)
-    x, y = (
-        jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y)
-    )
-    most = bucket_sizes(data.max_client_samples)[-1]
-    gram = 16 * most**2 if chosen["first_layer"] == "dual" else 0  # and its copies
-    return 4 * tree_bytes(model) + 4 * chosen["epochs"] * most + gram + step_bytes(task, x, y)
-
-
-@functools.cache  # asked again by the summary of every run
-def step_bytes(task: Task, x: Any, y: Any) -> int:
-    """Returns the bytes that a compiled gradient needs besides model, gradient and
-    batch; `x` and `y` are shapes.
-    """
-    gradient = jax.jit(
-        jax.grad(lambda model, x, y: task.loss(model, x, y, jax.random.key(0)).sum())
-    )
-    model = jax.eval_shape(task.init, jax.random.key(0))
-    return work_bytes(gradient.lower(model, x, y).compile())
 
 
 def available_bytes(mesh: Mesh) -> int | None:

@@ -1,0 +1,122 @@
+"""What one client computes, as a loop that does not run itself, and who runs the loops of a
+cohort: one client after another, side by side in lanes (`lanes`), or a Python loop.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import core, lax
+
+from fedjax_cfl.errors import InputError
+
+Carry = Any
+
+
+class Loop(NamedTuple):
+    """What one client computes: step(i, carry) for i = 0 .. steps - 1 from `init`, then end(carry).
+
+    What `step` closes over is computed once, when the client begins; what only `end` closes
+    over, when it ends.
+    """
+
+    steps: jax.Array | int  # [] int32
+    init: Carry
+    step: Callable[[jax.Array, Carry], Carry]
+    end: Callable[[Carry], Any]
+
+
+class Cases(NamedTuple):
+    """A client's program, one of several loops whose carries differ in shape; the types of their
+    results do not.
+    """
+
+    which: jax.Array  # [] int32
+    cases: list[Callable[[], Loop]]
+
+
+Program = Loop | Cases
+
+
+def just(result: Any) -> Loop:
+    """Returns the program of a client that has only a result, and no steps."""
+    return Loop(0, (), lambda i, carry: carry, lambda carry: result)
+
+
+def as_program(found: Any) -> Program:
+    """Returns a program as it is, and anything else as the program of that result."""
+    return found if isinstance(found, Loop | Cases) else just(found)
+
+
+def then(program: Program, change: Callable[[Any], Any]) -> Program:
+    """Returns the program with its result changed."""
+
+    def change_loop(loop: Loop) -> Loop:
+        return loop._replace(end=lambda carry: change(loop.end(carry)))
+
+    if isinstance(program, Loop):
+        return change_loop(program)
+    return program._replace(cases=[lambda case=case: change_loop(case()) for case in program.cases])
+
+
+def has_steps(loop: Loop) -> bool:
+    """Returns whether a loop can have steps at all."""
+    return not (isinstance(loop.steps, int) and loop.steps == 0)
+
+
+def run_one(program: Program) -> Any:
+    """Runs one client's program to its end."""
+    if isinstance(program, Cases):
+        return lax.switch(
+            program.which, [lambda _, case=case: run_one(case()) for case in program.cases], None
+        )
+    if not has_steps(program):
+        return program.end(program.init)
+    return program.end(lax.fori_loop(0, program.steps, program.step, program.init))
+
+
+def run_sequential(solve: Callable[[jax.Array], Any], real: jax.Array) -> Any:
+    """Runs the programs solve(slot) one client after another; see `cohort.run_clients`."""
+    order = jnp.argsort(~real, stable=True).astype(jnp.int32)
+
+    @jax.jit  # traced once for its shapes and for the loop
+    def one(slot):
+        return run_one(as_program(solve(slot)))
+
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros((real.size, *s.shape), s.dtype), jax.eval_shape(one, order[0])
+    )
+
+    def run(n, done):
+        at = order[n]
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, at, 0), done, one(at)
+        )
+
+    return lax.fori_loop(0, jnp.sum(real), run, zeros)
+
+
+def run_debug(solve: Callable[[jax.Array], Any], real: jax.Array) -> Any:
+    """Runs the programs solve(slot) in a Python loop: a step sees real numbers, and may print
+    them or stop in a debugger.
+
+    Raises InputError within `jit`, where there are no numbers.
+    """
+    if isinstance(real, core.Tracer):
+        raise InputError(
+            "local.executor=debug: runs outside of jit only; call algorithm.init and"
+            " algorithm.round yourself under jax.disable_jit() (docs/tutorials/own_algorithm.md),"
+            " or use sequential or lanes"
+        )
+    rows = []
+    for slot in range(real.size):
+        program = as_program(solve(jnp.int32(slot)))
+        if isinstance(program, Cases):
+            program = program.cases[int(program.which)]()
+        carry = program.init
+        for i in range(int(program.steps) if real[slot] else 0):
+            carry = program.step(jnp.int32(i), carry)
+        row = program.end(carry)
+        rows.append(row if real[slot] else jax.tree.map(jnp.zeros_like, row))
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)

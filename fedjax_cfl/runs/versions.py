@@ -1,0 +1,13 @@
+"""Versions of installed packages."""
+
+import importlib.metadata
+
+
+def find_version(package: str) -> str | None:
+    """Returns the version of an installed package; None: it runs from a source tree, or is not
+    there.
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
