@@ -158,7 +158,6 @@ class DualProblem(NamedTuple):
     first: FirstLayer
     training: Training
     y: jax.Array  # [n], the labels of its samples
-    table: jax.Array | None  # their order, see `StepPlan.make_table`
     gram: jax.Array  # [n, n], G = X X^T
     z_start: jax.Array  # [n, H], Z = X W_0
     rest: Params  # the received model without the kernel
@@ -210,7 +209,6 @@ def dual_loop(task: Task, training: Training, data: FederatedData, size: int) ->
         first,
         training,
         y,
-        plan.make_table(training.samples, local, size),
         gram=jnp.matmul(inputs, inputs.T, precision=MATMUL_PRECISION),
         z_start=jnp.matmul(inputs, kernel, precision=MATMUL_PRECISION),
         rest=drop_kernel(start, first.name),
@@ -250,7 +248,7 @@ def take_gradient(
     """Returns the mini-batch of step t with its gradient, and the loss sums after it."""
     training = problem.training
     local, plan = training.local, training.plan
-    at, real = plan.draw_samples(t, training.samples, local, problem.table)
+    at, real = plan.draw_samples(t, training.samples, local, training.table)
     z = (1 + position.scale) * problem.z_start[at] + problem.gram[at] @ position.rows
 
     def batch_loss(rest, z):

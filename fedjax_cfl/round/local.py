@@ -182,6 +182,7 @@ class Training(NamedTuple):
     first: jax.Array  # [] int32, position of the first of them in `train.order`
     key: Key  # of this client and round; folded with the step, for dropout
     plan: StepPlan
+    table: jax.Array | None  # the order of its samples, see `StepPlan.make_table`
 
 
 class Work(NamedTuple):

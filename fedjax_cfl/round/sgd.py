@@ -51,8 +51,10 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
         count, first = client_range(client, data)
         plan = plan_steps(local, count, work.step_fraction, jax.random.bits(key, (2,)))
         mine = local._replace(lr=lr * work.lr_scale)
+        # written before the ways of training part, which would each compile it
+        table = plan.make_table(count, local, data.max_client_samples)
         training = Training(
-            mine, objective, start, work.client_extra, client, count, first, key, plan
+            mine, objective, start, work.client_extra, client, count, first, key, plan, table
         )
 
         def upload(found: tuple[Params, jax.Array]) -> Upload:
@@ -127,11 +129,10 @@ def direct_loop(training: Training, data: FederatedData) -> Loop:
     accumulates = local.executor == "lanes" and not (
         penalty or local.momentum or local.weight_decay or has_statistics(start)
     )
-    table = plan.make_table(training.samples, local, data.max_client_samples)
 
     def step(s, carry):
         params, velocity, losses = carry
-        places, real = plan.draw_samples(s, training.samples, local, table)
+        places, real = plan.draw_samples(s, training.samples, local, training.table)
         x, y = gather(data, data.train.order[training.first + places])
         owner = jnp.where(real, training.client, -1)
         noise = jax.random.fold_in(training.key, s)

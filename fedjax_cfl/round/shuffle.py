@@ -29,8 +29,9 @@ def permute(
     that broadcast with `place`; a position beyond `count` gives a sample within it; `rolled`: as
     a loop, which compiles faster and does not fuse into what reads it.
     """
-    # all of one shape: what a whole pass has in common would be a kernel of its own on a GPU
-    count, epoch, place = jnp.broadcast_arrays(count, epoch, place)
+    count, epoch = jnp.asarray(count), jnp.asarray(epoch)
+    if not rolled:  # what a pass has in common would be kernels of their own on a GPU
+        count, epoch, place = jnp.broadcast_arrays(count, epoch, place)
     n = jnp.maximum(count, 1).astype(jnp.uint32)
     begin = words[0] + epoch.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
 
@@ -41,7 +42,8 @@ def permute(
         bits = mix(jnp.maximum(x, partner) * jnp.uint32(0x9E3779B9) ^ (seed + words[1]))
         return jnp.where(bits & 1 == 1, partner, x)
 
-    x = jnp.minimum(place.astype(jnp.uint32), n - 1)
+    x = jnp.minimum(jnp.asarray(place).astype(jnp.uint32), n - 1)
+    x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, begin.shape))
     if rolled:
         return lax.fori_loop(0, ROUNDS, swap, x).astype(jnp.int32)
     for number in range(ROUNDS):
