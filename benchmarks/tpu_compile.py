@@ -75,7 +75,13 @@ WORKLOADS = {
     "femnist_cnn": Workload((28, 28, 1), 62, 16, 10, (200, 25), 6_603_710, ("model=leaf_cnn",)),
     # (c) and (d) of accelerator.py
     "small_cnn": Workload(
-        (28, 28, 1), 62, 16, 3, (150, 25), 1_206_590, ("model=leaf_cnn", CNN, "local.batch_size=20")
+        (28, 28, 1),
+        62,
+        16,
+        3,
+        (150, 25),
+        1_206_590,
+        ("model=leaf_cnn", CNN, "~model.module.hidden", "local.batch_size=20"),
     ),
     "resnet18": Workload(
         (32, 32, 3), 100, 10, 5, (100, 10), 11_220_132, ("model=resnet18", "local.batch_size=20")

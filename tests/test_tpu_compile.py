@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 import fedjax_cfl as cfl
 from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.simulation.compiler import QUICK, compiler_options
+from fedjax_cfl.simulation.compiler import COMMAND_BUFFERS, QUICK, compiler_options
 
 PROGRAM = Path(__file__).resolve().parent.parent / "benchmarks" / "tpu_compile.py"
 METHODS = {
@@ -129,12 +129,18 @@ ENTRY %main (a: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
     assert hlo.find_step_loops(text.replace("dot(", "add(")) == []
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-def test_options_of_the_cpu_compiler_are_for_cpus_alone(platform, monkeypatch):
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "NVIDIA H100 80GB HBM3", "AMD MI300X", "cpu"])
+def test_every_compiler_gets_its_own_options(kind, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-    own = QUICK if jaxlib.version.__version__.startswith("0.10.") else {}
-    assert compiler_options(mesh) == (own if platform == "cpu" else {})
+    platform = {"T": "tpu", "N": "gpu", "A": "gpu", "c": "cpu"}[kind[0]]
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    mesh = SimpleNamespace(devices=np.array([device]))
+    quick = QUICK if jaxlib.version.__version__.startswith("0.10.") else {}
+    own = {"cpu": quick, "NVIDIA H100 80GB HBM3": COMMAND_BUFFERS}
+    assert compiler_options(mesh) == own.get(kind, {})
+    if kind.startswith("NVIDIA"):  # what a user says of them stays
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+        assert compiler_options(mesh) == {"xla_gpu_graph_min_graph_size": 1}
 
 
 @pytest.mark.parametrize("name", METHODS)
