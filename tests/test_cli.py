@@ -129,6 +129,8 @@ REFUSED = {
     "algorithm.pretrain=iters": "algorithm.pretrain=iters: iters:N",
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=tensorfloat32": "precision=tensorfloat32: CPUs always use float32",
+    "local.executor=debug": "local.executor=debug: runs in Python only",
+    "local.executor=sequential local.width=4": "local.width=4: executor=sequential runs one client",
     "local.executor=fast": "local.executor=fast: auto, sequential, lanes or debug",
     "precision=float16": "precision=float16: one of float32, tensorfloat32, bfloat16",
     "dataset=femnist dataset.source.classes=foo": "dataset.source.classes=foo: one of all, digits",

@@ -2,10 +2,12 @@
 directories.
 """
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -90,7 +92,7 @@ def test_an_accelerator_rounds_matrix_products_only_by_choice(
     precision, asked, monkeypatch, request
 ):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
-    monkeypatch.setattr("fedjax_cfl.cli.build.check_precision", lambda precision, mesh: None)
+    monkeypatch.setattr("fedjax_cfl.cli.build.check_execution", lambda *given: None)
     request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", "float32"))
     _, task, data, _ = assemble([f"precision={precision}"])
     program = jax.jit(task.predict).lower(task.init(jax.random.key(0)), data.x[:2]).as_text()
@@ -313,3 +315,29 @@ def test_the_process_runs_from_anywhere(tmp_path):
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("fedavg-digits-") and (run_dir / "summary.json").is_file()
     assert (run_dir / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_run_ends_well_without_metadata_and_without_a_picture(fedjax_cfl, monkeypatch, tmp_path):
+    """From a source tree that nobody installed, and with settings of matplotlib that fail."""
+    real = importlib.metadata.version
+
+    def version(package):
+        if package == "fedjax-cfl":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    def plot_curves(run_dir, summary):
+        raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("fedjax_cfl.runs.finish.plot", SimpleNamespace(plot_curves=plot_curves))
+    status, _, err = fedjax_cfl(f"{SMALL} rounds=1 run_dir=run")
+    assert status == 0
+    (line,) = [line for line in err.splitlines() if "warning" in line]
+    assert line.endswith(
+        "curves.png is not drawn: RuntimeError: Failed to process string with tex"
+        " because latex could not be found"
+    )
+    versions = json.loads((tmp_path / "run" / "summary.json").read_text())["versions"]
+    assert versions["fedjax-cfl"] is None and versions["jax"] == jax.__version__
+    assert fedjax_cfl("--version")[1] == "fedjax-cfl (source tree, not installed)\n"

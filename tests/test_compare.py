@@ -126,7 +126,9 @@ def run_with(folder, overrides, accuracy=(0.5,), **fields):
 
 
 def test_seeds_are_pooled_wherever_and_however_they_ran(tmp_path):
-    elsewhere = "devices=1 resume=never checkpoint.every=5 offline=true local.width=4"
+    elsewhere = (
+        "devices=1 resume=never checkpoint.every=5 offline=true local.width=4 local.executor=lanes"
+    )
     elsewhere += " local.first_layer=direct +logger=csv vectorize=[] seeds=1 coordinator=auto"
     elsewhere += " processes=2 process=0 hydra/launcher=cores hydra.sweep.dir=x"
     run_with(tmp_path / "0", ["rounds=3", "run_dir=0", "seed=0"])

@@ -63,7 +63,7 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     # by default accelerators round inputs to TF32 or bfloat16
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = cfl.make_mesh(config["devices"])
-    check_precision(config["precision"], mesh)
+    check_execution(config["local"]["executor"], config["precision"], mesh)
     pool, data = build_population(config)
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
@@ -80,8 +80,15 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     return algorithm, task, data, drift, mesh
 
 
-def check_precision(precision: str, mesh: Mesh) -> None:
-    """Raises InputError where the devices cannot round matrix products so."""
+def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
+    """Raises InputError for an executor that no compiled run has, and where the devices cannot
+    round matrix products so.
+    """
+    if executor == "debug":
+        raise InputError(
+            "local.executor=debug: runs in Python only (docs/tutorials/own_algorithm.md); use auto,"
+            " sequential or lanes"
+        )
     if precision != "float32" and is_cpu(mesh):
         raise InputError(
             f"precision={precision}: CPUs always use float32; use float32, or an accelerator"

@@ -87,7 +87,11 @@ def finish_run(
     save_final(run_dir, algorithm, result.state, result.data)
     rows = results.read_metrics(run_dir)
     summary = build_summary(member, choices, rows, task, result, mesh) | extras.numbers
-    plot.plot_curves(run_dir, summary)
+    try:
+        plot.plot_curves(run_dir, summary)
+    except Exception as error:  # of the user's own settings of matplotlib, say
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        print(f"fedjax-cfl: warning: curves.png is not drawn: {reason}", file=sys.stderr)
     # last: its presence says that the run is finished
     results.write_json(run_dir / "summary.json", summary)
     return summary

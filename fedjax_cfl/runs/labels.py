@@ -11,6 +11,7 @@ EXECUTION_SETTINGS = (
     "offline",
     "logger",
     "local.width",
+    "local.executor",
     "local.first_layer",
     "coordinator",
     "process",
