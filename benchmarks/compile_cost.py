@@ -86,7 +86,7 @@ def measure_setting(setting: Any, lower: Any, describe: Any, folder: Path, given
     mesh = device_targets.make_topology_mesh(setting.topology)
     chip = device_targets.CHIP_BYTES[setting.topology.partition(":")[0]]
     with device_targets.act_as_device(mesh, chip):
-        overrides = describe(setting, folder, mesh.size, given.cohort)
+        overrides = describe(setting, folder, mesh.size, given.cohort) + given.override
         traced = lower(setting, overrides, mesh)
         row = dict(zip(COLUMNS[1:5], setting.given, strict=False))
         row |= {"label": given.label, "clients_per_round": traced.cohort}

@@ -311,6 +311,9 @@ def main() -> None:
     )
     parser.add_argument("--cohort", type=int, help="clients of a round on each device, with --cost")
     parser.add_argument("--label", default="", help="of the lines, with --cost")
+    parser.add_argument(
+        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="with --cost"
+    )
     parser.add_argument("--dump", type=Path, help="a folder for the compiled programs' text")
     parser.add_argument("--quick", action="store_true", help="FedAvg for v5e:2x2, no file")
     given = parser.parse_args()
