@@ -317,7 +317,7 @@ def test_a_later_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 5)
     save(tmp_path, 1)
     monkeypatch.undo()
-    assert "has format 4, this version reads 3" in refused(tmp_path, small(0), IDENTITY)
+    assert "has format 5, this version reads 4" in refused(tmp_path, small(0), IDENTITY)
 
 
 def test_leaves_are_found_by_name_not_by_position(tmp_path):

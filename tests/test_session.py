@@ -351,7 +351,7 @@ def test_a_checkpoint_of_another_format_is_refused(fedjax_cfl, run_dir):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["checkpoint.json"] = hashlib.sha256(text.encode()).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-    assert "has format 1, this version reads 3: go on with" in refused(fedjax_cfl(PLAIN, run_dir))
+    assert "has format 1, this version reads 4: go on with" in refused(fedjax_cfl(PLAIN, run_dir))
 
 
 def test_a_run_whose_directory_goes_away_ends(fedjax_cfl, tmp_path, monkeypatch):

@@ -101,7 +101,7 @@ def use_compile_cache() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
-        jax.config.update("jax_persistent_cache_enable_xla_caches", AUTOTUNING)
+        if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
+            jax.config.update("jax_persistent_cache_enable_xla_caches", AUTOTUNING)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHE_SECONDS)
