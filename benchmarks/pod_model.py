@@ -18,7 +18,7 @@ Not in it: the server's own work, evaluation, starting a program, and contention
     python benchmarks/pod_model.py                the table and the plot from them, in results/tpu_compile/
     python benchmarks/pod_model.py --quick        the table of one cohort, no file
 
-Measured 2026-11-25 on 2 CPU cores (AMD EPYC), jax 0.10.2, libtpu 0.0.42.1: nothing but the
+Measured 2026-11-26 (steps a day before) on 2 CPU cores (AMD EPYC), jax 0.10.2, libtpu 0.0.42.1: nothing but the
 compiler's estimates. Results: results/tpu_compile/README.md.
 """
 
