@@ -1,7 +1,7 @@
 """Simulated faults of clients, and the server's guard against updates that are not finite.
 
 Every fault is drawn by client and round: the seed alone says which client fails in which
-round, whatever the algorithm, the chunks or the devices.
+round, whatever the algorithm, the executor or the devices.
 """
 
 from collections.abc import Callable
