@@ -10,7 +10,6 @@ of libraries. A step's operations are those of the loop that multiplies matrices
 them. The last table stands in results/tpu_compile/cost.md.
 """
 
-import csv
 import os
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import device_targets
 import hlo
+from accelerator import append_row
 
 from fedjax_cfl.simulation.compiler import compiler_options
 
@@ -66,19 +66,7 @@ def measure(traced: Any, mesh: Any, row: dict[str, Any], path: Path) -> None:
             "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
             **count_parts(compiled.as_text()),
         }
-        print(" ".join(f"{key}={line[key]}" for key in COLUMNS), flush=True)
-        append_line(path, line)
-
-
-def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Writes a line at the end of the table, with the head of a new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(line)
+        append_row(path, COLUMNS, line)
 
 
 def measure_setting(setting: Any, lower: Any, describe: Any, folder: Path, given: Any) -> None:
