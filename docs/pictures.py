@@ -106,7 +106,7 @@ def draw_round() -> None:
     axes.text(
         81,
         9.5,
-        "the hot line:\nall clients in one\ncompiled program,\nlanes that refill,\nover all devices",
+        "the hot line:\nall clients in one\ncompiled program,\nrefilled lanes,\nover all devices",
         fontsize=9,
         va="center",
     )
