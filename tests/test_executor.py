@@ -297,7 +297,7 @@ def test_steps_take_the_samples_of_the_shuffle(skewed):
         ({"executor": "debug", "mesh": 2}, "local.executor=debug: needs one device, there are 2"),
         ({"executor": "sequential", "width": 4}, "local.width=4: executor=sequential runs one"),
         ({"executor": "debug", "width": 2}, "local.width=2: executor=debug runs one client"),
-        ({"executor": "lane"}, "local.executor=lane: auto, sequential, lanes or debug"),
+        ({"executor": "lane"}, "local.executor=lane: "),
         ({"width": 0}, "local.width=0: "),
     ],
 )
@@ -305,7 +305,7 @@ def test_settings_that_contradict_each_other(settings, line):
     mesh = cfl.make_mesh(settings.pop("mesh", 1))
     with pytest.raises(InputError) as refused:
         Local(0.1, 1, 5, mesh=mesh, **settings).resolve()
-    assert str(refused.value).startswith(line) or line.split(":")[0] in str(refused.value)
+    assert str(refused.value).startswith(line)
 
 
 def test_a_python_loop_is_refused_within_jit(toy, linear):

@@ -50,7 +50,7 @@ class Local(NamedTuple):
     # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs
     steps: PositiveInt | None = None
     # True: the short last batch of a pass is filled up from the next one (the pre-training of the
-    # FlexCFL code, see `StepPlan.locate_samples`)
+    # FlexCFL code, see `StepPlan.draw_samples`)
     fill_batches: bool = False
     weight_decay: NonNegativeFloat = 0.0  # added to every gradient, times the parameters
     # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
