@@ -49,7 +49,8 @@ def count_up(steps):
             return 0.5 * matrix @ x + i + noise, taken + 1
 
         def end(carry):
-            return {"slot": slot, "x": carry[0] + matrix[0], "taken": carry[1]}
+            x = carry[0] + matrix[0]
+            return {"slot": slot, "x": x, "taken": carry[1], "even": slot % 2 == 0}
 
         return Loop(jnp.asarray(steps)[slot], (jnp.ones(2), jnp.int32(0)), step, end)
 
@@ -77,6 +78,7 @@ def test_every_client_takes_its_own_steps(steps, executor, width):
         expected(steps, real),
         rtol=1e-5,
     )
+    np.testing.assert_array_equal(found["even"], real & (np.arange(len(steps)) % 2 == 0))
 
 
 @pytest.mark.parametrize(("executor", "width"), WAYS)
