@@ -8,18 +8,20 @@ chips of TPU v5e, for cohorts of 1,000 to 100,000 clients. It adds up
   real clients, so that a chip is as slow as its longest client;
 - a step of w lanes: the most of the TPU compiler's own estimate of cycles, of its count of
   operations over the peak and of its count of bytes over the memory's bandwidth, from
-  programs compiled for a v5e without one; in between and beyond, a straight line. Optimistic: what fetches samples, and the loop
-  itself, are not in it;
+  programs compiled for a v5e without one; in between and beyond, a straight line. Optimistic:
+  what fetches samples, and the loop itself, are not in it;
 - the all-reduce of the update over the links, and a latency per hop.
 
 Not in it: the server's own work, evaluation, starting a program, and contention.
 
-    python benchmarks/pod_model.py --steps        compiles steps of several widths (needs the extra tpu); writes steps.csv
-    python benchmarks/pod_model.py                the table and the plot from them, in results/tpu_compile/
-    python benchmarks/pod_model.py --quick        the table of one cohort, no file
+    python benchmarks/pod_model.py --steps    compiles steps of several widths (needs the extra
+                                              tpu); writes steps.csv
+    python benchmarks/pod_model.py            the table and the plot from them, in
+                                              results/tpu_compile/
+    python benchmarks/pod_model.py --quick    the table of one cohort, no file
 
-Measured 2026-11-26 (steps a day before) on 2 CPU cores (AMD EPYC), jax 0.10.2, libtpu 0.0.42.1: nothing but the
-compiler's estimates. Results: results/tpu_compile/README.md.
+Measured 2026-11-26 on 2 CPU cores (AMD EPYC), the steps a day before, jax 0.10.2, libtpu
+0.0.42.1: nothing but the compiler's estimates. Results: results/tpu_compile/README.md.
 """
 
 import csv
