@@ -1,6 +1,7 @@
 """Plain PyTorch: a loop over the clients, their epochs and their batches."""
 
 import time
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,11 +11,15 @@ from peers import Trained
 from peers.torch_model import Counted, clients, from_torch, net, use_faster_threads
 
 
-def epochs(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, work: Workload) -> None:
-    """Trains a client's model in place; each epoch a fresh permutation."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+def epochs(
+    module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, work: Any, lr: float = LR
+) -> None:
+    """Trains a client's model in place, for `work.epochs` in batches of `work.batch`; each
+    epoch a fresh permutation.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     for _ in range(work.epochs):
-        for rows in torch.randperm(len(y)).split(work.batch):
+        for rows in torch.randperm(len(y), device=y.device).split(work.batch):
             optimizer.zero_grad()
             cross_entropy(module(x[rows]), y[rows]).backward()
             optimizer.step()

@@ -3,6 +3,7 @@ no arguments, as CFLA wants it.
 """
 
 import itertools
+import math
 import time
 
 import numpy as np
@@ -48,25 +49,47 @@ class CNN(Counted):
         super().__init__(*itertools.chain(*pairs), nn.Flatten(), nn.Linear(7 * 7 * 64, CLASSES))
 
 
+class SmallCNN(Counted):
+    """The published jobs' model, `accelerator_models.SmallCNN` on 32x32x3: two unpadded 3x3
+    convolutions, one pooling, a hidden layer, dropout.
+    """
+
+    def __init__(self):
+        super().__init__(
+            *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()),
+            *(nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten()),
+            *(nn.Linear(14 * 14 * 64, 128), nn.ReLU(), nn.Dropout(0.5)),
+            nn.Linear(128, CLASSES),
+        )
+
+
 def net(model: str) -> nn.Module:
     """Returns a workload's model with its given first parameters."""
-    built = {"mlp": MLP, "mclr": MCLR, "cnn": CNN}[model]()
+    return fill({"mlp": MLP, "mclr": MCLR, "cnn": CNN}[model](), initial(model))
+
+
+def fill(module: nn.Module, layers) -> nn.Module:
+    """Gives a model the parameters [(kernel, bias)], channels last, and returns it."""
     with torch.no_grad():
-        for parameter, value in zip(built.parameters(), as_torch(initial(model)), strict=True):
+        for parameter, value in zip(module.parameters(), as_torch(layers), strict=True):
+            if parameter.shape != value.shape:
+                raise ValueError(f"another model: {tuple(parameter.shape)} and {value.shape}")
             parameter.copy_(torch.from_numpy(value))
-    return built
+    return module
 
 
 def as_torch(layers) -> list[np.ndarray]:
-    """Returns kernels and biases in PyTorch's layout: [out, in] and [out, in, 5, 5],
-    the last layer's input with the channels first.
+    """Returns kernels and biases in PyTorch's layout: [out, in] and [out, in, side, side];
+    what a dense layer gets from a convolution has the channels first.
     """
-    out = []
+    out, channels = [], 0  # of the convolution before
     for kernel, bias in layers:
         if kernel.ndim == 4:
-            kernel = kernel.transpose(3, 2, 0, 1)
-        elif len(kernel) == 7 * 7 * 64:
-            kernel = kernel.reshape(7, 7, 64, CLASSES).transpose(3, 2, 0, 1).reshape(CLASSES, -1)
+            channels, kernel = kernel.shape[3], kernel.transpose(3, 2, 0, 1)
+        elif channels:
+            side, outputs = math.isqrt(len(kernel) // channels), kernel.shape[1]
+            kernel = kernel.reshape(side, side, channels, outputs).transpose(3, 2, 0, 1)
+            channels, kernel = 0, kernel.reshape(outputs, -1)
         else:
             kernel = kernel.T
         out += [np.ascontiguousarray(kernel), bias]
@@ -102,15 +125,22 @@ def use_faster_threads(model: str) -> None:
     """Gives PyTorch one thread or its default number, whichever takes a few steps of
     the model faster.
     """
-    module, fastest = net(model), {torch.get_num_threads(): np.inf, 1: np.inf}
-    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     x = torch.randn(BATCH, *((1, SIDE, SIDE) if model == "cnn" else (FEATURES,)))
+    take_faster_threads(net(model), x)
+
+
+def take_faster_threads(module: nn.Module, x: torch.Tensor) -> None:
+    """Gives PyTorch one thread or its default number, whichever takes a few steps on a
+    batch faster; the model is another one then.
+    """
+    fastest = {torch.get_num_threads(): np.inf, 1: np.inf}
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for threads in 5 * list(fastest):
         torch.set_num_threads(threads)
         began = time.perf_counter()
         for _ in range(20):
             optimizer.zero_grad()
-            cross_entropy(module(x), torch.zeros(BATCH, dtype=torch.long)).backward()
+            cross_entropy(module(x), torch.zeros(len(x), dtype=torch.long)).backward()
             optimizer.step()
         fastest[threads] = min(fastest[threads], time.perf_counter() - began)
     torch.set_num_threads(min(fastest, key=fastest.get))
