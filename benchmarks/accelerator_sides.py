@@ -21,7 +21,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation import compilation, memory
+from fedjax_cfl.simulation import memory, program
 from fedjax_cfl.simulation.compiler import compiler_options
 from fedjax_cfl.simulation.rounds import Plan, make_functions
 from fedjax_cfl.simulation.width import choose_width
@@ -80,7 +80,7 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     )
     key = replicate(jax.random.key(0), mesh)
     programs, shapes = {}, None
-    for name, lowered in compilation.lower_programs(functions, algorithm, ({}, key), feed, mesh):
+    for name, lowered in program.lower_programs(functions, algorithm, ({}, key), feed, mesh):
         if name == "test":
             break
         shapes = shapes or lowered.out_info

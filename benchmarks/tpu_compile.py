@@ -47,9 +47,10 @@ from fedjax_cfl.data.drift import bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_shapes
-from fedjax_cfl.simulation import compilation, memory, vectorize
+from fedjax_cfl.simulation import memory, program, vectorize
 from fedjax_cfl.simulation.compiler import compiler_options
 from fedjax_cfl.simulation.rounds import Plan, make_functions
+from fedjax_cfl.simulation.setup import Setup
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 METHODS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -173,12 +174,12 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         lift, given = vectorize.make_lift(2, False), (values, keys)
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
-        values, make = build.find_inputs(config, task, real, mesh)
+        values, make = build.find_inputs(config, Setup(algorithm, task, real, drift, mesh))
         functions = make_functions(make, task, mesh, plan, feed.length, feed.streamed)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
-    programs = compilation.lower_programs(functions, algorithm, given, feed, mesh)
+    programs = program.lower_programs(functions, algorithm, given, feed, mesh)
     return Lowered(
         programs, data, drift, algorithm, task, slots, 4 if setting.grid else 1, mesh.size
     )

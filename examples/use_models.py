@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
 
@@ -31,8 +30,8 @@ print("clients of each group:", np.bincount(run.table["group"] + 1)[1:].tolist()
 # A client of the run has a model.
 
 # %%
-x, y = load_digits(return_X_y=True)
-x = (x.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+digits = cfl.datasets.digits()
+x, y = digits.x, digits.y
 client = int(run.table["client"][0])
 print(f"client {client} says", run.predict(client, x[:8]), "of", y[:8])
 

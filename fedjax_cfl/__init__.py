@@ -1,6 +1,6 @@
 """Clustered federated learning in JAX. Start with `types.py`, then `round/engine.py`.
 
-What is listed here is imported when it is first asked for, so that `fedjax-cfl --help`
+What is listed here is imported when it is first used, so that `fedjax-cfl --help`
 need not wait for JAX.
 """
 

@@ -61,7 +61,7 @@ def is_primary() -> bool:
 
 
 def any_process(flag: bool) -> bool:
-    """Returns whether the flag is set in any process; all of them must ask."""
+    """Returns whether the flag is set in any process. All processes must call it."""
     return (
         flag
         if jax.process_count() == 1
@@ -78,8 +78,8 @@ def broadcast_from_primary(tree: Any) -> Any:
 
 
 def gather_to_hosts(tree: Any) -> Any:
-    """Returns a pytree of arrays, with those that processes share out as NumPy arrays, whole;
-    all processes must ask.
+    """Returns a pytree of arrays in which those that are split over processes are whole, as
+    NumPy arrays. All processes must call it.
     """
     if jax.process_count() == 1:
         return tree
@@ -94,8 +94,8 @@ def gather_to_hosts(tree: Any) -> Any:
 
 
 def check_same(settings: dict[str, Any]) -> None:
-    """Raises InputError in every process unless all were given these settings, by name;
-    the one that differs names the first difference.
+    """Raises InputError in every process unless all have the same settings, by name; it names
+    the first that differs. All processes must call it.
     """
     if jax.process_count() == 1:
         return
@@ -115,10 +115,11 @@ def check_same(settings: dict[str, Any]) -> None:
 
 
 def end_if_alone(error: Exception) -> None:
-    """Ends this process with one line and status 1 if an error of a compiled program says
-    that another process of the run has gone; returns where there is no other.
+    """Ends this process at once, with one line and status 1, if the run has other processes: an
+    error of a compiled program is taken as a sign that one of them has gone. Returns if there is
+    no other process.
 
-    At once: JAX would wait for the others, and then abort. Without process 0, which
+    Otherwise JAX would wait for the others, and then abort. Without process 0, which
     coordinates them, JAX aborts the others by itself, with a text of its own.
     """
     if jax.process_count() == 1:

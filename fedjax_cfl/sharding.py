@@ -78,7 +78,7 @@ def replicated_shapes(tree: Any, mesh: Mesh) -> Any:
 
 
 def shape_on(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape and type of an array, held as `place` says."""
+    """Returns the shape and type of an array, with the sharding `place`."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 

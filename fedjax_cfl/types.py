@@ -1,4 +1,4 @@
-"""Data types and axis letters. No logic: read this file first.
+"""Data types and axis letters: read this file first.
 
 Axis letters, used in every shape comment of the package: K clients, S cohort slots
 (clients of one round, padded), m groups (static maximum), P parameters, N samples, B
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
@@ -75,7 +76,7 @@ class Pool(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """Who holds which sample of a pool. A sample may be held more than once."""
+    """Which client has which sample of a pool. Several clients may have the same sample."""
 
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
@@ -151,8 +152,20 @@ class FederatedData(struct.PyTreeNode):
 class Cohort(struct.PyTreeNode):
     """The clients of one round, in the slots in which they are trained."""
 
-    ids: jax.Array  # [S] int32, K in an empty slot: gathers clamp, scatters drop, weight 0
+    ids: jax.Array  # [S] int32, K in an empty slot
     rank: jax.Array  # [S] int32, position in the order of selection
+
+    def take(self, table: Any) -> Any:
+        """Returns the rows [S, ...] of its clients of a `table` [K, ...], an array or a pytree;
+        an empty slot gets the last row.
+        """
+        return jax.tree.map(lambda leaf: leaf[jnp.minimum(self.ids, len(leaf) - 1)], table)
+
+    def put(self, table: jax.Array, rows: ArrayLike) -> jax.Array:
+        """Returns the `table` [K, ...] with the `rows` [S, ...] of its clients written into it;
+        those of empty slots are dropped.
+        """
+        return table.at[self.ids].set(rows, mode="drop")
 
 
 class Upload(struct.PyTreeNode):
@@ -166,7 +179,7 @@ class Upload(struct.PyTreeNode):
     # [S] int32, the group whose model was trained from, 0 where nothing was
     start_group: jax.Array
     squared_norm: Any = None  # [S] float32, ||delta||^2, set by `faults.guard_nonfinite`
-    extra: Any = ()  # [S, ...], what the method's clients send besides
+    extra: Any = ()  # [S, ...], what the method's clients send in addition
 
 
 class FaultCounts(struct.PyTreeNode):
@@ -195,13 +208,13 @@ class Traffic(struct.PyTreeNode):
 
 
 class Report(struct.PyTreeNode):
-    """What happened besides a round's training: at the start, before selection, or while
+    """What happened outside of a round's training: at the start, before selection, or while
     groups were assigned.
     """
 
     traffic: Traffic  # of the whole step, or of each client [K] or slot [S]
     migrated: jax.Array  # [] int32, clients that changed group
-    reclustered: jax.Array  # [] int32, how often all clients were clustered anew
+    reclustered: jax.Array  # [] int32, how often all clients were clustered again
     fault_counts: FaultCounts
     # samples that clients infer, of the whole step [] or of each client [K] or slot [S]; one that
     # is trained on counts as `clock.TRAIN_TO_INFERENCE`
@@ -218,7 +231,7 @@ class State(struct.PyTreeNode):
     groups: Params  # [m, ...]
     server: Any  # [m, ...], the server optimizer's state of each group
     active: jax.Array  # [m] bool
-    assignment: jax.Array  # [K] int32, -1 before the first meeting
+    assignment: jax.Array  # [K] int32, -1: the client has no group yet
     traffic: Traffic  # everything sent so far
     memory: Any  # the algorithm's own pytree, () if it has none
     selection: Any  # what the selection remembers, () if nothing
@@ -244,12 +257,12 @@ class Info(struct.PyTreeNode):
     selected: jax.Array  # [] int32, clients selected
     clients: jax.Array  # [] int32, clients trained
     steps: jax.Array  # [2] uint32 (high, low), local SGD steps taken
-    cold: jax.Array  # [] int32, clients that met the server for the first time
+    cold: jax.Array  # [] int32, clients of the cohort that had no group before
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
     # [] int32, clients that changed group before the round, because their data or the centers
     # changed
     migrated: jax.Array
-    reclustered: jax.Array  # [] int32, 1 if all clients were clustered anew before the round
+    reclustered: jax.Array  # [] int32, 1 if all clients were clustered again before the round
     fault_counts: FaultCounts
     # [] int32, groups with clients in the cohort but no usable update: their model stayed
     idle_groups: jax.Array
@@ -265,10 +278,11 @@ class ServedModels(NamedTuple):
     model_index: jax.Array
 
 
-class Asked(NamedTuple):
-    """What clients do before it is settled who takes part."""
+class Poll(NamedTuple):
+    """What clients send, receive and infer before the selection is made."""
 
-    traffic: Traffic  # [K] each client's; whoever got a model trains that one if it is selected
+    # [K] each client's; one that got a model trains that one if it is selected
+    traffic: Traffic
     samples: jax.Array  # [K] int32, that a client infers
 
 
@@ -283,20 +297,22 @@ class Selection(NamedTuple):
     update: Callable[..., Any]
     # (key, round, K) -> ids, where nothing is remembered, so that cohorts are known before the run
     draw: Callable[..., jax.Array] | None = None
-    # (key, state, data) -> Asked, what `select` of the same arguments asks of clients before it
+    # (key, state, data) -> Poll, what `select` of the same arguments makes clients do before it
     # selects; None: nothing
-    ask: Callable[..., Asked] | None = None
+    poll: Callable[..., Poll] | None = None
 
 
 class Algorithm(NamedTuple):
-    """THE contract. Three pure functions; `engine.federated` builds one from parts."""
+    """THE contract. Its first three fields are pure functions that every method has; the rest
+    says how a run treats them. `engine.federated` builds one from parts.
+    """
 
     init: Callable[..., State]  # (key, data) -> state
     round: Callable[..., tuple[State, Info]]  # (key, state, data) -> (state, info)
     serve: Callable[..., ServedModels]  # (state) -> models and who uses which
-    # True: a client is served a model only once it has been met
+    # True: a client is served a model only once it has a group
     clustered: bool = False
-    # (key, round, K) -> ids, whose samples a round (None: init) reads; None: anybody's
+    # (key, round, K) -> ids, whose samples a round (None: init) reads; None: any client's
     data_clients: Callable[..., jax.Array] | None = None
     # what the run does about updates that are not finite, see `faults.Faults`
     nonfinite: str = "skip"

@@ -28,6 +28,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    # no line of the source at each operation: an eighth of the time of tracing and lowering
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -38,8 +40,10 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.traffic import add_traffic
+from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.compiler import use_compile_cache
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
@@ -133,6 +137,16 @@ def local():
     return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.make_mesh(1))
 
 
+def nightly(*values, id=None):
+    """Returns parameters of a test that the default run leaves out."""
+    return pytest.param(*values, marks=pytest.mark.nightly, id=id)
+
+
+def others_nightly(values, often):
+    """Returns `values` as parameters of a test; those not in `often` are for the nightly run."""
+    return [value if value in often else nightly(value) for value in values]
+
+
 def build(factory, task, local, select, **settings):
     """Returns the method that a factory makes of flat settings, named as in conf/algorithm."""
     return factory(task, local, select, **name_arguments(factory, settings))
@@ -157,7 +171,7 @@ def matrix(tree):
 
 def shuffled(words, count, epoch):
     """Returns the order [count] of a pass by swap-or-not, in Python's whole numbers: the twin of
-    `round.shuffle.permute`.
+    `data.shuffle.permute`.
     """
 
     def mix(x):
@@ -174,6 +188,30 @@ def shuffled(words, count, epoch):
             bits = mix(max(x, partner) * 0x9E3779B9 % 2**32 ^ (seed + second) % 2**32)
             order[place] = partner if bits % 2 else x
     return np.array(order, int)
+
+
+def refusal(function, *args, **kwargs):
+    """Returns the one line of the InputError that refuses."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    error = str(caught.value)
+    assert "\n" not in error
+    return error
+
+
+def one_line(says, function, *args, **kwargs):
+    """Asserts an InputError of one line that says what is wrong, and returns it."""
+    error = refusal(function, *args, **kwargs)
+    assert says in error, error
+    return error
+
+
+def lasting_rows(folder):
+    """Returns the rows of a run without what varies between two that are the same."""
+    return [
+        {name: value for name, value in row.items() if name not in VARYING}
+        for row in read_metrics(folder)
+    ]
 
 
 @pytest.fixture

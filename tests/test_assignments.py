@@ -87,7 +87,7 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
 
 
 def cut(folder, vouched):
-    kept = assignments.vouched_assignments(folder, CONFIG, 12, 3, vouched)
+    kept = assignments.verified_assignments(folder, CONFIG, 12, 3, vouched)
     (folder / assignments.PART).write_bytes(kept)
 
 

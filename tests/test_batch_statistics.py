@@ -51,13 +51,18 @@ def faces(others: float):
     return cfl.federate(pool, Partition(np.arange(len(owner)), owner, test))
 
 
-def measure(task, others: float):
-    """Returns CLIENT's update by SGD and by one gradient, its training losses, and its
-    test losses.
+@pytest.fixture(scope="module")
+def models(task):
+    """Two models."""
+    return jax.jit(jax.vmap(task.init))(jax.random.split(KEY, 2))
+
+
+@pytest.fixture(scope="module")
+def measure(task, models):
+    """Returns f(others) -> CLIENT's update by SGD and by one gradient, its training losses, and
+    its test losses; one program.
     """
-    data = faces(others)
     local = cfl.Local(0.1, 1, BATCH, 1, cfl.make_mesh(1))
-    models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.arange(3, dtype=jnp.int32))
 
     @jax.jit
@@ -74,31 +79,42 @@ def measure(task, others: float):
         served = ServedModels(models, jnp.zeros(3, jnp.int32))
         return uploads, losses, evaluate.predict_test_samples(task, local.mesh, served, data)[1]
 
-    uploads, losses, tested = run(data)
-    own = np.asarray(data.owner)[np.asarray(data.test.order)] == CLIENT
-    steps = [(matrix(upload.delta)[CLIENT], upload.loss[CLIENT]) for upload in uploads]
-    return steps, [loss[CLIENT] for loss in losses], tested[own]
+    def measure(others):
+        data = faces(others)
+        uploads, losses, tested = run(data)
+        own = np.asarray(data.owner)[np.asarray(data.test.order)] == CLIENT
+        steps = [(matrix(upload.delta)[CLIENT], upload.loss[CLIENT]) for upload in uploads]
+        return steps, [loss[CLIENT] for loss in losses], tested[own]
+
+    return measure
 
 
 @pytest.mark.parametrize("others", [30.0, np.nan])
-def test_nothing_of_a_client_changes_with_other_clients_pixels(task, others):
-    expected = measure(task, 1.0)
+def test_nothing_of_a_client_changes_with_other_clients_pixels(measure, others):
+    expected = measure(1.0)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
-    jax.tree.map(np.testing.assert_array_equal, measure(task, others), expected)
+    jax.tree.map(np.testing.assert_array_equal, measure(others), expected)
 
 
-def test_padding_is_not_there(task):
+def test_padding_is_not_there(task, models, measure):
     """Against the client's own samples, cut out by hand."""
-    steps, (loss, _), tested = measure(task, 1.0)
+    steps, (loss, _), tested = measure(1.0)
     data = jax.device_get(faces(1.0))
-    model = jax.tree.map(lambda leaf: leaf[0], jax.vmap(task.init)(jax.random.split(KEY, 2)))
+    model = jax.tree.map(lambda leaf: leaf[0], models)
     own = [
         view.order[view.start[CLIENT] :][: view.size[CLIENT]] for view in (data.train, data.test)
     ]
-    train, test = (task.loss(model, data.x[rows], data.y[rows]) for rows in own)
+    losses = jax.jit(task.loss)
+    train, test = (losses(model, data.x[rows], data.y[rows]) for rows in own)
     close([loss[0], steps[0][1], steps[1][1]], [train.mean()] * 3)
     close(tested, test)
-    grad = jax.grad(lambda model: task.loss(model, data.x[own[0]], data.y[own[0]]).mean())(model)
+
+    @jax.jit
+    @jax.grad
+    def mean_gradient(model):
+        return task.loss(model, data.x[own[0]], data.y[own[0]]).mean()
+
+    grad = mean_gradient(model)
     for delta, _ in steps:
         close(delta, -0.1 * matrix(jax.tree.map(lambda leaf: leaf[None], grad))[0], 1e-4)
 

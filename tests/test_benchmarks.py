@@ -26,7 +26,10 @@ LONGER = set(PROGRAMS) - {"clients_scaling.py", "round_breakdown.py"}  # up to a
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in PROGRAMS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONGER else pytest.mark.nightly)
+        for name in PROGRAMS
+    ],
 )
 def test_a_quick_run_of_a_benchmark_prints_its_numbers(name):
     if name == "tpu_compile.py" and importlib.util.find_spec("libtpu") is None:

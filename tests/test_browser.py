@@ -18,6 +18,7 @@ from fedjax_cfl.runs import results
 from fedjax_cfl.runs.report import report
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="no browser: PyQt6-WebEngine is not installed")
+pytestmark = pytest.mark.nightly
 DRIVER = """
 import json, sys
 from PyQt6.QtCore import QEventLoop, QTimer, QUrl

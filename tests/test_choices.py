@@ -4,6 +4,7 @@ import functools
 
 import jax
 import pytest
+from conftest import nightly
 from omegaconf import OmegaConf
 from test_contract import ALGORITHMS, build
 
@@ -23,12 +24,28 @@ def list_other_names(method):
                 yield setting, name
 
 
-CASES = [(method, *each) for method in ALGORITHMS for each in list_other_names(method)]
+def list_together(method):
+    """Yields what to set in one round after another, so that all other names come up."""
+    names = {}
+    for setting, name in list_other_names(method):
+        names.setdefault(setting, []).append(name)
+    for place in range(max(map(len, names.values()), default=0)):
+        yield {setting: each[place] for setting, each in names.items() if place < len(each)}
 
 
-@pytest.mark.parametrize(("method", "setting", "name"), CASES)
-def test_a_round_leaves_the_shapes_of_the_state(method, setting, name, build):
-    algorithm, _, data, _ = build(method, given=(f"algorithm.{setting}={name}",))
+def list_cases():
+    """Yields every name: several settings at once in each run, each alone by night."""
+    for method in ALGORITHMS:
+        for chosen in list_together(method):
+            yield pytest.param(method, chosen, id=f"{method}-{'-'.join(chosen.values())}")
+        for setting, name in list_other_names(method):
+            yield nightly(method, {setting: name}, id=f"{method}-{setting}-{name}")
+
+
+@pytest.mark.parametrize(("method", "chosen"), list(list_cases()))
+def test_a_round_leaves_the_shapes_of_the_state(method, chosen, build):
+    given = tuple(f"algorithm.{setting}={name}" for setting, name in chosen.items())
+    algorithm, _, data, _ = build(method, given=given)
     key = jax.random.key(0)
     begun = jax.eval_shape(algorithm.init, key, data)
     after, _ = jax.eval_shape(algorithm.round, key, begun, data)

@@ -88,7 +88,7 @@ REFUSED = {
     "paper.title=x": "paper.title=x: unknown setting",
     "experiment=flexcfl_table3 paper.title=x": "paper.title=x: unknown setting",
     "algorithm=fedprox algorithm.mu=-0.1": "algorithm.mu=-0.1: >= 0",
-    "algorithm=fedprox algorithm.drop_percent=1.5": "algorithm.drop_percent=1.5: between 0 and 1",
+    "algorithm=fedprox algorithm.drop_fraction=1.5": "algorithm.drop_fraction=1.5: between 0 and 1",
     "algorithm=qfedavg algorithm.q=-1": "algorithm.q=-1: >= 0",
     "algorithm=fedavgm algorithm.momentum=1": "algorithm.momentum=1: below 1",
     "algorithm=fedadam algorithm.tau=0": "algorithm.tau=0: > 0",

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
+from conftest import nightly
 from omegaconf import OmegaConf
 
 from fedjax_cfl.cli.build import assemble
@@ -106,8 +107,8 @@ def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
 
 def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl(
-        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 devices=1"
-        " run_dir=sweep -m"
+        "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 model=mclr"
+        " devices=1 run_dir=sweep -m"
     )
     assert status == 0 and error == ""
     runs = [
@@ -137,7 +138,7 @@ def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
 def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
     line = (
         "-m algorithm=fedavg,fedsgd dataset.clients=8 clients_per_round=3 rounds=2"
-        " local.epochs=1 devices=1 run_dir=sweep"
+        " local.epochs=1 model=mclr devices=1 run_dir=sweep"
     )
     assert fedjax_cfl(line)[0] == 0
     done = tmp_path / "sweep" / "0" / "summary.json"
@@ -185,7 +186,7 @@ def test_a_grid_says_what_its_runs_differ_in(fedjax_cfl, tmp_path):
     )
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "flexcfl"])
+@pytest.mark.parametrize("algorithm", ["fedavg", nightly("flexcfl")])
 def test_a_run_of_the_reference_code_can_go_on(algorithm, fedjax_cfl, tmp_path):
     """No setting but `rounds` says how many rounds there are, so that more can be asked for."""
     line = f"{SMALL} preset=ref algorithm={algorithm} discard=none"
@@ -293,7 +294,7 @@ def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
 
 
 def test_a_run_that_seldom_scores_says_so(fedjax_cfl):
-    asked = f"{BARE} algorithm=ifca algorithm.m=2 dataset.clients=30"
+    asked = f"{BARE} algorithm=ifca algorithm.m=2 dataset.clients=30 model=mclr"
     status, out, _ = fedjax_cfl(f"preset=paper {asked} run_dir=paper")
     assert status == 0 and "discard=met: accuracies count once every client has been met" in out
     assert "discard=met" not in fedjax_cfl(f"{asked} run_dir=clean")[1]

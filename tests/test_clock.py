@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, call, spent
+from conftest import build, call, nightly, spent
 from flax import struct
 
 from fedjax_cfl import algorithms
@@ -194,7 +194,7 @@ def test_clients_of_a_table_serve_all(tmp_path):
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
 
 
-@pytest.mark.parametrize("selection", [select_by_group.random_by_group, select.uniform])
+@pytest.mark.parametrize("selection", [select_by_group.random_by_group, nightly(select.uniform)])
 def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local):
     """Five are online by day, of whom one has no samples; a night without anybody passes at
     once, so that the next round is in the morning.
@@ -251,7 +251,7 @@ def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
     assert durations(clock._replace(ask_seconds=None)) == [still] * 3
 
 
-@pytest.mark.parametrize("variant", ["pow_d", "cpow_d"])
+@pytest.mark.parametrize("variant", ["pow_d", nightly("cpow_d")])
 def test_a_round_waits_for_the_losses_of_all_candidates(variant, toy, linear, local):
     """By hand: the slowest candidate gets the model, infers its samples and sends a number; then
     the slowest of those selected trains, and sends its model.
@@ -306,10 +306,10 @@ def test_clocks_of_groups_equal_a_twin():
             ]
             waits += [] if fresh else [times[k]]
             wanted.append(max(waits, default=max(times[active], default=0)))
-        found = timing.hand_on_clocks(clock, before, after, int(reclustered))
+        found = timing.merge_clocks(clock, before, after, int(reclustered))
         assert [count_to_int(each) for each in found.clock_ms] == wanted, case
         seen.add(tuple(wanted) == tuple(times))
-    same = timing.hand_on_clocks(clock._replace(per_group=False), before, after, 1)
+    same = timing.merge_clocks(clock._replace(per_group=False), before, after, 1)
     assert same is after and seen == {True, False}
 
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import spent
+from conftest import nightly, others_nightly, spent
+from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
@@ -23,9 +24,9 @@ from fedjax_cfl.simulation.rounds import make_init, run_round
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 # Fielding with another trigger or ear, which test_fielding.py compares: the whole contract by hand
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
-METHODS = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in ALGORITHMS
-]
+NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
+METHODS = NOT_SLOW + SLOW
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
@@ -33,13 +34,11 @@ PEERS = ("fedfomo",)  # methods whose clients receive models of others, several 
 # methods whose first groups are trained, and which keep nothing of what they trained from
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
 # one of every kind, for what takes long to compile
-KINDS = (
-    "cfl",
-    "fesem",
-    "flexcfl",
-    "ifca",
-    "qfedavg",
-)
+KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
+# whose lanes are compared in every run: every kind, and those whose clients train otherwise
+LANES = (*KINDS, "feddane", "fedfomo", "nonfed")
+SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
+
 # models down and up per client of the cohort, where it is not one each
 SENT = {
     "feddane": (3, 2),
@@ -47,6 +46,8 @@ SENT = {
 }
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
+
+
 SETTINGS = {
     "dataset": "npz",
     "partition": "by_user",
@@ -95,11 +96,12 @@ def build(toy_pool, tmp_path_factory):
         named = f"algorithm={algorithm}", f"preset={preset}"
         resolved = check_overrides([*settings, *named, *given])
         assert resolved["algorithm"]["name"] == algorithm
-        algorithm, task, data, *_, mesh = parts.build(resolved)
+        setup = parts.build(resolved)
+        algorithm, task, data, _, mesh = setup
         if members:
             made_of = resolved, task, data, mesh
             make = functools.partial(parts.build_algorithm, *made_of, vmap_runs=True)
-            algorithm = make, parts.find_inputs(*made_of).values
+            algorithm = make, parts.find_inputs(resolved, setup).values
         return algorithm, task, data, mesh
 
     with (
@@ -124,8 +126,19 @@ def case(request, build):
 
 
 def test_catalogue():
-    assert {"fedavg", "fedprox", "flexcfl", "ifca"} <= set(ALGORITHMS)
+    """Every method that Python exports has a file, which calls it; a file is named as what it
+    configures.
+    """
     assert PRESETS == ["clean", "fedscale", "paper", "plain", "ref"]
+    exported = {name for name in cfl.algorithms.__all__ if name != "ColdStart"}
+    assert exported <= set(ALGORITHMS)
+    for name in ALGORITHMS:
+        written = OmegaConf.load(CONF / "algorithm" / f"{name}.yaml")
+        assert written.name == name
+        base = written.get("defaults", [name])[0]  # the file that it is a setting of
+        assert base in ALGORITHMS
+        if base == name:
+            assert written._target_ == f"fedjax_cfl.algorithms.{name}" and name in exported
 
 
 def test_finite(case):
@@ -135,15 +148,21 @@ def test_finite(case):
     )
 
 
-def test_methods_of_one_seed_begin_with_one_random_model(case, build):
+@pytest.fixture(scope="module")
+def first_model(build):
+    """The model that FedAvg begins with."""
+    algorithm, _, data, _ = build("fedavg")
+    return jax.jit(algorithm.init)(jax.random.key(0), data).groups
+
+
+def test_methods_of_one_seed_begin_with_one_random_model(case, first_model):
     """FedAvg's model is that of the first group, or what founders are trained from."""
     if case.name in STARTS_TRAINED:
         pytest.skip("its first groups are trained")
-    algorithm, _, data, _ = build("fedavg")
-    first, state = algorithm.init(jax.random.key(0), data).groups, case.states[0]
+    state = case.states[0]
     founded = hasattr(state.memory, "has_founders")
     initial = state.memory.initial if founded else state.groups
-    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[:1], initial), first)
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[:1], initial), first_model)
 
 
 def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
@@ -151,13 +170,21 @@ def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
         nan = np.isnan(info.group_discrepancy)
         assert not nan.all()
         idle = jax.tree.map(lambda leaf, nan=nan: leaf[nan], (before.groups, after.groups))
-        chex.assert_trees_all_equal(*idle)
+        if case.name.startswith("fesem"):  # means of stored models, taken again
+            chex.assert_trees_all_close(*idle, rtol=1e-6, atol=1e-7)
+        else:
+            chex.assert_trees_all_equal(*idle)
 
 
+@pytest.mark.parametrize("case", others_nightly(NOT_SLOW, LANES) + SLOW, indirect=True)
 def test_side_by_side_is_one_after_another(case, build):
-    lanes, *_ = build(case.name, given=("local.executor=lanes", "local.width=3"))
-    key = jax.random.key(0)
-    state, info = jax.jit(lanes.round)(key, jax.jit(lanes.init)(key, case.data), case.data)
+    lanes, *_ = build(case.name, given=SIDE_BY_SIDE)
+
+    @jax.jit
+    def play(key, data):
+        return lanes.round(key, lanes.init(key, data), data)
+
+    state, info = play(jax.random.key(0), case.data)
     for found, expected in ((state, case.states[1]), (info, case.infos[0])):
         for (path, one), other in zip(
             jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
@@ -176,8 +203,9 @@ def test_loss_falls(case):
 def test_training_helps_within_a_round(case):
     # a step along others' gradients need not lower a small client's objective; the last loss
     # has the pull back to the received model, which the first has not
-    slack = 1.05 if case.name in ("feddane", "fedgrouprox") else 1.0
-    assert all(info.last_loss <= slack * info.loss for info in case.infos)
+    slack = {"feddane": 1.1, "fedgrouprox": 1.05}.get(case.name, 1.0)
+    losses = np.array([(info.loss, info.last_loss) for info in case.infos])
+    assert np.all(losses[:, 1] <= slack * losses[:, 0]), losses
 
 
 def test_state_keeps_structure_shape_and_dtype(case):
@@ -191,11 +219,38 @@ def test_a_round_never_retraces(case):
     assert case.init._cache_size() == 1
 
 
+DRIFT = stream.gradual(intervals=6, period=1, retained=2)
+
+
+def begin_and_go_on(algorithm, key, data):
+    """Returns (state, data state) before and after a round on a stream."""
+    begun = make_init(algorithm, DRIFT, streamed=False)(key, data)
+    return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_shapes_stay_in_a_grid_on_a_stream(name, build):
+    """One trace for what the three tests below see one by one: the values of all settings that
+    a grid or a program can be given, data that move, and a preset.
+    """
+    (make, values), _, data, _ = build(name, "ref", members=True)
+    assert values["local.lr"] == SETTINGS["local.lr"]
+
+    def member(key, values):
+        return begin_and_go_on(make(values=values), key, data)
+
+    grid = {name: value * jnp.array([0.5, 1.0, 2.0]) for name, value in values.items()}
+    keys = jax.random.split(jax.random.key(0), 3)
+    before, after = jax.eval_shape(jax.vmap(member), keys, grid)
+    chex.assert_tree_shape_prefix(after, (3,))
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", METHODS)
 def test_runs_can_be_mapped(name, build):
     """Over keys, and over the values of all settings that a grid or a program can be given."""
     (make, values), _, data, _ = build(name, members=True)
-    assert values["local.lr"] == SETTINGS["local.lr"]
 
     def begun(key, values):
         algorithm = make(values=values)
@@ -207,24 +262,22 @@ def test_runs_can_be_mapped(name, build):
     chex.assert_tree_shape_prefix(state, (2, 3))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", METHODS)
 def test_data_may_stream(name, build):
     """Nothing changes shape, whatever a stream edits: samples, labels and who holds them."""
     algorithm, _, data, _ = build(name)
-    key, drift = jax.random.key(0), stream.gradual(intervals=6, period=1, retained=2)
-    state, moving = jax.eval_shape(make_init(algorithm, drift, streamed=False), key, data)
-    step = functools.partial(run_round, algorithm, drift)
-    after = jax.eval_shape(step, key, state, moving, data)
-    chex.assert_trees_all_equal_shapes_and_dtypes(after[:2], (state, moving))
+    go = functools.partial(begin_and_go_on, algorithm)
+    chex.assert_trees_all_equal_shapes_and_dtypes(*jax.eval_shape(go, jax.random.key(0), data))
 
 
-@pytest.mark.parametrize("case", KINDS, indirect=True)
+@pytest.mark.parametrize("case", others_nightly(KINDS, ["ifca"]), indirect=True)
 def test_jit_equals_no_jit(case):
     eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)
     chex.assert_trees_all_close(eager, (case.states[3], case.infos[2]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", KINDS, indirect=True)
+@pytest.mark.parametrize("case", others_nightly(KINDS, ["flexcfl"]), indirect=True)
 def test_scan_equals_python_loop(case):
     def scanned(key, state, data):
         return jax.lax.scan(
@@ -241,8 +294,9 @@ def test_scan_equals_python_loop(case):
     )
 
 
-def test_whole_equals_run(build):
-    algorithm, task, data, mesh = build("ifca")
+@pytest.mark.parametrize("name", ["fedavg", nightly("ifca")])
+def test_whole_equals_run(name, build):
+    algorithm, task, data, mesh = build(name)
     key = jax.random.key(0)
     state, (infos, metrics) = jax.jit(
         cfl.make_run_fn(algorithm, task, mesh, rounds=4, eval_every=2)
@@ -321,10 +375,13 @@ def test_same_key_same_result_another_key_another(case):
 
 
 @pytest.mark.parametrize(
-    "preset",
-    [preset for preset in PRESETS if preset in ("paper", "ref")],  # others: how to train
-)  # all of the above is clean
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+    ("algorithm", "preset"),
+    [
+        (name, preset) if preset == "paper" and name in KINDS else nightly(name, preset)
+        for name in ALGORITHMS
+        for preset in ("paper", "ref")  # others: how to train; all of the above but one is clean
+    ],
+)
 def test_builds_under_every_preset(build, algorithm, preset):
     built, _, data, _ = build(algorithm, preset)
     key = jax.random.key(0)

@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import build, jit_as_users_do
+from conftest import build, jit_as_users_do, nightly
 from jax.experimental.compilation_cache import compilation_cache
 
 import fedjax_cfl as cfl
@@ -86,6 +86,7 @@ def test_in_a_process_of_its_own(first, tmp_path):
     assert timeless(tmp_path / "run") == timeless(first)
 
 
+@pytest.mark.nightly
 def test_width_changes_nothing_but_rounding(go, first):
     """Counts, faults and who is in which group are exact; losses agree to 1e-5, because
     float32 sums run in another order.
@@ -100,18 +101,26 @@ def test_width_changes_nothing_but_rounding(go, first):
     assert all(sum(row[name] for row in found) for name in COUNTED), "nothing to get wrong"
 
 
-def test_optimised_as_users_have_it(toy, mlp, local):
+OPTIONS = {"m": 2}
+FOUNDED = OPTIONS | {"alpha": 2, "pretrain": "iters:3"}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(cfl.algorithms.ifca, OPTIONS), nightly(cfl.algorithms.flexcfl, FOUNDED)],
+    ids=["ifca", "flexcfl"],
+)
+def test_optimised_as_users_have_it(method, options, toy, mlp, local):
     """Nearly all other tests run what XLA makes without optimisation."""
     faults = cfl.Faults(nan=0.3, dropout=0.2, straggler=0.3, byzantine=0.2, attack="noise")
     local = local._replace(width=3, faults=faults, first_layer="dual")
-    options = {"m": 2, "alpha": 2, "pretrain": "iters:3"}
-    algorithm = build(cfl.algorithms.flexcfl, mlp, local, cfl.select.uniform(6), **options)
+    algorithm = build(method, mlp, local, cfl.select.uniform(6), **options)
 
     def first_round(key, data):
         return algorithm.round(key, algorithm.init(key, data), data)
 
     plain, optimised = (
-        compiled(first_round)(jax.random.key(3), toy) for compiled in (jax.jit, jit_as_users_do)
+        compiled(first_round)(jax.random.key(6), toy) for compiled in (jax.jit, jit_as_users_do)
     )
     assert plain[1].fault_counts.byzantine > 0
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(optimised), strict=True):

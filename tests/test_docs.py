@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from conftest import call
+from conftest import call, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
@@ -25,6 +25,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 FASTER = {"rounds=60": "rounds=2"}  # what a block may do less of here
+SLOW_PAGES = ("own_algorithm.md", "choosing_k.md")
 PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")
 
 
@@ -47,7 +48,11 @@ def run_dir(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, True)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [nightly(page) if page.name in SLOW_PAGES else page for page in PAGES if blocks(page, True)],
+    ids=[name_of(page) for page in PAGES if blocks(page, True)],
+)
 def test_python_runs(page, tmp_path, monkeypatch, run_dir):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # use_cpu_cores: the tests chose already

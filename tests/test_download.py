@@ -7,10 +7,10 @@ import sys
 import threading
 
 import pytest
+from conftest import one_line
 
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, Remote, fetch, locate
-from fedjax_cfl.errors import InputError
 
 BODY = b"\0\0\x08\x01" + bytes(5000)
 SHA256 = hashlib.sha256(BODY).hexdigest()
@@ -152,10 +152,3 @@ def test_registry_is_well_formed():
         assert len(set(digests)) == 4 and all(
             len(bytes.fromhex(digest)) == 32 for digest in digests
         )
-
-
-def one_line(says, function, *args, **kwargs):
-    """Asserts an InputError of one line that says what is wrong."""
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value) and says in str(caught.value), caught.value

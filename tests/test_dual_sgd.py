@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
@@ -49,7 +50,13 @@ def trained(task, noise, way, objective=None, width=1, epochs=5, lr=0.1, **optio
 
 @pytest.mark.parametrize(
     ("hidden", "l2", "mu"),
-    [((), 0.0, 0.0), ((), 0.01, 0.5), ((7,), 0.0, 0.5), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)],
+    [
+        ((), 0.0, 0.0),
+        nightly((), 0.01, 0.5),
+        nightly((7,), 0.0, 0.5),
+        nightly((7,), 0.01, 0.0),
+        ((7, 5), 0.01, 0.5),
+    ],
 )
 def test_equals_training_the_kernel(noise, hidden, l2, mu):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
@@ -61,7 +68,8 @@ def test_equals_training_the_kernel(noise, hidden, l2, mu):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "l2", "mu"), [((), 0.0, 0.0), ((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)]
+    ("hidden", "l2", "mu"),
+    [nightly((), 0.0, 0.0), nightly((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)],
 )
 def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
@@ -78,7 +86,7 @@ def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
 
 @pytest.mark.parametrize(
     ("hidden", "l2", "mu", "momentum"),
-    [((), 0.0, 0.0, 0.0), ((7,), 0.01, 0.5, 0.0), ((7, 5), 0.01, 0.5, 0.8)],
+    [nightly((), 0.0, 0.0, 0.0), nightly((7,), 0.01, 0.5, 0.0), ((7, 5), 0.01, 0.5, 0.8)],
 )
 def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, momentum):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
@@ -96,7 +104,9 @@ def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, mom
 
 
 @pytest.mark.parametrize("way", ["direct", "dual"])
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.8, 0.0), (0.0, 0.3), (0.8, 0.3)])
+@pytest.mark.parametrize(
+    ("momentum", "weight_decay"), [nightly(0.8, 0.0), nightly(0.0, 0.3), (0.8, 0.3)]
+)
 def test_momentum_and_weight_decay_are_those_of_optax(noise, way, momentum, weight_decay):
     """One client, full batches: heavy-ball SGD with decayed weights."""
     task = cfl.as_task(cfl.models.MCLR(4), (6, 5), 4)

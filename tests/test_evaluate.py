@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix
+from conftest import build, matrix, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
@@ -59,8 +59,7 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("block", [4, 128])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("devices", "block"), [nightly(1, 4), (1, 128), (4, 4), nightly(4, 128)])
 def test_predictions_are_those_of_a_loop_over_clients(
     toy, linear, models, monkeypatch, devices, block
 ):
@@ -106,8 +105,9 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
             linear, cfl.make_mesh(1), ServedModels(models, index), toy
         )
         zero = jnp.zeros((), int)
-        counts = counts, (zero, zero), zero, jnp.nan
-        return evaluate.finalize(index, 3, table, counts, toy.concept), table
+        totals = evaluate.Totals(counts, zero, zero, zero, jnp.float32(jnp.nan))
+        found = evaluate.Evaluation(table, totals)
+        return evaluate.finalize(index, 3, found, toy.concept), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
@@ -332,8 +332,8 @@ TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
     ("method", "options", "everybody"),
     [
         (algorithms.cfl, CUT, (0, 1, 2, 3)),
-        (algorithms.fedcluster, TWO_IN_THREE, (1, 3)),
-        (algorithms.fl_hc, {"warm_up": 1}, (1,)),
+        nightly(algorithms.fedcluster, TWO_IN_THREE, (1, 3)),
+        nightly(algorithms.fl_hc, {"warm_up": 1}, (1,)),
         (algorithms.fl_hc, {"warm_up": 1, "newcomers": "nearest"}, (1,)),
     ],
     ids=["cfl", "fedcluster", "fl_hc", "fl_hc newcomers"],
@@ -368,12 +368,13 @@ def test_received_models_where_groups_are_founded_anew(toy, linear, local):
     """In round 2 every group first becomes the mean of its new members' former models,
     and that is what they train from.
     """
+    key = jax.random.key(13)  # under which clients change groups
     options = {"m": 2, "alpha": 3, "pretrain": "iters:11", "recluster": [2], "detector": None}
     kept, everybody = local._replace(keep_received=True), select.full_participation()
     algorithm = build(flexcfl, linear, kept, everybody, **options)
-    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    state, one_round = jax.jit(algorithm.init)(key, toy), jax.jit(algorithm.round)
     for number in range(3):
-        before, (state, _) = state, one_round(KEY, state, toy)
+        before, (state, _) = state, one_round(key, state, toy)
         old, new = np.asarray(before.assignment), np.asarray(state.assignment)
         groups = matrix(before.groups)
         if number == 2:

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from conftest import others_nightly
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SMALL = {r"\bROUNDS = \d+": "ROUNDS = 2", r"(\bROUNDS, RUN_DIR) = \d+": r"\1 = 4"}
@@ -29,7 +30,7 @@ def test_the_list_is_complete():
     assert scripts == set(SAYS) and set(NOTEBOOKS) <= scripts
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", others_nightly(SAYS, ["first_run"]))
 def test_example_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # use_cpu_cores: the tests chose already

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, spent
+from conftest import build, nightly, spent
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.errors import InputError
@@ -131,7 +131,7 @@ def steps(toy):
     return [still] * 30 + [first] + [first.replace(shifted=quiet)] * 2 + [second]
 
 
-@pytest.mark.parametrize("name", ["feddrift", "feddrift_eager"])
+@pytest.mark.parametrize("name", ["feddrift", nightly("feddrift_eager")])
 def test_clients_whose_labels_were_renamed_open_models(name, toy, steps, linear, local):
     algorithm = build(
         getattr(algorithms, name), linear, local, select.full_participation(), m=8, delta=0.5

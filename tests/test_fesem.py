@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, shuffled, spent
+from conftest import build, ledger, matrix, nightly, shuffled, spent
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -138,7 +138,8 @@ def twin(state, data, local, rounds, mu, form, estep):
 
 
 @pytest.mark.parametrize(
-    ("form", "estep", "mu"), [("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)]
+    ("form", "estep", "mu"),
+    [nightly("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)],
 )
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
@@ -241,7 +242,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
 # Planted groups and collapses
 
 
-@pytest.mark.parametrize("estep", ["all", "selected"])
+@pytest.mark.parametrize("estep", ["all", nightly("selected")])
 def test_planted_groups_are_found(linear, local, estep):
     data = planted()
     for state in play(build(fesem, linear, local, COHORT, m=3, estep=estep), data, 4):

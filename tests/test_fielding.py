@@ -108,7 +108,7 @@ def test_one_group_never_fires_and_slow_drift_adds_up_only_since_the_last_cluste
     memory, fired = since.init(base), []
     for n in range(1, 6):
         shifted = [base + n * jnp.asarray([[0.061, -0.061], [0.061, -0.061]]) for n in (n - 1, n)]
-        moves = recluster.Moves(base, ones[:2], zeros[:2], *shifted, ones[:2], distances.l1)
+        moves = recluster.DriftEvent(base, ones[:2], zeros[:2], *shifted, ones[:2], distances.l1)
         fired.append((bool(step.fires((), moves)), bool(since.fires(memory, moves))))
         memory = since.update(memory, jnp.array(fired[-1][1]), shifted[1])
     assert fired == [(False, n == 5) for n in range(1, 6)]
@@ -256,13 +256,34 @@ def test_ablations(drifting, linear, local):
     np.testing.assert_array_equal(after.memory.pending, shifted & ~told)
 
 
-def test_moments_of_the_server_follow_their_models(drifting, linear, local):
-    algorithm = method(linear, local, trigger="always", server="yogi", server_lr=0.01)
-    fired = []
-    before, after = run(algorithm, [drifting([]), drifting([1, 3, 7, 9])], fired=fired)[1:]
-    assert fired == [0, 1]
-    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
-    chex.assert_tree_all_finite(after.server)
+def test_moments_of_the_server_follow_their_models(toy, drifting, linear, local):
+    """A server that keeps its moments as they are has, after an event, those of its clients'
+    former groups, in the shares in which the models were mixed.
+    """
+    kept = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda step, moments, params: (jax.tree.map(jnp.negative, step), moments),
+    )
+    algorithm, fired = method(linear, local, trigger="always", server=kept), []
+    still, moved = drifting([]), drifting([1, 3, 7, 9])
+    _, before = run(algorithm, [still])
+    draws = np.random.default_rng(0)
+    given = jax.tree.map(lambda leaf: jnp.float32(draws.normal(size=leaf.shape)), before.server)
+    _, after = run(algorithm, [moved], start=before.replace(server=given), fired=fired)
+    assert fired == [1]
+    points, valid = np.asarray(train_label_shares(moved)), np.asarray(toy.train.size) > 0
+    drifted = np.isin(np.arange(14), [1, 3, 7, 9])
+    places = (before.assignment, before.memory.centers, before.active)
+    labels, *_ = twin_moves(points, valid, drifted, *map(np.asarray, places))
+    shares = np.zeros((3, 3))
+    for client in np.flatnonzero(valid):
+        shares[after.assignment[client], labels[client]] += 1
+    size = shares.sum(1, keepdims=True)
+    shares = np.where(size > 0, shares / np.maximum(size, 1), np.eye(3))
+    assert (np.abs(shares - np.eye(3)) > 0.1).any(), "nothing is mixed"
+    for found, leaf in zip(jax.tree.leaves(after.server), jax.tree.leaves(given), strict=True):
+        expected = np.einsum("kj,j...->k...", shares, leaf)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bytes_of_the_start_and_of_events(toy, drifting, linear, local):

@@ -2,7 +2,7 @@
 `InputError`, and nothing is written.
 
 FEDJAX_CFL_EXAMPLES sets the number of examples of each test of a reader, for a longer
-search.
+search; the nightly run takes five times as many.
 """
 
 import gzip
@@ -24,7 +24,10 @@ from fedjax_cfl.data.datasets import files, readers
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.errors import InputError
 
-EXAMPLES = int(os.environ.get("FEDJAX_CFL_EXAMPLES", "300"))
+# of each test of a reader, and of the one of command lines, which is slower
+EXAMPLES = int(os.environ.get("FEDJAX_CFL_EXAMPLES", "60"))
+LINES = 15
+TIMES = pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.nightly)])
 some = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -109,11 +112,12 @@ def reads_or_refuses(path, read, content, packed):
     return True
 
 
+@TIMES
 @pytest.mark.parametrize("kind", READ)
-def test_random_bytes(kind, tmp_path):
+def test_random_bytes(kind, tmp_path, times):
     read, good = READ[kind]
 
-    @settings(some, max_examples=EXAMPLES)
+    @settings(some, max_examples=times * EXAMPLES)
     @given(
         st.one_of(
             st.binary(max_size=400),
@@ -127,12 +131,13 @@ def test_random_bytes(kind, tmp_path):
     search()
 
 
+@TIMES
 @pytest.mark.parametrize("kind", READ)
-def test_mutations_of_good_files(kind, tmp_path):
+def test_mutations_of_good_files(kind, tmp_path, times):
     read, good = READ[kind]
     assert reads_or_refuses(tmp_path / "f", read, good, False)
 
-    @settings(some, max_examples=EXAMPLES)
+    @settings(some, max_examples=times * EXAMPLES)
     @given(mutated(good), st.booleans(), st.none() | st.data())
     def search(content, packed, inside):
         if packed and inside is not None:  # the mutation is in the gzip stream itself
@@ -156,7 +161,8 @@ values = st.recursive(
 )
 
 
-def test_leaf_of_any_json(tmp_path):
+@TIMES
+def test_leaf_of_any_json(tmp_path, times):
     rows = (
         st.lists(st.lists(st.integers(-5, 5) | st.floats(), max_size=3) | values, max_size=3)
         | values
@@ -176,7 +182,7 @@ def test_leaf_of_any_json(tmp_path):
         },
     )
 
-    @settings(some, max_examples=EXAMPLES)
+    @settings(some, max_examples=times * EXAMPLES)
     @given(shards | values, st.booleans())
     def search(shard, packed):
         reads_or_refuses(tmp_path / "f", leaf, json.dumps(shard).encode(), packed)
@@ -184,7 +190,8 @@ def test_leaf_of_any_json(tmp_path):
     search()
 
 
-def test_npz_of_any_header(tmp_path):
+@TIMES
+def test_npz_of_any_header(tmp_path, times):
     descr = st.sampled_from(
         [
             "<f4",
@@ -218,7 +225,7 @@ def test_npz_of_any_header(tmp_path):
     )
     array = np.lib.format.magic(1, 0)
 
-    @settings(some, max_examples=EXAMPLES)
+    @settings(some, max_examples=times * EXAMPLES)
     @given(header, st.binary(max_size=64))
     def search(text, data):
         content = text.encode("latin1", "replace")
@@ -277,7 +284,8 @@ NOISE = [
 ]
 
 
-def test_overrides(names, tmp_path, monkeypatch):
+@TIMES
+def test_overrides(names, tmp_path, monkeypatch, times):
     monkeypatch.chdir(tmp_path)
     noise = st.lists(st.sampled_from(NOISE) | st.text(max_size=3), max_size=8).map("".join)
     plausible = (
@@ -302,7 +310,7 @@ def test_overrides(names, tmp_path, monkeypatch):
         | noise
     )
 
-    @settings(some, max_examples=60)
+    @settings(some, max_examples=times * LINES)
     @given(
         st.lists(line, min_size=1, max_size=2),
         st.sampled_from([[], [], [], ["-m"], ["--cfg", "job"]]),

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING, call
+from conftest import call, lasting_rows, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
-from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.vectorize import stack_data
 
 SMALL = (
@@ -55,14 +54,8 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
-FAST = ("seeds and step sizes, incremental, faults", "cuts in two, a stream")
-
-
-def rows(folder):
-    return [
-        {name: value for name, value in row.items() if name not in VARYING}
-        for row in read_metrics(folder)
-    ]
+FAST = ("seeds and step sizes, incremental, faults",)
+NIGHTLY = ("cuts in two, a stream",)
 
 
 def same(one, other):
@@ -84,7 +77,16 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
+    "case",
+    [
+        *FAST,
+        *(nightly(case) for case in NIGHTLY),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in CASES
+            if case not in FAST + NIGHTLY
+        ),
+    ],
 )
 def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch, capsys):
     setting, together = CASES[case]
@@ -103,7 +105,7 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
             == 0
         )
         alone = tmp_path / "alone" / folder.name
-        same(rows(folder), rows(alone))
+        same(lasting_rows(folder), lasting_rows(alone))
         assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
         ours, theirs = (
             load_arrays(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, alone)
@@ -126,13 +128,15 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     (newest / "manifest.json").write_text("{")
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
-        assert rows(tmp_path / "parts" / member) == rows(tmp_path / "whole" / member)
+        assert lasting_rows(tmp_path / "parts" / member) == lasting_rows(
+            tmp_path / "whole" / member
+        )
     # a run of a grid can go on alone
     assert call(monkeypatch, f"{single} seed=1 rounds=5 run_dir={tmp_path / 'parts' / '1'}") == 0
-    assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
+    assert [row["round"] for row in lasting_rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5]
     # from the last round that all have
     assert call(monkeypatch, f"{line} rounds=6 run_dir={tmp_path / 'parts'}") == 0
-    assert [row["round"] for row in rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
+    assert [row["round"] for row in lasting_rows(tmp_path / "parts" / "1")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

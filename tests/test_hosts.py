@@ -11,10 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from conftest import VARYING
+from conftest import lasting_rows, nightly
 
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
-from fedjax_cfl.runs.results import read_metrics
 
 SMALL = [
     "dataset.clients=20",
@@ -25,6 +24,7 @@ SMALL = [
     "faults.dropout=0.2",
 ]
 SWAP = ["drift=swap_all", "drift.p=0.4"]
+IFCA = [*SWAP, "algorithm=ifca", "algorithm.m=2"]
 FLEXCFL = [
     *SWAP,
     "algorithm=flexcfl",
@@ -66,15 +66,8 @@ def ended(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
 
 
-def rows(folder):
-    return [
-        {name: value for name, value in row.items() if name not in VARYING}
-        for row in read_metrics(folder)
-    ]
-
-
 def agree(folder, other):
-    for ours, theirs in zip(rows(folder), rows(other), strict=True):
+    for ours, theirs in zip(lasting_rows(folder), lasting_rows(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             np.testing.assert_allclose(
@@ -86,12 +79,13 @@ def agree(folder, other):
             )
 
 
-def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
-    """FlexCFL, stopped by a signal to process 1, gone on with, and compared with one
-    process that was never stopped.
+@pytest.mark.parametrize("method", [IFCA, nightly(FLEXCFL)], ids=["ifca", "flexcfl"])
+def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(method, tmp_path):
+    """A method stopped by a signal to process 1, gone on with, and compared with one process
+    that was never stopped.
     """
     folder = tmp_path / "both"
-    started = begin(folder, 2, *FLEXCFL, "rounds=100000")
+    started = begin(folder, 2, *method, "rounds=100000")
     for _ in range(900):
         if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000:
             break
@@ -99,18 +93,18 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(tmp_path):
     started[1].send_signal(signal.SIGTERM)
     done = ended(started)
     assert [status for status, *_ in done] == [128 + signal.SIGTERM] * 2, done
-    last = rows(folder)[-1]["round"]
+    last = lasting_rows(folder)[-1]["round"]
     assert f"stopped after round {last}" in done[0][1] and "2 CPU devices on 2 hosts" in done[0][1]
     assert "round" not in done[1][1]  # process 0 alone speaks and writes
     assert any(path.name.endswith(f"-step-{last}") for path in (folder / "checkpoints").iterdir())
     more = f"rounds={last + 2}"
-    done = ended(begin(folder, 2, *FLEXCFL, more))
+    done = ended(begin(folder, 2, *method, more))
     assert [status for status, *_ in done] == [0, 0], done
     assert f"resuming after round {last}" in done[0][1]
-    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, *FLEXCFL, more))
+    (status, _, errors), *_ = ended(begin(tmp_path / "alone", 1, *method, more))
     assert status == 0, errors
     agree(folder, tmp_path / "alone")
-    refused = ended(begin(folder, 2, *FLEXCFL, more))
+    refused = ended(begin(folder, 2, *method, more))
     assert [status for status, *_ in refused] == [2, 2]
     assert f"already holds this run, finished after {last + 2} rounds" in refused[0][2]
     assert "fedjax-cfl" not in refused[1][2]  # said once
@@ -140,7 +134,7 @@ def test_a_stream_over_two_processes(tmp_path):
     alone = ended(begin(tmp_path / "alone", 1, "algorithm=fielding", *stream))
     assert [status for status, *_ in both + alone] == [0, 0, 0], both + alone
     agree(tmp_path / "both", tmp_path / "alone")
-    assert sum(row["shifted_clients"] for row in rows(tmp_path / "both")) > 20
+    assert sum(row["shifted_clients"] for row in lasting_rows(tmp_path / "both")) > 20
 
 
 def test_processes_with_other_settings_are_refused(tmp_path):
@@ -151,7 +145,7 @@ def test_processes_with_other_settings_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [nightly(0), 1])
 def test_a_killed_process_ends_the_other(number, tmp_path):
     started = begin(tmp_path / "run", 2, "algorithm=fedavg", "rounds=1000000")
     path = tmp_path / "run" / "metrics.jsonl"
@@ -183,11 +177,17 @@ def test_a_killed_process_ends_the_other(number, tmp_path):
             ["coordinator=127.0.0.1:1", "processes=2", "process=2"],
             "needs processes=N and process=0 .. N-1, not processes=2 process=2",
         ),
-        (["coordinator=auto"], "coordinator=auto: no cluster was found in the environment"),
         (["coordinator=auto", "seeds=2"], "coordinator=auto: a grid of runs trains in one process"),
     ],
 )
-def test_what_cannot_be_joined_is_refused(line, said, tmp_path):
+def test_what_cannot_be_joined_is_refused(line, said, fedjax_cfl, tmp_path):
+    status, _, error = fedjax_cfl(" ".join([*SMALL, "algorithm=fedavg", *line, "run_dir=run"]))
+    assert (status, (tmp_path / "run").exists()) == (2, False), error
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_cluster_that_is_not_there_is_refused(tmp_path):
+    """By a process that has not started JAX."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -199,11 +199,11 @@ def test_what_cannot_be_joined_is_refused(line, said, tmp_path):
         "fedjax_cfl",
         *SMALL,
         "algorithm=fedavg",
-        *line,
+        "coordinator=auto",
         f"run_dir={tmp_path / 'run'}",
     ]
     done = subprocess.run(
         command, env=clean | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, (tmp_path / "run").exists()) == (2, False), done.stderr
-    assert said in done.stderr
+    assert "coordinator=auto: no cluster was found in the environment" in done.stderr

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, nightly, others_nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
@@ -35,7 +35,7 @@ ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 METHODS = {
     "fedavg": lambda task, local, select: fedavg(task, local, select),
     "fedprox with stragglers": lambda task, local, select: fedprox(
-        task, local, select, mu=0.1, drop_percent=0.5
+        task, local, select, mu=0.1, drop_fraction=0.5
     ),
     "qfedavg": lambda task, local, select: qfedavg(task, local, select, q=1.0),
     "ifca": lambda task, local, select: ifca(task, local, select, m=2),
@@ -89,13 +89,24 @@ def test_order_of_the_cohort(usual, go, toy, seed):
     assert_same(go(shuffled, toy), usual)
 
 
-@pytest.mark.parametrize("width", [3, 4096])
+def pairs(*often, rest):
+    """Returns (method, how it is spread): all methods in the ways of `often`, FlexCFL in all."""
+    return [(name, *way) for name in METHODS for way in often] + [
+        ("flexcfl", *way) if name == "flexcfl" else nightly(name, *way)
+        for name in METHODS
+        for way in rest
+    ]
+
+
+@pytest.mark.parametrize(("method", "width"), pairs((3,), rest=[(4096,)]), indirect=["method"])
 def test_width(usual, method, toy, mlp, local, width):
     """Seven clients, by threes and all at once."""
     assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(4, 4096), (8, 1)])
+@pytest.mark.parametrize(
+    ("method", "devices", "width"), pairs((4, 4096), rest=[(8, 1)]), indirect=["method"]
+)
 def test_devices(usual, method, toy, mlp, local, devices, width):
     """Seven clients: two side by side, and a device without any."""
     assert_same(
@@ -180,6 +191,7 @@ def shared(data):
     return data.replace(x=pool, sample=jnp.asarray(place[row], jnp.int32)), copies
 
 
+@pytest.mark.parametrize("method", others_nightly(METHODS, ["fedavg", "flexcfl"]), indirect=True)
 def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
     """Each client sees the same samples, but the pool holds them once; to the last bit."""
     indexed, copies = shared(toy)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FEATURES, matrix, spent
+from conftest import FEATURES, matrix, nightly, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
@@ -103,7 +103,7 @@ def test_groups_are_those_of_a_loop():
 
 @pytest.mark.parametrize(
     "sampling",
-    [back_search(samples=10), generator(samples=10, hidden=64, generator_steps=300)],
+    [back_search(samples=10), nightly(generator(samples=10, hidden=64, generator_steps=300))],
     ids=["back_search", "generator"],
 )
 def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, trained):
@@ -139,7 +139,7 @@ def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, mo
     np.testing.assert_allclose(matrix(after.groups), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("privacy", [WEAK, STRONG], ids=["weak", "strong"])
+@pytest.mark.parametrize("privacy", [nightly(WEAK), STRONG], ids=["weak", "strong"])
 def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, models, privacy):
     """Every odd client has one label, so that others count for nothing (eq. 4)."""
     owner = np.asarray(toy.owner)

@@ -1,9 +1,13 @@
 """The memory plan: its bytes against the arrays', and refusal before anything is trained."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import build
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
@@ -49,7 +53,33 @@ def test_names_the_knob_of_the_largest_part(part, knob, local):
         memory.check_memory(planned, local.mesh)
 
 
-def test_keys_and_devices():
-    assert memory.tree_bytes({"key": jax.random.key(0), "x": jnp.zeros((3, 2))}) == 24
+def test_keys_take_nothing_and_a_split_array_its_share():
+    mesh = cfl.make_mesh(4)
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    tree = {"key": jax.random.key(0), "x": jnp.zeros((3, 2)), "y": jnp.zeros((8, 5), jnp.int16)}
+    assert memory.tree_bytes(tree) == memory.share_bytes(tree) == 24 + 80
+    tree["y"] = jax.device_put(tree["y"], split)
+    assert memory.tree_bytes(tree) == 24 + 80
+    assert memory.share_bytes(tree) == 24 + 20
+
+
+def test_devices_of_the_cpu_share_its_memory():
     one, four = (memory.available_bytes(cfl.make_mesh(count)) for count in (1, 4))
-    assert one // 4 == four > 2**20
+    with open("/proc/meminfo") as file:
+        total = next(int(line.split()[1]) for line in file if line.startswith("MemTotal:"))
+    assert one == 1024 * total and four == one // 4
+
+
+@pytest.mark.parametrize("stats", [{"bytes_limit": 100}, {}, None])
+def test_an_accelerator_is_asked_and_may_not_say(stats, monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    mesh = SimpleNamespace(devices=np.array([device] * 2))
+    monkeypatch.setattr(memory.sharding, "is_cpu", lambda mesh: False)
+    planned = dict.fromkeys(("data", "models", "client_memory", "work"), 25)
+    assert memory.available_bytes(mesh) == (100 if stats else None)
+    memory.check_memory(planned, mesh)
+    if stats:
+        with pytest.raises(InputError, match=r"needs 101 B .* has 100 B"):
+            memory.check_memory(planned | {"work": 26}, mesh)
+    else:
+        memory.check_memory(planned | {"work": 2**60}, mesh)

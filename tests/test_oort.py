@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger
+from conftest import ledger, nightly
 
 from fedjax_cfl.algorithms import power_of_choice
 from fedjax_cfl.clustering.assign import training_loss
@@ -97,7 +97,7 @@ def population(rng, groups):
     return size, data, group, state
 
 
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("groups", [nightly(1), 3])
 def test_oort_equals_its_twin_over_50_calls(groups):
     rng = np.random.default_rng(groups)
     size, data, group, state = population(rng, groups)
@@ -204,7 +204,7 @@ def test_nearest_to_center(toy, models):
     assert drawn > set(wanted)
 
 
-@pytest.mark.parametrize("variant", ["pow_d", "cpow_d", "rpow_d"])
+@pytest.mark.parametrize("variant", [nightly("pow_d"), "cpow_d", "rpow_d"])
 def test_power_of_choice_takes_the_highest_losses_of_each_group(
     variant, toy, linear, local, models
 ):
@@ -252,11 +252,11 @@ def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, m
     drawn = power_of_choice.draw_candidates(jax.random.key(1), state, toy, candidates)
     drawn = int((drawn < 14).sum())
     ids = selection.select(jax.random.key(0), (), state, toy)
-    asked = selection.ask(jax.random.key(0), state, toy)
+    asked = selection.poll(jax.random.key(0), state, toy)
     assert set(ids.tolist()) < set(np.flatnonzero(asked.samples).tolist())
     sent = ledger(asked.traffic)
     assert (sent.units_down, sent.words_up, sent.units_up) == (drawn, drawn, 0) and drawn > 3
-    assert power_of_choice.rpow_d(3, candidates).ask is None
+    assert power_of_choice.rpow_d(3, candidates).poll is None
 
 
 def test_a_batch_that_is_everything_has_the_whole_loss(toy, linear, local, models):

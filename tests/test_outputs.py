@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import nightly
 
 from fedjax_cfl.cli.outputs import ForgivingOutput
 
@@ -74,9 +75,9 @@ def test_a_shell_completion_says_for_which_shell(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "fedjax-cfl --info | head -1",
+        nightly("fedjax-cfl --info | head -1"),
         "fedjax-cfl --help | head -1",
-        "fedjax-cfl --help | true",
+        nightly("fedjax-cfl --help | true"),
         "fedjax-cfl algorithm=ifca --cfg job | true",
     ],
 )
@@ -92,7 +93,7 @@ def test_bad_input_with_a_closed_stderr(tmp_path):
     "sink, status, said",
     [
         ("| true", 0, ""),
-        (">&-", 0, ""),
+        nightly(">&-", 0, ""),
         (
             ">/dev/full",
             1,
@@ -136,7 +137,12 @@ TRAPS = ("hydra_plugins/trap.py", "pandas.py", "libtpu.py", "jax_plugins/trap/__
 
 @pytest.mark.parametrize(
     "way, line",
-    [("script", "--info=plugins"), ("script", "doctor"), ("script", SMALL), ("module", SMALL)],
+    [
+        nightly("script", "--info=plugins"),
+        nightly("script", "doctor"),
+        ("script", SMALL),
+        nightly("module", SMALL),
+    ],
 )
 def test_nothing_in_the_current_folder_runs_unasked(way, line, tmp_path):
     for trap in TRAPS:

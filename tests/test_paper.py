@@ -414,6 +414,7 @@ def test_directions_of_all_founders_are_edc():
     )
 
 
+@pytest.mark.nightly
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""
     small = ["rounds=2", "clients_per_round=3", "local.epochs=1", "devices=1"]

@@ -2,12 +2,14 @@
 what is refused.
 """
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl.data import concept, partition
+from fedjax_cfl.data import concept, dealing, partition
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -336,3 +338,15 @@ def test_owners_that_no_memory_holds_are_refused():
     pool = pool_of([5] * 10)._replace(client=np.arange(50) + 2**30)
     with pytest.raises(InputError, match=r"clients=1073741874: must be a whole number from 1 to"):
         partition.by_user(pool)
+
+
+@pytest.mark.parametrize("text", ["0.1", "0.2", "0.25", "0.3", "0.5", "0.7", "0.8", "0.9"])
+def test_shares_are_exact_as_they_are_written(text):
+    for count in range(1, 201):
+        expected = int((1 - Fraction(text)) * count)
+        assert dealing.count_train(count, float(text)) == expected
+        pool = Pool(np.zeros((count, 2), np.float32), np.arange(count) % 2, 2)
+        mask = dealing.draw_test_mask(np.random.RandomState(0), pool, float(text))
+        assert count - mask.sum() == expected
+    pool = Pool(np.zeros((5, 2), np.float32), np.arange(5) % 2, 2, np.zeros(5, int))
+    assert (~partition.by_user(pool, seed=0, test_fraction=0.8).test).sum() == 1

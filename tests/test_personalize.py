@@ -47,6 +47,8 @@ def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
     untrained = np.asarray(toy.train.size) == 0
     both = tested & untrained
     np.testing.assert_allclose(found.loss[both], np.asarray(plain.loss)[both], rtol=1e-6)
+    still = finetune_clients(linear, local, 4, served, toy, key, at_once=14, lr_scale=0.0)
+    np.testing.assert_allclose(still.loss, np.asarray(plain.loss), rtol=1e-6)
 
 
 def test_updates_are_compared_from_the_mean_of_the_models(toy, linear, local, models):

@@ -5,17 +5,19 @@ import threading
 import jax
 import numpy as np
 import pytest
-from conftest import VARYING, build, call
+from conftest import VARYING, build, call, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.datasets import files
+from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.compilation import compile_run
 from fedjax_cfl.simulation.driver import Snapshot, drive
+from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan, state_shapes
+from fedjax_cfl.simulation.setup import Setup
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 
@@ -50,7 +52,7 @@ def same(one, other):
             )
 
 
-@pytest.mark.parametrize("name", ["qfedavg", "ifca", "fedgroup"])
+@pytest.mark.parametrize("name", [nightly("qfedavg"), nightly("ifca"), "fedgroup"])
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(
     name, both, linear, local, monkeypatch
 ):
@@ -83,12 +85,11 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     whole = cfl.run(
         algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK
     )
-    like = state_shapes(algorithm, cfl.drift.none(), local.mesh, both[1], jax.random.key(1))
+    setup = Setup(algorithm, linear, both[1], cfl.drift.none(), local.mesh)
+    like = state_shapes(setup, jax.random.key(1))
     found = restore_latest(tmp_path, like, {})
     plan = Plan(**QUICK)
-    program = compile_run(
-        algorithm, linear, both[1], jax.random.key(1), plan, cfl.drift.none(), local.mesh, False
-    )
+    program = compile_run(setup, jax.random.key(1), plan, fresh=False)
     (rest,) = drive(program, plan, [Snapshot(*found.tree, found.facts)])
     assert [row["round"] for row in rest.rows] == [4, 5]
     same(rest.rows, whole.rows[1:])
@@ -220,9 +221,7 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
 @pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])
 def test_a_cohort_of_many_is_drawn_without_repeats_and_evenly(clients):
     count = min(clients, 2000)
-    drawn = np.stack(
-        [cfl.select.sample_distinct(jax.random.key(seed), count, clients) for seed in range(5)]
-    )
+    drawn = np.stack([draw_permutation(jax.random.key(seed), clients, count) for seed in range(5)])
     for ids in drawn:
         assert ids.min() >= 0 and ids.max() < clients and len(set(ids.tolist())) == count
     assert not (drawn[0] == drawn[1]).all() or clients == 5

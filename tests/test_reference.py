@@ -151,7 +151,7 @@ def founded(model, data, keys, m, alpha, iterations, local):
     """
     ids = [
         int(k)
-        for k in jax.random.permutation(keys[1], data.num_clients)[: alpha * m]
+        for k in shuffled(jax.random.bits(keys[1], (2,)), data.num_clients, 0)[: alpha * m]
         if data.train.size[k] > 0
     ]
     updates = []

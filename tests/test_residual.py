@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import nightly
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.models import GroupNorm, MobileNetV2, ResNet18, ShuffleNetV2, ViT, as_task
@@ -28,7 +29,9 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [nightly(name) if name.endswith("of large images") else name for name in SMALL]
+)
 def test_a_sample_is_alone_and_every_parameter_learns(name):
     side = 32 if "large" in name else 16
     task = as_task(SMALL[name], (side, side, 3), 3)
@@ -59,7 +62,7 @@ def test_a_sample_is_alone_and_every_parameter_learns(name):
 
 
 @pytest.mark.parametrize("convolve", [shift_and_add, shift_and_add_per_image])
-@pytest.mark.parametrize(("side", "stride"), [(5, 1), (6, 2), (7, 2), (1, 2)])
+@pytest.mark.parametrize(("side", "stride"), [(5, 1), nightly(6, 2), (7, 2), nightly(1, 2)])
 def test_depthwise_convolution_is_the_grouped_one_of_jax(side, stride, convolve):
     """And its gradients, with a kernel for each of two clients."""
     x, kernel = normal(2, 3, side, side + 1, 4), normal(2, 3, 3, 4)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet
 import pytest
-from conftest import VARYING
+from conftest import VARYING, nightly, others_nightly
 
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.runs import checkpoint, plot, results, signals
@@ -190,9 +190,9 @@ def run_dir(stopped, tmp_path):
 # continuing
 
 
-@pytest.mark.parametrize("line", CASES.values(), ids=CASES)
-def test_a_stop_and_a_crash_leave_no_trace(line, fedjax_cfl, tmp_path):
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
+@pytest.mark.parametrize("case", others_nightly(CASES, ["flexcfl, incremental"]))
+def test_a_stop_and_a_crash_leave_no_trace(case, fedjax_cfl, tmp_path):
+    line, whole, torn = CASES[case], tmp_path / "whole", tmp_path / "torn"
     done(fedjax_cfl(line, whole))
     with stopped_at(2):
         assert fedjax_cfl(line, torn).status == 143
@@ -486,7 +486,7 @@ def long(fedjax_cfl, tmp_path_factory):
     return line, run_dir
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGINT)])
 def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, tmp_path):
     (line, whole), run_dir = long, tmp_path / "run"
     with started(line, run_dir) as process:

@@ -7,13 +7,13 @@ import hydra
 import jax
 import numpy as np
 import pytest
+from conftest import refusal
 from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.config_check import check_name, check_settings
 from fedjax_cfl.cli.rules import collect_rules
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import (
     NonNegativeFloat,
@@ -35,14 +35,6 @@ KNOWN = [
     "algorithm.measure",
     "algorithm.name",
 ]
-
-
-def refusal(function, *arguments) -> str:
-    """Returns the one line that refuses."""
-    with pytest.raises(InputError) as caught:
-        function(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from conftest import shuffled
 from scipy.stats import chi2
 
-from fedjax_cfl.round.shuffle import permute, write_table
+from fedjax_cfl.data.shuffle import draw_permutation, permute, put_first, write_table
 
 
 def words(seed):
@@ -101,3 +101,21 @@ def test_successive_passes_are_independent():
     rows = draw_many(1, 100, 5, passes=200)
     assert_uniform(rows[:, :-1, 0] * 5 + rows[:, 1:, 0], 25)
     assert_uniform(rows[:, :-1, 0] * 5 + rows[:, 1:, 4], 25)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+def test_a_drawn_permutation_is_the_first_pass(count):
+    key = jax.random.key(count)
+    whole = draw_permutation(key, count)
+    np.testing.assert_array_equal(whole, shuffled(jax.random.bits(key, (2,)), count, 0))
+    for places in (0, 1, count - 1, count, count + 3):
+        np.testing.assert_array_equal(draw_permutation(key, count, places), whole[:places])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+def test_those_of_a_mask_come_first(share, count):
+    mask = np.random.default_rng(count).random(count) < share
+    found = put_first(jnp.asarray(mask))
+    np.testing.assert_array_equal(found, np.argsort(~mask, kind="stable"))
+    assert found.dtype == jnp.int32

@@ -29,7 +29,7 @@ from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.nonfed import nonfed
-from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
+from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import faults, select
@@ -371,7 +371,7 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     groups = jax.tree.map(lambda leaf: leaf[None], model)
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
     work = full_work(jnp.zeros(1, jnp.int32))
-    prepared, _ = weigh_by_loss(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    prepared, _ = attach_losses(linear, local)(jax.random.key(0), state, toy, cohort, work)
     rows = np.flatnonzero(np.asarray(toy.owner) == 1)
     rows = rows[np.isin(rows, np.asarray(toy.train.order))]
     each = [

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from conftest import one_line
 
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
@@ -298,10 +299,3 @@ def test_real_leaf_json_agrees_with_npz():
     known = {image.tobytes() for image in whole.x}
     assert shards.client.max() == 9
     assert all(np.uint8(np.round(image * 255)).tobytes() in known for image in shards.x[::40])
-
-
-def one_line(says, function, *args, **kwargs):
-    """Asserts an InputError of one line that says what is wrong."""
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value) and says in str(caught.value), caught.value

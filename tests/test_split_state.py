@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, nightly
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_cfl as cfl
@@ -27,9 +27,10 @@ from fedjax_cfl.round.client_models import (
 )
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.sharding import mesh_over
-from fedjax_cfl.simulation.compilation import compile_run
 from fedjax_cfl.simulation.driver import Snapshot, drive
+from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan, state_shapes
+from fedjax_cfl.simulation.setup import Setup
 
 KEY, PLAN = jax.random.key(3), Plan(rounds=3)
 METHODS = {
@@ -151,7 +152,7 @@ def test_updates_are_sorted_by_shares(moved):
     "name",
     [
         "fesem",
-        "fedfomo",
+        nightly("fedfomo"),
         pytest.param("nonfed", marks=pytest.mark.slow),
         pytest.param("cfl", marks=pytest.mark.slow),
     ],
@@ -168,9 +169,10 @@ def test_a_split_state_is_the_same_run(name, mlp, toy, local, monkeypatch, tmp_p
         make(name, mlp, local, 1), mlp, toy, KEY, rounds=3, mesh=cfl.make_mesh(1), on_row=keep
     )
     mesh, algorithm = cfl.make_mesh(2), make(name, mlp, local, 2)
-    like = state_shapes(algorithm, cfl.drift.none(), mesh, toy, KEY)
+    setup = Setup(algorithm, mlp, toy, cfl.drift.none(), mesh)
+    like = state_shapes(setup, KEY)
     start = restore_latest(tmp_path, like, {})
-    program = compile_run(algorithm, mlp, toy, KEY, PLAN, cfl.drift.none(), mesh)
+    program = compile_run(setup, KEY, PLAN)
     (two,) = drive(program, PLAN)
     (rest,) = drive(program, PLAN, [Snapshot(*start.tree, start.facts)])
     for other in (two, rest):

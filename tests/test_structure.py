@@ -26,7 +26,7 @@ FLOORS = (
     ("round",),
     ("data",),
     ("models",),
-    ("types", "errors", "validation", "sharding", "distributed", "formatting"),
+    ("types", "errors", "validation", "sharding", "distributed", "formatting", "decompose"),
 )
 LINES, PARAMETERS = 60, 10
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FEATURES
+from conftest import FEATURES, nightly
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
@@ -111,7 +111,7 @@ def test_back_searched_samples_are_classified_by_a_trained_lenet(local):
 
 @pytest.mark.parametrize(
     "make",
-    [back_search(samples=5), generator(samples=5, hidden=32, generator_steps=200)],
+    [nightly(back_search(samples=5)), generator(samples=5, hidden=32, generator_steps=200)],
     ids=["back_search", "generator"],
 )
 def test_samples_do_not_depend_on_devices(make, reader, rotated, trained, local):
@@ -201,7 +201,7 @@ WARM = pytest.mark.parametrize(
     "make",
     [
         lambda warm: back_search(samples=3, search_steps=3, warm_start=warm),
-        lambda warm: generator(samples=3, hidden=32, generator_steps=30, warm_start=warm),
+        nightly(lambda warm: generator(samples=3, hidden=32, generator_steps=30, warm_start=warm)),
     ],
     ids=["back_search", "generator"],
 )

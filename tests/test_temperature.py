@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix
+from conftest import build, ledger, matrix, nightly
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
@@ -282,7 +282,10 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": "lied"}, {"detector": None, "newcomers": "random", "measure": "none"}],
+    [
+        {"temperature": "lied"},
+        nightly({"detector": None, "newcomers": "random", "measure": "none"}),
+    ],
 )
 def test_founding_anew_in_a_run(linear, local, options):
     """The listed rounds, and only they, found groups; nothing is compiled again."""

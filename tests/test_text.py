@@ -12,6 +12,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download, word_vectors
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.sent140 import STAND_IN, read_tweets, sent140
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import format_value
 
 real = pytest.mark.skipif(
@@ -410,12 +410,7 @@ def test_real_tweets():
 
 def one_line(says, function, *args, **kwargs):
     """Asserts an InputError of one line that says what is wrong, and returns it."""
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    error = str(caught.value)
-    assert (
-        "\n" not in error
-        and says in error
-        and any(word in error for word in ("expected", "must be", "no user", "not found"))
-    ), error
+    error = refusal(function, *args, **kwargs)
+    assert says in error, error
+    assert any(word in error for word in ("expected", "must be", "no user", "not found")), error
     return error

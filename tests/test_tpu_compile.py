@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, nightly
 from jax import export, lax
 from jax.sharding import PartitionSpec
 
@@ -144,7 +144,7 @@ def test_every_compiler_gets_its_own_options(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("width", [1, 64])
+@pytest.mark.parametrize("width", [nightly(1), 64])
 def test_a_round_lowers_for_gpu_and_tpu(name, width, toy, linear):
     """From shapes alone and with nothing for the host, for four devices."""
     local = cfl.Local(0.2, epochs=2, batch_size=5, width=width, mesh=cfl.make_mesh(4))

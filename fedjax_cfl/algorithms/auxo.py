@@ -25,6 +25,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     FederatedData,
@@ -54,10 +55,10 @@ def split_at(split_rounds: Sequence[int] = (50, 100)) -> SplitFn:
 
 
 def split_adaptively(participants: PositiveInt = 100, least: NonNegativeFloat = 100.0) -> SplitFn:
-    """Cuts a group of at least `least` * K / `participants` clients whose sides are both
-    held by more than K / 20 * 0.9^(groups - 1) clients, in a ratio between 1/2 and 2.
+    """Cuts a group of at least `least` * K / `participants` clients if each of its sides is
+    preferred by more than K / 20 * 0.9^(groups - 1) clients.
 
-    The ratio of the first cut does not matter.
+    From the second cut on, their ratio must also be between 1/2 and 2.
     """
 
     def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
@@ -164,7 +165,7 @@ def cut_groups(state: State, chosen: jax.Array) -> State:
     count = jnp.where(child, (memory.count * sides[1])[:, source], count)
     reset = child | parent
     side = jnp.where(reset[None, :, None], score[:, :, None] / 2, memory.side)
-    groups, server = jax.tree.map(lambda leaf: leaf[source], (state.groups, state.server))
+    groups, server = take_rows((state.groups, state.server), source)
     memory = memory.replace(
         group=score,
         side=side,

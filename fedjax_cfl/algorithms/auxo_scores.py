@@ -16,7 +16,7 @@ from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, State, Upload
 
-LEAST_CLIENTS = 5  # of a group in a round: with fewer, nobody is scored
+LEAST_CLIENTS = 5  # of a group in a round: with fewer, none is scored
 REWARD = 5.0
 
 
@@ -66,6 +66,10 @@ def name_sides(
     At the first time in a group, 2-means of the unit vectors [S, p] names them. Later a
     client has the side it prefers. The others take that of the nearest client that has
     one; where all have the same, only the nearest quarter to the first of them.
+
+    Args: `key` draws the first centers of 2-means; `unit` [S, p] are unit vectors of the
+    updates, centered in the group; `fit` is what the group's clients did; `first` [] bool: no
+    side has been named since the last cut; `several` [] bool: there is more than one group.
     """
     rows = jnp.where(several, fit.member & fit.known, fit.member)
     labels = kmeans(key, unit, 2, restarts=4, weight=rows.astype(jnp.float32)).labels
@@ -89,8 +93,10 @@ def name_sides(
 def score_group(
     key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (side [S, 2], score [S]) of the clients of one group after a round, given the
-    signatures [S, p] of their updates.
+    """Returns (side [S, 2], score [S]) of the clients of one group after a round.
+
+    Args: `signature` [S, p] are the parts of the updates that are compared, see `last_tenth`;
+    the others are those of `name_sides`.
     """
     size = fit.member.sum()
     present = fit.member.astype(jnp.float32)
@@ -124,8 +130,12 @@ def score_groups(
     signature: jax.Array,
     several: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (side [m, S, 2], score [m, S], whether its sides were named now [m], member
-    [m, S]) of each group, given who `sent` [S] an update and its `signature` [S, p].
+    """Returns for each group: (side [m, S, 2], score [m, S], whether its sides were named now
+    [m], member [m, S]).
+
+    Args: `memory` has the scores so far; `clients` [S] int32 are the rows of the slots' clients
+    in it; `sent` [S] bool says whose update counts; `gid` [S] int32 is the group of each slot;
+    `signature` [S, p] and `several` [] are those of `score_group`.
     """
 
     def of_group(k):
@@ -148,8 +158,11 @@ def score_cohort(
     gid: jax.Array,
     upload: Upload,
 ) -> tuple[State, jax.Array]:
-    """Scores the clients of a round by their updates (a `RegroupFn` but for `mesh`). They
-    train on in their group, and may join another before the next round.
+    """Scores the clients of a round by their updates. They train on in their group, and may
+    join another before the next round.
+
+    Args: each device of `mesh` computes all scores by itself, None: one device; the others are
+    those of `RegroupFn`, which this is without `mesh`.
     """
     memory, several = state.memory, state.active.sum() > 1
     clients = jnp.minimum(cohort.ids, data.num_clients - 1)

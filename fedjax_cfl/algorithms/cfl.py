@@ -218,16 +218,19 @@ def bipartition(
     compared: Callable[[Params], Params] = lambda delta: delta,
     mesh: Mesh | None = None,
 ) -> RegroupFn:
-    """Cuts every group that is due and whose halves are far enough apart (`gamma_max`).
+    """Cuts every group that is due and whose halves are far enough apart.
 
-    `compared` takes the part of the updates whose cosines are compared, on `mesh`.
+    Args: `due` says which groups are due; `linkage` is as in `SplitRule`; `gamma_max` from 0 to
+    1 is what gamma = sqrt((1 - alpha) / 2) must exceed; `stale_updates` is as in `cfl`;
+    `compared` takes the part of the updates whose cosines are compared; the devices of `mesh`
+    share the updates, None: one device.
     """
 
     def regroup(
         key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
         tree, m = state.memory, state.active.size
-        passed = tree.last_split.at[cohort.ids].set(jnp.sum(state.active) - 1, mode="drop")
+        passed = cohort.put(tree.last_split, jnp.sum(state.active) - 1)
         ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, data.num_clients)
@@ -260,7 +263,7 @@ def bipartition(
         state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))
         if not stale_updates:
             return state, now
-        gid = now[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        gid = cohort.take(now)
         return (
             state.replace(assignment=jnp.where(state.assignment >= 0, now, state.assignment)),
             gid,
@@ -278,11 +281,14 @@ def split(
     half: jax.Array,
     chosen: jax.Array,
 ) -> tuple[State, jax.Array]:
-    """Moves half 1 of every group of `chosen` [m] bool to the lowest free group, while
-    there is one; returns (state, groups [R] of the updates).
+    """Moves half 1 of every chosen group to the lowest free group, as long as there is one;
+    returns (state, groups [R] int32 of the updates).
 
-    A new group inherits model and optimizer state, and the tree stores the cut. `sent`
-    [R] bool are the updates that count.
+    A new group inherits model and optimizer state, and the tree stores the cut.
+
+    Args: `ids` [R] int32 are the clients that sent the R updates; `group` [R] int32 is the
+    group of each; `sent` [R] bool are the updates that count; `delta` [R, ...] are the updates;
+    `half` [R] int32 is 0 or 1; `chosen` [m] bool are the groups to cut.
     """
     m, tree = state.active.size, state.memory
     target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1

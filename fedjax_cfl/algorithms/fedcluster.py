@@ -37,13 +37,16 @@ def fedcluster(
     gamma: Fraction | jax.Array = 0.13,
     min_size: PositiveInt = 20,
 ) -> Algorithm:
-    """CFL as in the FeSEM paper, with at most m groups: `rounds` rounds of FedAvg, then one
-    round with all clients, again and again.
+    """CFL as in the FeSEM paper: `rounds` rounds of FedAvg, then one round with all clients,
+    again and again.
 
-    The round with all clients cuts each group of more than `min_size` clients by average
-    linkage of the cosines of its updates of the layer `head`, if sqrt((1 - largest cosine
-    across) / 2) is above `gamma`. It costs K models down and K up.
-    Raises InputError for a model without a dense layer `head`.
+    The round with all clients cuts each large group by average linkage of the cosines of its
+    updates of the layer `head`, if sqrt((1 - largest cosine across) / 2) is above `gamma`. It
+    costs K models down and K up.
+
+    Args: `m` is the most groups; `gamma` from 0 to 1, 0 cuts whenever updates differ;
+    `min_size`: only groups of more clients are cut. Raises InputError for a model without a
+    dense layer `head`.
     """
     check_arguments(fedcluster, locals(), "algorithm")
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):

@@ -44,11 +44,13 @@ def feddane(
     mu: NonNegativeFloat | jax.Array = 1.0,
     same_set: bool = False,
 ) -> Algorithm:
-    """FedDANE: S1 is a second, independent draw of `select`; with `same_set` it is the
-    cohort itself.
+    """FedDANE: two phases in every round.
 
-    Simulated faults happen in the second phase only. The mean leaves out gradients that
-    are not finite.
+    Simulated faults happen in the second phase only. The mean leaves out gradients that are not
+    finite.
+
+    Args: `mu` >= 0 is the weight of the proximal term; `same_set`: S1 is the cohort itself,
+    False: a second, independent draw of `select`.
     """
     check_arguments(feddane, locals(), "algorithm")
     local, objective = local.resolve(), proximal(mu, erm(task))
@@ -62,10 +64,10 @@ def feddane(
 def gradient_correction(task: Task, local: Local, select: Selection | None) -> PrepareFn:
     """Adds g_t - grad F_i(w_t) [S, ...] to the work of each client.
 
-    `select` draws S1; None: S1 is the cohort. The term is 0 if nobody in S1 has samples. It
+    `select` draws S1; None: S1 is the cohort. The term is 0 if no client in S1 has samples. It
     costs more than FedAvg a gradient up, and g_t down next to w_t: with K clients in each phase
     a round costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K.
-    The gradients take the cohort's time, whoever computes them.
+    The gradients take the cohort's time, also where S1 is another draw.
     """
     gradient = over_clients(gradient_step(task, local), local)
 

@@ -50,7 +50,11 @@ def step_towards(
     mean: AggregateFn,
     epsilon: float | jax.Array | None,
 ) -> Algorithm:
-    """FedAvg whose server goes the fraction `epsilon` of the way to the `mean`."""
+    """FedAvg whose server goes the fraction `epsilon` of the way to the `mean`.
+
+    Args: `mean` is the average that the server goes towards, an `AggregateFn`; `epsilon` > 0 is
+    the step, None: 1 / |S|, S the clients that answered.
+    """
     local = local.resolve()
     aggregate, server = (
         (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.assign import keep_groups, training_loss
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.clustering.recluster import former_shares, mix_former_models
+from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import federated
@@ -32,6 +32,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -47,7 +48,7 @@ from fedjax_cfl.types import (
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
-NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not been heard of
+NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not tried a model yet
 
 LossesFn = Callable[[FederatedData, Params], jax.Array]  # (data, groups [m, ...]) -> [K, m]
 
@@ -78,7 +79,7 @@ OpenFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Openings]
 
 def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> Openings:
     """Opens a model for every drifting client, a copy of its best one, as long as there are
-    free groups; lower ids first (FedDrift; an `OpenFn`).
+    free groups (FedDrift; an `OpenFn`). Clients with lower ids come first.
     """
     m, clients = free.size, drifting.size
     queue = jnp.lexsort((jnp.arange(m), used, ~free))  # free groups, longest unused first
@@ -113,8 +114,9 @@ def feddrift(
 ) -> Algorithm:
     """FedDrift with at most m models.
 
-    Args: a client drifts when its best loss has grown by more than `delta`; models are
-    merged whose losses on each other's clients grow by at most `delta_merge` (None: delta).
+    Args: `m` is the most models; a client drifts when its best loss has grown by more than
+    `delta` >= 0; models are merged whose losses on each other's clients grow by at most
+    `delta_merge` (None: delta).
     """
     check_arguments(feddrift, locals(), "algorithm")
     merge = merge_models(delta if delta_merge is None else delta_merge)
@@ -129,7 +131,11 @@ def feddrift_eager(
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
 ) -> Algorithm:
-    """FedDrift-Eager: all clients that drift at once share one new model; none are merged."""
+    """FedDrift-Eager: all clients that drift at once share one new model; none are merged.
+
+    Args: `m` is the most models; a client drifts when its best loss has grown by more than
+    `delta` >= 0.
+    """
     check_arguments(feddrift_eager, locals(), "algorithm")
     return _feddrift(task, local, select, m, delta, open_one, None)
 
@@ -177,6 +183,8 @@ def remember_losses(
 ) -> tuple[State, Traffic]:
     """Stores the losses of the models that clients of the cohort received: what later losses
     are compared with (a `FinishFn`).
+
+    Args: as those of `FinishFn`.
     """
     best = state.memory.best
     answered = jnp.where(upload.weight > 0, cohort.ids, best.size)
@@ -194,7 +202,7 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
         clients = data.num_clients
         cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
         each = losses(cohort, data, groups)
-        table = jnp.zeros((clients, each.shape[1])).at[cohort.ids].set(each, mode="drop")
+        table = cohort.put(jnp.zeros((clients, each.shape[1])), each)
         usable = (data.train.size > 0)[:, None] & jnp.isfinite(table)
         return jnp.where(usable, table, jnp.inf)
 
@@ -237,7 +245,7 @@ def merge_models(limit: float) -> MergeFn:
         same = (label[:, None] == label) & live
         into = jnp.where(live, jnp.argmax(same, axis=1), jnp.arange(m)).astype(jnp.int32)
         joined = jnp.where(into[:, None] == jnp.arange(m), mass[:, None], 0.0)  # [old, new]
-        return into, former_shares(joined).T
+        return into, transition_shares(joined).T
 
     return merge
 
@@ -263,7 +271,7 @@ def detect_drift(
         in_use = jnp.any(best[:, None] == jnp.arange(m), axis=0)
         group, source = open_models(drifting, best, ~in_use, memory.used)
         group = jnp.where(drifting, group, best)
-        groups, server = jax.tree.map(lambda leaf: leaf[source], (state.groups, state.server))
+        groups, server = take_rows((state.groups, state.server), source)
         opened = source != jnp.arange(m)
         active, isolated = state.active | opened, drifting & opened[group]
         table = jnp.take_along_axis(tried, jnp.broadcast_to(source, tried.shape), axis=1)

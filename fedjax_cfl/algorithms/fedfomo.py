@@ -75,7 +75,7 @@ def fedfomo(
 ) -> Algorithm:
     """FedFomo.
 
-    Args: `models` F sent to a client in a round, besides its own; `validation` the share
+    Args: `models` F sent to a client in a round, in addition to its own; `validation` the share
     of a client's samples that is held out; a model is sent by chance with probability
     `explore` - `explore_decay` * round, otherwise by affinity; `norm` l1_norm | l2_norm of
     the distance between models; `test` serve_mixed | serve_trained, what clients are
@@ -170,7 +170,7 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
             mixed=put_models(memory.mixed, rows, mixture.model, mesh),
             affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
             uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
-            started=memory.started.at[cohort.ids].set(True, mode="drop"),
+            started=cohort.put(memory.started, True),
         )
         sent = jnp.sum(mixture.peers < clients, axis=1)
         words = make_traffic(words_up=jnp.sum(jnp.where(answered, sent, 0)))

@@ -19,6 +19,7 @@ from fedjax_cfl.round.executor import then
 from fedjax_cfl.round.hooks import PrepareFn, make_report
 from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task
 
 
@@ -59,11 +60,13 @@ def l2_norm(tree: Params) -> jax.Array:
 def pick_peers(
     key: Key, affinity: jax.Array, eligible: jax.Array, explore: jax.Array, count: int
 ) -> jax.Array:
-    """Returns `count` different clients [count] int32 of the `eligible` [K] bool, K where
-    there are no more.
+    """Returns `count` different clients [count] int32, K where there are no more.
 
-    Each is drawn at random with probability `explore` []; otherwise it is that of the
-    highest `affinity` [K], a random one of several.
+    Each is drawn at random with probability `explore`; otherwise it is the client of highest
+    affinity, a random one of several.
+
+    Args: `affinity` [K] is higher for more useful clients; `eligible` [K] bool are those to
+    pick from; `explore` [] is from 0 to 1; `count` is static.
     """
 
     def next_peer(left, key):
@@ -85,8 +88,12 @@ def mix_models(
     exploration: tuple[float, float],
     norm: Callable[[Params], jax.Array],
 ) -> PrepareFn:
-    """Sends each client `count` models of the round before, and lets it mix them (a
-    `Mixture`, the client's extra).
+    """Sends each client `count` models of the round before, and lets it mix them (a `Mixture`,
+    the client's extra).
+
+    Args: `count` is at most K, more count as K; `exploration` is (first, decay): a model is
+    picked at random with probability first - decay * round, at least 0; `norm` measures the
+    distance [n] of models [n, ...], l1_norm | l2_norm.
     """
     mix, in_place = over_clients(first_order_mixture(task, norm), local), reads_in_place(local)
 
@@ -113,19 +120,19 @@ def mix_models(
         tested = take_held_out(data)
         model, gain = mix(cohort, tested, everybody, (mixed, trained, others, peers))
         extra = Mixture(model, peers, gain, trained)
-        return work._replace(client_extra=extra), bill_peers(memory, cohort.ids, peers, tested)
+        return work._replace(client_extra=extra), charge_peers(memory, cohort.ids, peers, tested)
 
     return prepare
 
 
-def bill_peers(
+def charge_peers(
     memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
 ) -> Report:
     """Reports what clients `ids` [S] receive, and infer.
 
-    A client receives the models of its `peers` [S, F], in its first round the common start as
-    well. It tests them, and its own from before its last training and, unless this is its first
-    round, after it, on what it has held out (`tested`).
+    A client receives the models of its `peers` [S, F], and in its first round the common start
+    as well. On its held-out samples (`tested`) it tests them, its own model from before its last
+    training and, unless this is its first round, its own model after it.
     """
     sent = jnp.sum(peers < tested.num_clients, axis=1)
     started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
@@ -151,7 +158,7 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
         mixed, trained, others, peers = own
         last = data.num_clients - 1
         rows = jnp.concatenate([jnp.minimum(client, last)[None], peers])
-        others = others or jax.tree.map(lambda leaf: leaf[jnp.minimum(peers, last)], everybody)
+        others = others or take_rows(everybody, jnp.minimum(peers, last))
 
         def join(one, more):
             return jnp.concatenate([one[None], more])

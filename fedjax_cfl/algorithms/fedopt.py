@@ -74,7 +74,11 @@ def fedavgm(
     server_lr: PositiveFloat | jax.Array = 1.0,
     momentum: BelowOne = 0.9,
 ) -> Algorithm:
-    """FedAvgM: the server adds momentum."""
+    """FedAvgM: the server adds momentum.
+
+    Args: `server_lr` > 0 is the server's step size; `momentum` from 0 to below 1: v <- momentum
+    v + update, and the server adds server_lr v.
+    """
     check_arguments(fedavgm, locals(), "algorithm")
     return with_server(task, local, select, optax.sgd(server_lr, momentum=momentum))
 
@@ -88,7 +92,11 @@ def fedadagrad(
     b1: BelowOne = 0.0,
     tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
-    """FedAdagrad: v <- v + g^2."""
+    """FedAdagrad: v <- v + g^2.
+
+    Args: `server_lr` > 0 is the server's step size; `b1` from 0 to below 1 is the decay of the
+    first moment, 0: the update itself; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
+    """
     check_arguments(fedadagrad, locals(), "algorithm")
     return with_server(task, local, select, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
@@ -103,7 +111,11 @@ def fedadam(
     b2: BelowOne = 0.99,
     tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
-    """FedAdam: v <- b2 v + (1 - b2) g^2."""
+    """FedAdam: v <- b2 v + (1 - b2) g^2.
+
+    Args: `server_lr` > 0 is the server's step size; `b1` and `b2`, from 0 to below 1, are the
+    decays of the first and second moment; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
+    """
     check_arguments(fedadam, locals(), "algorithm")
     return with_server(
         task, local, select, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
@@ -120,7 +132,10 @@ def fedyogi(
     b2: BelowOne = 0.99,
     tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
-    """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2)."""
+    """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2).
+
+    Args: as those of `fedadam`.
+    """
     check_arguments(fedyogi, locals(), "algorithm")
     return with_server(task, local, select, yogi(server_lr, b1, b2, tau))
 

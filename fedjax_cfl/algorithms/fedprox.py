@@ -24,22 +24,22 @@ def fedprox(
     select: Selection,
     *,
     mu: NonNegativeFloat | jax.Array = 1.0,
-    drop_percent: Fraction = 0.0,
+    drop_fraction: Fraction = 0.0,
 ) -> Algorithm:
-    """FedProx with proximal weight `mu`.
+    """FedProx with the unfinished updates of stragglers.
 
-    `drop_percent` (a fraction) of the cohort train only 1 .. E - 1 epochs, uniformly
-    drawn, and their updates count.
+    Args: `mu` >= 0 is the weight of the proximal term; `drop_fraction`, from 0 to 1, is the
+    part of the cohort that trains only 1 .. E - 1 epochs, uniformly drawn; their updates count.
     """
     check_arguments(fedprox, locals(), "algorithm")
     local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
-    slow = partial_epochs(drop_percent, local.epochs) if drop_percent else None
+    slow = partial_epochs(drop_fraction, local.epochs) if drop_fraction else None
     hooks = Hooks(solve, prepare=slow, start_clients=no_clients)
     return federated(task, local, select, hooks)
 
 
-def partial_epochs(drop_percent: float, epochs: int) -> PrepareFn:
+def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:
     """Draws the share of its E epochs that each client completes in a round."""
 
     def prepare(
@@ -48,7 +48,7 @@ def partial_epochs(drop_percent: float, epochs: int) -> PrepareFn:
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
         lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
-        slow = jnp.argsort(jnp.argsort(lots)) < jnp.round(drop_percent * real.sum())
+        slow = jnp.argsort(jnp.argsort(lots)) < jnp.round(drop_fraction * real.sum())
         fewer = jax.vmap(
             lambda k: jax.random.randint(jax.random.fold_in(k, 1), (), 1, max(epochs, 2))
         )(keys)

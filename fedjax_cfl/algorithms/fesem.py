@@ -41,7 +41,7 @@ from fedjax_cfl.round.local import Local, Work
 from fedjax_cfl.round.objective import Objective, erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_sum, inner_products, membership_weights
+from fedjax_cfl.round.tree import group_sum, inner_products, membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -71,6 +71,8 @@ def stored_mean(
 
     Of the cohort the models of this round count: its stored ones are masked out and the
     new ones added. That is one matrix product with the memory, which is not copied.
+
+    Args: as those of `AggregateFn`.
     """
     m, memory, fresh = state.active.size, state.memory, upload.weight > 0
     old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
@@ -103,7 +105,7 @@ def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareF
     def prepare(
         key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
     ) -> tuple[Work, Report]:
-        size = data.train.size[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        size = cohort.take(data.train.size)
         share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
         return work._replace(client_extra=2.0 * mu * share), make_report()
 
@@ -121,13 +123,14 @@ def fesem(
     centers: "Centers | None" = None,
     detector: DetectFn | None = None,
 ) -> Algorithm:
-    """FeSEM with m centers; `mu` is the paper's lambda.
+    """FeSEM with m centers.
 
-    Args: `form` pull_plainly | pull_by_size (eq. 8); `centers` says how they are found;
-    `detector` makes it FeSEM-MIG of the FlexCFL paper: clients met whose data shifted take
-    the E-step before the round. The E-step does not look at data. So with e_step_of_all
-    nothing changes, and with e_step_of_cohort such a client moves only if the centers have
-    moved since it was last selected.
+    Args: `mu` >= 0 is the paper's lambda; `form` is pull_plainly | pull_by_size (eq. 8);
+    `centers` says how they are found, None: `Centers()`; `detector` makes it FeSEM-MIG of the
+    FlexCFL paper: clients with a group whose data shifted take the E-step before the round,
+    None: it does not. The E-step does not look at data. So with e_step_of_all nothing changes,
+    and with e_step_of_cohort such a client moves only if the centers have moved since it was
+    last selected.
     """
     check_arguments(fesem, locals(), "algorithm")
     local, centers = local.resolve(), centers or Centers()
@@ -211,9 +214,7 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        nearest = nearest_of(
-            jax.tree.map(lambda leaf: leaf[clients], state.memory.models), state.groups
-        )
+        nearest = nearest_of(take_rows(state.memory.models, clients), state.groups)
         kept = jnp.maximum(met_groups(state, cohort), 0)
         return jnp.where(state.memory.known[clients], nearest, kept), make_report()
 
@@ -221,15 +222,15 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
 
 
 def e_step_of_cohort(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn | None:
-    """Only moves clients by `move`: clients choose their center when they are selected
-    (D27).
+    """Returns `move` unchanged: there is no E-step before the round. A client chooses its
+    center only when it is selected (D27).
     """
     return move
 
 
 def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn:
-    """Moves every client met to the center nearest to its stored model, after `move`, if
-    there is one.
+    """Moves every client that has trained to the center nearest to its stored model, after
+    `move`, if there is one.
     """
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
@@ -283,7 +284,7 @@ class Centers(NamedTuple):
 
     # cluster_local_models(restarts) | random_models (D5, D6)
     start: MakeStart = cluster_local_models()
-    # who takes the E-step: e_step_of_all (every client met, before each round) | e_step_of_cohort
+    # who takes the E-step: e_step_of_all (all that have trained, each round) | e_step_of_cohort
     # (only those selected, D27)
     estep: EStep = e_step_of_all
     # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)

@@ -9,26 +9,20 @@ of every model it receives, layer by layer, into the order of the center that th
 trained from (`matching.align_to_center`). It stores, compares and averages the reordered
 model; the rest is FeSEM.
 
-With `spare` units a center can grow (PFNM, SPAHM, see `matching`): a unit of a new model
-that fits no unit of its group gets one that is not in use. A unit's incoming weights are
-averaged over the models that have it; a model that does not have it sends 0 to the next
-layer.
-
 Differs from the paper, which gives neither details nor code of the combination: a stored
 model keeps the order it got on arrival, also where it is later compared with another
-center or averaged into it; where centers grow, each new model is matched once, not in
-eight sweeps over all; traffic counts a model with its spare units; FedMA's rounds that
+center or averaged into it; widths are fixed, where PFNM lets a center grow; FedMA's rounds that
 retrain the layers above each matched one are left out. Clients that train from the center
 hardly ever change the order (benchmarks/results/fesem_table3): with `weigh_plainly` the
 method then is FeSEM.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem import (
@@ -46,17 +40,8 @@ from fedjax_cfl.algorithms.matching import (
     align_to_center,
     find_layers,
     permute_hidden_units,
-    zero_spare_units,
-)
-from fedjax_cfl.algorithms.spare_units import (
-    MatchedModels,
-    mean_over_owners,
-    nearest_center_in_use,
-    recount,
-    store_matched_models,
 )
 from fedjax_cfl.data.federated import train_label_counts
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.round import tree
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.executor import then
@@ -74,6 +59,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -86,14 +72,41 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
-from fedjax_cfl.validation import BelowOne, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+
+class MatchedModels(struct.PyTreeNode):
+    """What the server keeps of every client."""
+
+    models: Params  # [K, ...], W_i, the model it last sent, with its units in a center's order
+    # [K] bool; False: the client never trained, does not count in the means, stays in its group
+    known: jax.Array
+    counts: jax.Array  # [K, C] int32, training samples per class when it last trained
+
+
+def recount(
+    key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
+) -> tuple[State, jax.Array]:
+    """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
+    have changed.
+
+    Args: as those of `RegroupFn`.
+    """
+    rows = rows_of(cohort, upload, state.memory)
+    new = cohort.take(train_label_counts(data))
+    return (
+        state.replace(
+            memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))
+        ),
+        gid,
+    )
 
 
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
     """Reorders the hidden units of each trained model as those of the center it started from."""
 
     def solve_and_match(solve, client, data, shared, work):
-        center = jax.tree.map(lambda leaf: leaf[work.group], shared[1])
+        center = take_rows(shared[1], work.group)
 
         def match(upload):
             orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
@@ -224,7 +237,6 @@ def fesem_ma(
     restarts: PositiveInt = 20,
     mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
     head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
-    spare: BelowOne = 0.0,
 ) -> Algorithm:
     """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
     `restarts` are as in FeSEM.
@@ -232,38 +244,22 @@ def fesem_ma(
     Args: `mean_over` says which models of a group a center is the mean of:
     mean_over_stored (all, eq. 10) | mean_over_cohort (those of this round); `head` how the
     output layer is averaged: weigh_classes (each class by the samples of it) |
-    weigh_plainly; `spare` is the share of each hidden layer's units that no model uses at
-    first, 0: widths are fixed. The activation of spare units must be 0 at 0.
+    weigh_plainly.
     A client of the cohort costs a model down and one up, as in FeSEM, and with
     weigh_classes a word up per class. The server does the matching. Raises InputError for
-    a model that is no such chain, or for spare units in one with normalisations.
+    a model that is no such chain.
     """
     check_arguments(fesem_ma, locals(), "algorithm")
     local, layers = local.resolve(), find_layers(task)
     mean, words = head(layers[-1].name)
-    if spare and any(layer.norms for layer in layers):
-        raise InputError(
-            f"algorithm.spare={spare}: 0 is allowed for a model with normalisations, which see all"
-            " units of a layer"
-        )
     solve = sgd(task, local, proximal(mu, erm(task)))
-    if spare:
-        start_task = task._replace(init=lambda key: zero_spare_units(layers, task.init(key), spare))
-        nearest_of = partial(nearest_center_in_use, layers)
-        own = {"solve": solve, "regroup": store_matched_models(layers)}
-        mean = mean_over_owners(mean, layers)
-    else:
-        start_task, nearest_of = task, nearest_center
-        own = {
-            "solve": match_to_center(solve, layers),
-            "regroup": recount if words else None,
-            "finish": keep_models(local.mesh),
-        }
     hooks = Hooks(
-        **own,
-        start=with_class_counts(cluster_local_models(restarts)(start_task, local, m), words),
-        migrate=e_step_of_all(nearest_of),
-        assign=send_class_counts(nearest_stored_center(nearest_of), words),
+        solve=match_to_center(solve, layers),
+        start=with_class_counts(cluster_local_models(restarts)(task, local, m), words),
+        migrate=e_step_of_all(nearest_center),
+        assign=send_class_counts(nearest_stored_center(nearest_center), words),
+        regroup=recount if words else None,
         aggregate=mean_over(mean),
+        finish=keep_models(local.mesh),
     )
     return federated(task, local, select, hooks)._replace(client_models=stored_models)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.hooks import Start, StartFn
@@ -60,7 +61,7 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
     they trained a common random model.
 
     The paper does not say what W_i is before training; the settings are those of its
-    experiments. The start costs K models down and K up, and all clients are met. A group
+    experiments. The start costs K models down and K up, and assigns all clients. A group
     without clients starts from the common model.
     """
     check_arguments(cluster_local_models, locals(), "algorithm")
@@ -110,8 +111,8 @@ def embed_deltas(key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = 
     With G = Q diag(l) Q' the inner products of the centered updates, the rows of Q sqrt(l)
     have the same inner products. Where only the top D directions are kept, the cost of
     K-means changes by a factor of 1 + m / D at most (Cohen et al. 2015,
-    https://arxiv.org/abs/1410.6801); they are found by random projections, in a fraction of
-    the time of all K. Clients not `known` [K] bool are 0.
+    https://arxiv.org/abs/1410.6801). Random projections find them in a fraction of the time
+    that all K would take. Clients not `known` [K] bool are 0.
     """
     weight = known / jnp.maximum(jnp.sum(known), 1)
 
@@ -122,7 +123,7 @@ def embed_deltas(key: Key, delta: Params, known: jax.Array, mesh: Mesh | None = 
 
     def embed(key, products):
         if known.size <= MAX_EMBEDDING_DIMENSIONS:
-            values, vectors = jnp.linalg.eigh(products)
+            values, vectors = eigh(products)
         else:
             values, vectors = top_eigenpairs(
                 key, lambda basis: dot(products, basis), known.size, MAX_EMBEDDING_DIMENSIONS

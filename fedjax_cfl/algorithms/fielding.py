@@ -1,13 +1,13 @@
 """Li, Avdiukhin, Shahout, Ivkin, Braverman, Yu, "Fielding: Clustered Federated Learning
 with Data Drift", https://arxiv.org/abs/2411.01580.
 
-Clients are clustered by what they tell about their data. When data drift, each drifted
+Clients are clustered by what they report about their data. When data drift, each drifted
 client first moves to the nearest center by itself; only when a center has moved far are
 all clients clustered again, and each new model is the mean of its clients' old ones.
 
 Differs from the paper: clients without data are in no mean, and keep the report they last
-gave; with means of clients nobody says which optimizer state a new model has, so that
-moments are mixed as models are.
+gave. The paper does not say which optimizer state a mean of old models gets: here moments are
+mixed as models are.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ import optax
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.algorithms.qfedavg import weigh_by_loss
+from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import MetricFn
 from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette, cluster_means
 from fedjax_cfl.clustering.recluster import (
-    Moves,
+    DriftEvent,
     Trigger,
     apply_moves,
     center_shift,
@@ -70,19 +70,17 @@ from fedjax_cfl.types import (
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 
-class Heard(NamedTuple):
-    """Whose drift the server hears of: `start` [] before round 0, then `update`."""
+class Reporters(NamedTuple):
+    """Which clients may report drift: all or none at the `start`, then as `update` says."""
 
     start: bool
     update: Callable[[jax.Array, Cohort], jax.Array]  # (heard [K], cohort) -> heard [K] bool
 
 
 # all drifted clients report at once: the point of the method
-hear_all = Heard(True, lambda heard, cohort: heard)
+all_report = Reporters(True, lambda heard, cohort: heard)
 # only the clients of the last cohort report (ablation of appendix B)
-hear_cohort = Heard(
-    False, lambda heard, cohort: jnp.zeros_like(heard).at[cohort.ids].set(True, mode="drop")
-)
+cohort_reports = Reporters(False, lambda heard, cohort: cohort.put(jnp.zeros_like(heard), True))
 
 
 class DriftRule(NamedTuple):
@@ -93,7 +91,7 @@ class DriftRule(NamedTuple):
     cluster: ClusterFn = by_silhouette()  # by_silhouette(...) | k_center
     trigger: Trigger = center_shift()  # of a new clustering of all clients
     report_above: NonNegativeFloat = 0.0  # a client reports when it has moved further than this
-    hear: Heard | None = hear_all  # hear_all | hear_cohort | None: groups are static
+    hear: Reporters | None = all_report  # all_report | cohort_reports | None: groups are static
     false_reports: Fraction = 0.0  # share of the clients that permute what they report
 
 
@@ -104,7 +102,7 @@ class DriftMemory(struct.PyTreeNode):
     reported: jax.Array  # [K, p], what each client last reported
     centers: jax.Array  # [m, p]
     trigger: Any  # what the trigger remembers
-    pending: jax.Array  # [K] bool, data have changed and nobody has heard of it yet
+    pending: jax.Array  # [K] bool, data have changed and the client has not reported it yet
     heard: jax.Array  # [K] bool, clients that may report now
 
 
@@ -144,10 +142,10 @@ def fielding(
         assign=keep_groups,
         aggregate=aggregate,
         server=server,
-        finish=hear_from(rule.hear) if rule.hear else None,
+        finish=note_reporters(rule.hear) if rule.hear else None,
     )
     if not (isinstance(q, int | float) and q == 0):
-        hooks = hooks._replace(prepare=weigh_by_loss(task, local), aggregate=q_fair(q, local))
+        hooks = hooks._replace(prepare=attach_losses(task, local), aggregate=q_fair(q, local))
     return federated(task, local, select, hooks)
 
 
@@ -184,8 +182,8 @@ def cluster_at_start(
 
 
 def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
-    """Handles the drift of the clients that the server hears of (Algorithm 2), in rounds in
-    which there are any.
+    """Handles the drift that clients report (Algorithm 2), in rounds in which any client
+    reports.
     """
 
     def event(
@@ -213,7 +211,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         inferred = representation.inferences * asked * data.train.size
         return state, make_report(sent, migrated, reclustered=fired, samples=inferred)
 
-    def recluster_all(key: Key, state: State, moves: Moves) -> State:
+    def recluster_all(key: Key, state: State, moves: DriftEvent) -> State:
         m = state.active.size
         labels, active = rule.cluster(key, moves.points, moves.valid, m, moves.metric)
         weights = mixing_weights(moves.labels, labels, moves.valid, m)
@@ -244,8 +242,8 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
     return migrate
 
 
-def hear_from(hear: Heard) -> FinishFn:
-    """Remembers whose reports the server hears before the next round."""
+def note_reporters(hear: Reporters) -> FinishFn:
+    """Stores which clients may report drift before the next round."""
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload

@@ -65,7 +65,7 @@ MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, 
 class GroupDirections(struct.PyTreeNode):
     """What clients that missed the clustering are compared with; zeros before the clustering."""
 
-    initial: Params  # [1, ...], the model that everybody trained from
+    initial: Params  # [1, ...], the model that all clients trained from
     directions: Params  # [m, ...], mean update of each group's founders
 
 
@@ -123,7 +123,7 @@ def fl_hc(
 
 
 def start_unclustered(task: Task, m: int) -> StartFn:
-    """Starts with all clients in one group; nobody has been compared yet."""
+    """Starts with all clients in one group, before any comparison."""
 
     def start(key: Key, data: FederatedData) -> Start:
         initial = one_active_group(task, m)(key, data)
@@ -144,8 +144,10 @@ def cluster_updates(
 ) -> RegroupFn:
     """Clusters the updates into groups, which all start from the model of group 0.
 
-    Groups are numbered by the lowest id of their clients. The devices of `mesh` share the
-    distances.
+    Groups are numbered by the lowest id of their clients.
+
+    Args: `m` is the most groups; `metric`, `linkage`, `threshold` and `newcomers` are those of
+    `fl_hc`; the devices of `mesh` share the distances, None: one device.
     """
 
     def regroup(
@@ -175,7 +177,10 @@ def cluster_updates(
 def zero_step(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
+    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`).
+
+    Args: as those of `AggregateFn`.
+    """
     return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(
         upload.weight, gid, state.active.size
     ).sum(0)

@@ -4,8 +4,8 @@ and Duan, Liu, Ji, Liu, Liang, Chen, Tan, "FedGroup: Efficient Federated Learnin
 Decomposed Similarity-Based Clustering", ISPA 2021, https://arxiv.org/abs/2010.06870.
 
 A sample of clients pre-trains from the common initial model; clustering their update
-directions founds the groups. Every other client pre-trains once, when it is first met,
-and joins the group of the most similar direction. From then on each group trains by
+directions founds the groups. Every other client pre-trains once, when it is first
+selected, and joins the group of the most similar direction. From then on each group trains by
 FedAvg, and the group models may be mixed (`eta_g`).
 
 The reference code has two more options, both off here: weights by client temperatures
@@ -36,6 +36,7 @@ from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import erm, proximal
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.types import Algorithm, Key, Selection, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
@@ -45,7 +46,7 @@ def flexcfl(
     local: Local,
     select: Selection,
     *,
-    m: PositiveInt,
+    m: PositiveInt | jax.Array,
     founding: ColdStart = ColdStart(),
     eta_g: NonNegativeFloat | jax.Array = 0.0,
     mix: Callable[[ArrayLike], FinishFn] = inter_group,
@@ -60,7 +61,8 @@ def flexcfl(
     the proximal term; `detector` finds the shifts after which a client chooses its group
     again (eq. 9), None: clients stay in their groups, which is FedGroup, and with mu > 0
     FedGrouProx; `heat` weighs clients by a temperature.
-    Raises InputError for a round to recluster in that there cannot be.
+    Raises InputError if `founding.recluster` has anything but whole numbers >= 0, if
+    `founding.max_m` is below m, and for `founding.max_m` with `cluster_by_randomized_edc`.
     """
     check_arguments(flexcfl, locals(), "algorithm")
     check_arguments(ColdStart, founding._asdict(), "algorithm")
@@ -69,18 +71,19 @@ def flexcfl(
             f"algorithm.recluster={founding.recluster}: must be a list of rounds, whole numbers >="
             " 0, as [50,100]"
         )
-    local = local.resolve()
+    local, groups = local.resolve(), count_groups(m, founding.max_m)
     pretrain = train_aside(sgd(task, founding.pretrain(local)), local)
-    found = make_found_groups(pretrain, local, founding, m)
+    found = make_found_groups(pretrain, local, founding, groups)
     move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
     static = detector is None and not founding.recluster and heat is None
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
-        return draw_founders(jax.random.split(key, 4)[1], num_clients, founding.alpha * m)
+        ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
+        return ids[: founding.alpha * groups.used]  # its number is known where this is called
 
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
-        start=group_cold_start(task, found, founding, m),
+        start=group_cold_start(task, found, founding, groups),
         migrate=move,
         assign=cold_start(founding.newcomers(pretrain)),
         finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),
@@ -91,7 +94,7 @@ def flexcfl(
         hooks = hooks._replace(
             migrate=recluster_at(found, pretrain, local, founding, heat, move=hooks.migrate)
         )
-    return federated(task, local, select, hooks)
+    return federated(task, local, select, hooks)._replace(serve=groups.serve)
 
 
 def fedgroup(
@@ -99,14 +102,17 @@ def fedgroup(
     local: Local,
     select: Selection,
     *,
-    m: PositiveInt,
+    m: PositiveInt | jax.Array,
     founding: ColdStart = ColdStart(),
     eta_g: NonNegativeFloat | jax.Array = 0.0,
     mix: Callable[[ArrayLike], FinishFn] = inter_group,
     mu: NonNegativeFloat | jax.Array = 0.0,
     heat: Temperature | None = None,
 ) -> Algorithm:
-    """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx."""
+    """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx.
+
+    Args: as those of `flexcfl`, without `detector`.
+    """
     return flexcfl(
         task,
         local,

@@ -16,7 +16,8 @@ from fedjax_cfl.clustering.assign import nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
-from fedjax_cfl.clustering.recluster import former_shares
+from fedjax_cfl.clustering.recluster import transition_shares
+from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
@@ -30,6 +31,7 @@ from fedjax_cfl.round.hooks import (
 )
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import TrainFn
+from fedjax_cfl.round.start import GroupCount
 from fedjax_cfl.round.traffic import make_traffic
 from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import (
@@ -53,18 +55,20 @@ class ColdStartMemory(struct.PyTreeNode):
 
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
-    has_founders: jax.Array  # [m] bool, somebody founded the group
+    has_founders: jax.Array  # [m] bool, the group has founders
     shift_reference: ShiftReference  # label counts when each client was last assigned
     temperature: Any = ()  # [K] float32, 0 .. T_max; () without temperatures
 
 
 class MeasureFn(Protocol):
-    """Clusters F founders by their updates; returns their groups [F] int32. `rows` [F] are
-    their slots in the upload, `valid` [F] bool says whose update counts.
+    """Clusters F founders by their updates; returns their groups [F] int32.
+
+    Args: `rows` [F] int32 are their slots in the upload; `valid` [F] bool says whose update
+    counts; `groups` says how many groups there are.
     """
 
     def __call__(
-        self, key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int
+        self, key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
     ) -> jax.Array: ...
 
 
@@ -72,38 +76,55 @@ def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
     """Clusters decomposed cosine features by K-means++ (FedGroup, eq. 8)."""
     check_arguments(cluster_by_edc, locals(), "algorithm")
 
-    def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
-        gram = distances.gram(upload.delta)[rows][:, rows]
-        points = features.edc(gram, m)
-        return kmeans(key, points, m, restarts=restarts, weight=valid.astype(jnp.float32)).labels
+    def measure(
+        key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
+    ) -> jax.Array:
+        gram, m = distances.gram(upload.delta)[rows][:, rows], groups.size
+        used, weight = groups.used if groups.is_padded else None, valid.astype(jnp.float32)
+        points = features.edc(gram, m, used)
+        return kmeans(key, points, m, restarts, weight=weight, used=used).labels
 
     return measure
 
 
 def cluster_by_randomized_edc(restarts: PositiveInt = 10) -> MeasureFn:
-    """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders."""
+    """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders.
+
+    Its measure raises InputError for padded groups: what is drawn depends on their number.
+    """
     check_arguments(cluster_by_randomized_edc, locals(), "algorithm")
 
-    def measure(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
-        points = features.edc_randomized(key, upload.delta, m)[rows]
-        return kmeans(key, points, m, restarts=restarts, weight=valid.astype(jnp.float32)).labels
+    def measure(
+        key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
+    ) -> jax.Array:
+        if groups.is_padded:
+            raise InputError("algorithm.max_m: cannot be used with measure=edc_randomized")
+        points, m = features.edc_randomized(key, upload.delta, groups.size)[rows], groups.size
+        return kmeans(key, points, m, restarts, weight=valid.astype(jnp.float32)).labels
 
     return measure
 
 
 def cluster_by_madc(
-    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int
+    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
 ) -> jax.Array:
     """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7;
     a `MeasureFn`).
+
+    Args: as those of `MeasureFn`.
     """
     gram = distances.gram(upload.delta)[rows][:, rows]
-    return agglomerate(features.madc(gram, valid), m, "complete", valid)
+    return agglomerate(features.madc(gram, valid), groups.used, "complete", valid)
 
 
-def found_alone(key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, m: int) -> jax.Array:
-    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`)."""
-    return jnp.arange(rows.size) % m
+def one_founder_each(
+    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
+) -> jax.Array:
+    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`).
+
+    Args: as those of `MeasureFn`.
+    """
+    return jnp.arange(rows.size) % groups.used
 
 
 def train_steps(steps: int) -> Callable[[Local], Local]:
@@ -162,12 +183,14 @@ class ColdStart(NamedTuple):
     """How groups are founded, and how newcomers join them."""
 
     alpha: PositiveInt = 20  # founders per group
-    # cluster_by_edc | cluster_by_randomized_edc | cluster_by_madc | found_alone
+    # cluster_by_edc | cluster_by_randomized_edc | cluster_by_madc | one_founder_each
     measure: MeasureFn = cluster_by_edc()
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
     newcomers: Callable[[TrainFn], AssignFn] = join_nearest  # join_nearest | join_random
     recluster: Sequence[int] = ()  # rounds, from 0, before which the groups are founded again
+    # room for so many groups: runs of any m up to it share what is compiled; None: m
+    max_m: PositiveInt | None = None
 
 
 class FoundFn(Protocol):
@@ -184,7 +207,9 @@ class FoundFn(Protocol):
     ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]: ...
 
 
-def make_found_groups(pretrain: TrainFn, local: Local, founding: ColdStart, m: int) -> FoundFn:
+def make_found_groups(
+    pretrain: TrainFn, local: Local, founding: ColdStart, groups: GroupCount
+) -> FoundFn:
     """Returns a function that founds groups: clients pre-train and are clustered."""
 
     def found(
@@ -196,15 +221,19 @@ def make_found_groups(pretrain: TrainFn, local: Local, founding: ColdStart, m: i
         # slots in the order of selection, whatever the devices
         rows = jnp.argsort(cohort.rank)[: ids.size]
         valid = upload.weight[rows] > 0
-        labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, m), -1)
+        labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, groups), -1)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
-        directions, founders = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
+        directions, founders = group_mean(
+            (gid >= 0).astype(jnp.float32), gid, upload.delta, groups.size
+        )
         return cohort, gid, directions, founders, report.fault_counts
 
     return found
 
 
-def group_cold_start(task: Task, found: FoundFn, founding: ColdStart, m: int) -> StartFn:
+def group_cold_start(
+    task: Task, found: FoundFn, founding: ColdStart, groups: GroupCount
+) -> StartFn:
     """Starts with the group cold start: alpha m clients pre-train, and the clusters of their
     updates are the groups (FlexCFL, Algorithm 3; FedGroup, Algorithm 1).
 
@@ -215,13 +244,15 @@ def group_cold_start(task: Task, found: FoundFn, founding: ColdStart, m: int) ->
     def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key, 4)
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        ids = draw_founders(keys[1], data.num_clients, founding.alpha * m)
+        ids = draw_founders(keys[1], data.num_clients, groups, founding.alpha)
         cohort, gid, directions, founders, faults = found(keys[2:], ids, initial, data)
         unknown = jnp.full(data.num_clients, -1, jnp.int32)
-        sent = make_traffic(units_down=ids.size * (1 + m), units_up=ids.size)
+        drawn = jnp.sum(ids < data.num_clients)
+        sent = make_traffic(units_down=drawn * (1 + groups.used), units_up=drawn)
         return Start(
             groups=jax.tree.map(jnp.add, initial, founding.group_start(directions)),
-            assignment=unknown.at[cohort.ids].set(gid, mode="drop"),
+            active=groups.active,
+            assignment=cohort.put(unknown, gid),
             memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
             report=make_report(sent, fault_counts=faults),
         )
@@ -229,9 +260,12 @@ def group_cold_start(task: Task, found: FoundFn, founding: ColdStart, m: int) ->
     return start
 
 
-def draw_founders(key: Key, num_clients: int, count: int) -> jax.Array:
-    """Draws the clients [count] int32 that found the groups, uniformly."""
-    return jax.random.permutation(key, num_clients)[:count].astype(jnp.int32)
+def draw_founders(key: Key, num_clients: int, groups: GroupCount, alpha: int) -> jax.Array:
+    """Draws the clients [F] int32 that found the groups, uniformly: `alpha` for each group in
+    use, if there are so many, and then K.
+    """
+    ids = draw_permutation(key, num_clients, alpha * groups.size)
+    return jnp.where(jnp.arange(ids.size) < alpha * groups.used, ids, num_clients)
 
 
 def recluster_at(
@@ -244,24 +278,26 @@ def recluster_at(
 ) -> MigrateFn:
     """Founds the groups again in the listed rounds (D38), after `move`, if there is one.
 
-    Up to alpha m random clients met pre-train from the mean of the group models in use,
-    and are clustered. All others met choose their group by the new directions, and so will
-    newcomers. The model of a group becomes the mean of its clients' former models: the
-    training so far is kept. The numbers of the groups have a new meaning, so that no
-    client counts as migrated.
+    Up to alpha m random clients with a group pre-train from the mean of the group models and
+    are clustered. The others choose a group by the new directions. A group's model becomes the
+    mean of its clients' former models. Groups get new numbers, so no client counts as migrated.
+    Args: `found` and `pretrain` are those of the start; `founding.recluster` lists the rounds;
+    `heat`: temperatures start again at their highest, None: there are none.
     """
 
     def found_again(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         keys, clients, m = jax.random.split(key, 4), data.num_clients, state.active.size
+        in_use = state.active.sum()
         met = state.assignment >= 0
         lots = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
         drawn = jnp.argsort(lots)[: founding.alpha * m].astype(jnp.int32)
-        ids = jnp.where(met[drawn], drawn, clients)
+        founds = met[drawn] & (jnp.arange(drawn.size) < founding.alpha * in_use)
+        ids = jnp.where(founds, drawn, clients)
         old = membership_weights(met.astype(jnp.float32), state.assignment, m)
         used = (old.sum(0) > 0).astype(jnp.float32)
         mean_model = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
         cohort, gid, directions, founders, faults = found(keys[1:3], ids, mean_model, data)
-        founded = jnp.full(clients, -1, jnp.int32).at[cohort.ids].set(gid, mode="drop")
+        founded = cohort.put(jnp.full(clients, -1, jnp.int32), gid)
         memory = state.memory.replace(
             initial=mean_model, directions=directions, has_founders=founders > 0
         )
@@ -274,10 +310,10 @@ def recluster_at(
             nearest_direction(pretrain), local, keys[3], refounded, data, met & (founded < 0)
         )
         new = membership_weights(met.astype(jnp.float32), assignment, m)
-        means = group_sum(former_shares(old.T @ new), state.groups)
-        drawn_count = jnp.sum(met[drawn])
-        # down: the initial model to founders, then m directions to everybody met
-        sent = make_traffic(units_down=drawn_count + m * met.sum(), units_up=drawn_count)
+        means = group_sum(transition_shares(old.T @ new), state.groups)
+        drawn_count = jnp.sum(founds)
+        # down: the initial model to founders, then m directions to every client with a group
+        sent = make_traffic(units_down=drawn_count + in_use * met.sum(), units_up=drawn_count)
         bad = add_fault_counts(faults, chosen.fault_counts)
         report = make_report(sent, fault_counts=bad, reclustered=1)
         return refounded.replace(assignment=assignment, groups=means), report

@@ -41,8 +41,9 @@ from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import keep_served, no_clients, random_groups
+from fedjax_cfl.round.start import count_groups, init_received, no_clients, random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
@@ -67,7 +68,8 @@ def ifca(
     local: Local,
     select: Selection,
     *,
-    m: PositiveInt,
+    m: PositiveInt | jax.Array,
+    max_m: PositiveInt | None = None,
     start: MakeStart = independent_models,
     solve: Callable[[Task, Local], ClientFn] = sgd,
     aggregate: AggregateFn = uniform_mean,
@@ -81,19 +83,24 @@ def ifca(
     `solve=gradient_step` with `aggregate=cohort_mean`.
     Args: `start` is independent_models | reject_unbalanced(share) | spread_models; `with_l2`
     adds the L2 penalty to the losses that are compared (D10); `migrate` is as in
-    `ifca_mig`.
+    `ifca_mig`; `max_m`: room for so many models, so that runs of any m up to it share what is
+    compiled; clients test max_m models then.
+    Raises InputError for `max_m` below m, or with another start than independent_models.
     """
     check_arguments(ifca, locals(), "algorithm")
-    local = local.resolve()
+    local, groups = local.resolve(), count_groups(m, max_m)
+    if groups.is_padded and start is not independent_models:
+        raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
+    begin = start(task, local, select, groups.size)
     hooks = Hooks(
         solve(task, local),
-        start=start(task, local, select, m),
+        start=lambda key, data: begin(key, data)._replace(active=groups.active),
         migrate=migrate,
         assign=every_round(best_model(task, local, with_l2)),
         aggregate=aggregate,
         start_clients=no_clients if start is independent_models and migrate is None else None,
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, select, hooks)._replace(serve=groups.serve)
 
 
 def ifca_mig(
@@ -108,8 +115,11 @@ def ifca_mig(
     detector: DetectFn = tv,
     charge: ChargeFn = charge_detected,
 ) -> Algorithm:
-    """IFCA-MIG of the FlexCFL paper: clients met whose data shifted (`detector`) download all
-    models and choose again before the round; `charge` says who pays for it.
+    """IFCA-MIG of the FlexCFL paper: clients with a group whose data shifted download all
+    models and choose again before the round.
+
+    Args: `start`, `aggregate` and `with_l2` are those of `ifca`; `detector` finds the shifts;
+    `charge` says which clients pay for the m models.
     """
     check_arguments(ifca_mig, locals(), "algorithm")
 
@@ -144,8 +154,11 @@ def ifca_restarts(
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
 ) -> Algorithm:
-    """IFCA from the best of `restarts` starts: the one whose training loss is lowest after
-    `restart_rounds` rounds. The traffic of all of them counts.
+    """IFCA from the best of several starts: the one whose training loss is lowest after a few
+    rounds. The traffic of all of them counts.
+
+    Args: `restarts` is how many starts are tried, for `restart_rounds` rounds each; `start`,
+    `aggregate` and `with_l2` are those of `ifca`.
     """
     check_arguments(ifca_restarts, locals(), "algorithm")
     algorithm = ifca(task, local, select, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
@@ -164,11 +177,11 @@ def ifca_restarts(
 
         groups, loss, sent, faults = lax.map(attempt, jnp.arange(restarts))
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
-        chosen = jax.tree.map(lambda leaf: leaf[best], groups)
+        chosen = take_rows(groups, best)
         state = algorithm.init(key, data).replace(
             groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
         )
-        return keep_served(local, state)
+        return init_received(local, state)
 
     return algorithm._replace(init=init, data_clients=None)
 
@@ -252,7 +265,7 @@ def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartF
         _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=m)
         clients = real.sum()
         sent = make_traffic(clients * (1 + m), clients, words_up=clients * m)
-        groups = jax.tree.map(lambda leaf: leaf[chosen], models)
+        groups = take_rows(models, chosen)
         return Start(groups, report=report.replace(traffic=sent))
 
     return start

@@ -12,9 +12,8 @@ Aggregation via Parameter Matching", NeurIPS 2019, https://arxiv.org/abs/1911.00
 (SPAHM); Wang et al., "Federated Learning with Matched Averaging", ICLR 2020,
 https://arxiv.org/abs/2002.06440 (FedMA).
 
-All shapes are static, for use inside a round: `align_to_center` keeps the width;
-`align_to_posterior` lets a layer grow into units that are not in use, whose weights are
-all 0. A layer has W units of D parameters each; a group has J models.
+All shapes are static, for use inside a round: layers keep their width. A layer has W units of
+D parameters each.
 """
 
 from collections.abc import Sequence
@@ -28,9 +27,6 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Params, Task
 
 FARTHEST = 1e30  # stands in for infinite and NaN costs
-# least variance of a parameter around its atom, relative to that of the atoms
-MIN_VARIANCE_RATIO = 1e-6
-MAX_PRIOR_COUNT = 10  # the most models of an atom that count in its prior (the PFNM code)
 
 
 class Layer(NamedTuple):
@@ -197,8 +193,8 @@ def align_to_center(layers: tuple[Layer, ...], params: Params, center: Params) -
     """Returns the orders [W] of a model's hidden units in which, one layer after the other,
     the atoms have the least sum of squared distances from the center's.
 
-    Where model and center have the same number of atoms, all atoms have the same count and
-    there is no room for new ones, that is the posterior assignment of SPAHM: the scores
+    This is the posterior assignment of SPAHM if model and center have the same number of
+    atoms, all atoms have the same count and there is no room for new ones: the scores then
     differ only by terms that all assignments have in common.
     """
     orders: list[jax.Array] = []
@@ -213,92 +209,4 @@ def align_to_center(layers: tuple[Layer, ...], params: Params, center: Params) -
                 jnp.sum(others**2, axis=1)[:, None] + jnp.sum(own**2, axis=1) - 2 * product
             )
         )
-    return orders
-
-
-def find_used_units(layer: Layer, params: Params) -> jax.Array:
-    """Returns which units [W] bool of a layer have a weight that is not 0."""
-    return jnp.any(layer_atoms(layer, params) != 0, axis=1)
-
-
-def zero_spare_units(layers: tuple[Layer, ...], params: Params, spare: float) -> Params:
-    """Sets all weights to and from the last units, a share of `spare`, of each hidden layer
-    to 0.
-
-    Training does not change such a unit if the model has no normalisations and the
-    activation is 0 at 0: its gradient is 0.
-    """
-    before = None
-    for layer in layers:
-        own = jnp.arange(layer.width) < (
-            layer.width if layer is layers[-1] else layer.width - int(spare * layer.width)
-        )
-
-        def cut(leaf, before=before, own=own):
-            if before is not None and leaf.ndim > 1:
-                blocks = leaf.reshape(-1, before.size, leaf.shape[-1])
-                leaf = jnp.where(before[:, None], blocks, 0).reshape(leaf.shape)
-            return jnp.where(own, leaf, 0)
-
-        params, before = {**params, layer.name: jax.tree.map(cut, params[layer.name])}, own
-    return params
-
-
-def posterior_gains(
-    rows: jax.Array,
-    sums: jax.Array,
-    counts: jax.Array,
-    models: jax.Array,
-    sigma: jax.Array,
-    sigma0: jax.Array,
-) -> jax.Array:
-    """Returns the gain [W, L] in log posterior of assigning each of `rows` [W, D] to each of
-    L atoms, up to a constant per row.
-
-    An atom is given by the `sums` [L, D] of the rows assigned to it and their `counts`
-    [L]; all rows are minus the prior mean. An atom of count 0 is new, and each further new
-    one costs more. The gain is the density of the row under the posterior of the atom:
-    f(x + s, c + 1) - f(s, c) of SPAHM, without its rounding errors.
-    Args: `models` [] is J; `sigma` and `sigma0` [] are the variances of a row around its atom
-    and of the atoms.
-    """
-    mass = counts * sigma0 + sigma
-    means, variance = sums * (sigma0 / mass)[:, None], sigma + sigma * sigma0 / mass
-    gap = jnp.sum(rows**2, axis=1)[:, None] + jnp.sum(means**2, axis=1) - 2 * rows @ means.T
-    popular, new = jnp.clip(counts, 1, MAX_PRIOR_COUNT), counts == 0
-    held = jnp.log(popular / jnp.maximum(models - popular, 1))
-    prior = jnp.where(new, -jnp.log(models) - jnp.log(jnp.maximum(jnp.cumsum(new), 1)), held)
-    return 2 * prior - gap / variance - rows.shape[1] * jnp.log(variance)
-
-
-def align_to_posterior(
-    layers: tuple[Layer, ...],
-    params: Params,
-    center: Params,
-    sums: Params,
-    counts: Sequence[jax.Array],
-    spreads: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
-    models: jax.Array,
-) -> list[jax.Array]:
-    """Returns the orders [W] of a model's hidden units that assign each one to the atom of
-    its group, or to a new atom, by the posterior.
-
-    Args: `sums` [...] of the group's other models; `counts[l]` [W] of those that use a
-    unit, where the center takes their place if there are none; `spreads[l]` = (prior mean
-    [D], sigma, sigma0) of a layer; `models` [] the number of the group's models. A layer
-    without spare units gets no new atom.
-    """
-    orders: list[jax.Array] = []
-    for layer, count, (mean, sigma, sigma0) in zip(layers[:-1], counts, spreads, strict=True):
-        rows = layer_atoms(
-            layer, reorder_units(layer, params, orders[-1] if orders else None, None)
-        )
-        alone, used = count == 0, jnp.any(rows != 0, axis=1)
-        total = jnp.where(alone[:, None], layer_atoms(layer, center), layer_atoms(layer, sums))
-        count = jnp.where(alone, find_used_units(layer, center), count).astype(jnp.float32)
-        gain = posterior_gains(
-            rows - mean, total - count[:, None] * mean, count, models, sigma, sigma0
-        )
-        loss = jnp.max(gain, axis=1, keepdims=True) - gain  # small numbers, where it matters
-        orders.append(solve_assignment(jnp.where(used[:, None], loss, 0).T))
     return orders

@@ -72,7 +72,7 @@ class GroupSearch(struct.PyTreeNode):
 
 
 def init_label_shares(data: FederatedData) -> LabelShares:
-    """Returns the memory of a server that has not heard from any client."""
+    """Returns the memory of a server to which no client has sent its label shares yet."""
     clients = data.num_clients
     return LabelShares(jnp.zeros((clients, data.num_classes)), jnp.zeros(clients, bool))
 
@@ -80,7 +80,11 @@ def init_label_shares(data: FederatedData) -> LabelShares:
 def send_label_shares(
     memory: LabelShares, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
 ) -> tuple[jax.Array, LabelShares, Traffic]:
-    """Lets each client send its label shares with its first model (Algorithm 1): C words."""
+    """Lets each client send its label shares with its first model (Algorithm 1): C words.
+
+    Args: `memory` is what the server knows of the labels; `answered` [S] bool are the clients
+    whose model has arrived; `m` is the number of groups. Returns what `Privacy.weigh` does.
+    """
     client = jnp.minimum(cohort.ids, data.num_clients - 1)
     first = answered & ~memory.known[client]
     rows = jnp.where(first, client, data.num_clients)
@@ -94,6 +98,8 @@ def send_distances(
 ) -> tuple[jax.Array, tuple, Traffic]:
     """Lets each client weigh its class-wise distances itself (Algorithm 2): it receives m C
     words, and sends the number of its group, one word.
+
+    Args: as those of `send_label_shares`; `memory` is ().
     """
     client, asked = jnp.minimum(cohort.ids, data.num_clients - 1), answered.sum()
     sent = make_traffic(words_down=asked * m * data.num_classes, words_up=asked)
@@ -150,8 +156,8 @@ def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privac
 def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Privacy) -> RegroupFn:
     """Moves each client that answered to the group of least federated model distance.
 
-    Its model is compared with the group models from before the aggregation, that which it
-    trained from among them.
+    Its model is compared with the group models before the aggregation, the one it trained from
+    included.
     """
     measure = class_distances(task, local)
 

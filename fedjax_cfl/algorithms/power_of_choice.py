@@ -23,7 +23,7 @@ from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.runs_as_one import CohortFn
 from fedjax_cfl.round.select_by_group import groups_of, take_quotas
 from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.types import Asked, Cohort, FederatedData, Key, Selection, State, Task, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Selection, State, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -59,8 +59,12 @@ def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int
 def select_highest(
     losses: CohortFn, local: Local, clients_per_round: int, candidates: int, batch: int | None
 ) -> Selection:
-    """Selects the candidates whose group's model has the highest loss on their data: on a
-    `batch` of them, None: on all.
+    """Selects the candidates whose group's model has the highest loss on their data.
+
+    Args: `losses` gives a cohort's losses [S, m] of the group models; `local` is resolved;
+    `clients_per_round` is the number of places; `candidates`, at least as many, are drawn;
+    `batch` is the number of samples that a loss is taken of, None: all of a client's. Raises
+    InputError for fewer candidates.
     """
     if candidates < clients_per_round:
         raise InputError(
@@ -76,19 +80,19 @@ def select_highest(
         clients = jnp.minimum(cohort.ids, data.num_clients - 1)
         mine = jnp.take_along_axis(each, own[clients][:, None], axis=1)[:, 0]
         score = jnp.full(data.num_clients, -jnp.inf)
-        score = score.at[cohort.ids].set(mine, mode="drop")
-        drawn = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(True, mode="drop")
+        score = cohort.put(score, mine)
+        drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
-    def ask(key: Key, state: State, data: FederatedData) -> Asked:
+    def poll(key: Key, state: State, data: FederatedData) -> Poll:
         drawing, _ = jax.random.split(key)
         ids = draw_candidates(drawing, state, data, candidates)
         drawn = jnp.zeros(data.num_clients, jnp.int32).at[ids].set(1, mode="drop")
         inferred = jnp.minimum(data.train.size, batch or data.max_client_samples)
-        return Asked(make_traffic(units_down=drawn, words_up=drawn), drawn * inferred)
+        return Poll(make_traffic(units_down=drawn, words_up=drawn), drawn * inferred)
 
     return Selection(
-        lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory, ask=ask
+        lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory, poll=poll
     )
 
 

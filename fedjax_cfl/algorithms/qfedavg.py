@@ -25,14 +25,14 @@ def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat 
     local = local.resolve()
     hooks = Hooks(
         sgd(task, local),
-        prepare=weigh_by_loss(task, local),
+        prepare=attach_losses(task, local),
         aggregate=q_fair(q, local),
         start_clients=no_clients,
     )
     return federated(task, local, select, hooks)
 
 
-def weigh_by_loss(task: Task, local: Local) -> PrepareFn:
+def attach_losses(task: Task, local: Local) -> PrepareFn:
     """Gives each client its training loss of the model that it received, which `q_fair`
     weighs it by.
     """

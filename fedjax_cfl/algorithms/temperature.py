@@ -125,8 +125,10 @@ def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
 def next_temperature(
     strategy: StrategyFn, temperature: jax.Array, bias: jax.Array, mean: jax.Array, highest: float
 ) -> jax.Array:
-    """Returns the new temperatures [S] of clients that trained, given their bias [S] and the
-    mean bias [S] of their groups.
+    """Returns the new temperatures [S] of clients that trained, from 0 to `highest`; 0 stays 0.
+
+    Args: `temperature` [S] are the old ones; `bias` [S] is b of each client; `mean` [S] is b_g
+    of its group; `highest` > 1 is T_max.
     """
     new = jnp.clip(strategy(temperature, bias, mean, highest), 0.0, highest)
     return jnp.where(temperature > 0, new, temperature)
@@ -140,7 +142,7 @@ def temperature_mean(highest: float, floor: bool = False) -> AggregateFn:
     def aggregate(
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
-        temperature = state.memory.temperature[jnp.minimum(cohort.ids, state.assignment.size - 1)]
+        temperature = cohort.take(state.memory.temperature)
         if not floor:
             return weighted_mean(
                 upload.replace(weight=upload.weight * (temperature / highest)),
@@ -167,7 +169,7 @@ def update_temperatures(heat: Temperature) -> FinishFn:
         num_clients, trained = state.assignment.size, upload.weight > 0
         own = heat.temperature_bias(*deviation(before, state.groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
-        old = state.memory.temperature[jnp.minimum(cohort.ids, num_clients - 1)]
+        old = cohort.take(state.memory.temperature)
         new = next_temperature(heat.temperature, old, own, mean[gid], heat.temperature_max)
         rows = jnp.where(trained, cohort.ids, num_clients)
         temperature = state.memory.temperature.at[rows].set(new, mode="drop")

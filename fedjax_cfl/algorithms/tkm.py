@@ -32,8 +32,9 @@ from fedjax_cfl.round.hooks import Hooks, make_report
 from fedjax_cfl.round.keys import BYZANTINE, START, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import keep_served, random_groups
+from fedjax_cfl.round.start import init_received, random_groups
 from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
@@ -81,7 +82,7 @@ def tkm(
             traffic=add_traffic(report.traffic),
             start_faults=report.fault_counts,
         )
-        return keep_served(local, state)
+        return init_received(local, state)
 
     return rounds._replace(init=init)
 
@@ -116,7 +117,7 @@ def local_erm(
             lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), start
         )
         delta = put_models(zeros, cohort.ids, upload.delta, local.mesh)
-        known = jnp.zeros(data.num_clients, bool).at[cohort.ids].set(upload.weight > 0, mode="drop")
+        known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
         answers = data.num_clients - counts.dropped.sum()
         sent = make_traffic(units_down=data.num_clients, units_up=answers)
         report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
@@ -134,13 +135,16 @@ def trimmed_kmeans(
     restarts: int,
     iterations: int,
 ) -> tuple[jax.Array, Params]:
-    """Clusters `models` [K, ...] by Lloyd's algorithm with trimmed means; returns (labels
-    [K] int32, centers [m, ...]).
+    """Clusters models by Lloyd's algorithm with trimmed means; returns (labels [K] int32,
+    centers [m, ...]).
 
-    Each restart starts from the models of m different clients. The restart wins whose sum
-    of squared distances is least without the farthest fraction `theta` of the clients;
-    with them, one far model would get a cluster of its own. Clients not `known` [K] bool
-    only get a label.
+    Each restart starts from the models of m different clients. The restart wins whose sum of
+    squared distances is least without the farthest fraction `theta` of the clients; with them,
+    one far model would get a cluster of its own.
+
+    Args: `models` [K, ...]; `known` [K] bool are the clients that count, the others only get a
+    label; `m` is static; `theta`, from 0 to 0.5, is also trimmed at both ends of each
+    coordinate; `restarts` and `iterations` are the most of each.
     """
 
     def attempt(key):
@@ -158,7 +162,7 @@ def trimmed_kmeans(
         initial = (
             0,
             jnp.full(known.size, -1, jnp.int32),
-            jax.tree.map(lambda leaf: leaf[seeds], models),
+            take_rows(models, seeds),
             True,
         )
         _, _, centers, _ = lax.while_loop(
@@ -168,7 +172,7 @@ def trimmed_kmeans(
 
     # one after another: each sorts all models
     centers, spreads = lax.map(attempt, jax.random.split(key, restarts))
-    best = jax.tree.map(lambda leaf: leaf[jnp.argmin(spreads)], centers)
+    best = take_rows(centers, jnp.argmin(spreads))
     return nearest_center(models, best), best
 
 

@@ -28,8 +28,9 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
-from fedjax_cfl.simulation.compilation import Inputs
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
+from fedjax_cfl.simulation.program import Inputs
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
@@ -50,13 +51,14 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local
     describe, without running it.
     """
     config = resolve_settings(overrides)
-    _, task, data, _, mesh = build(config)
-    return config, task, data, build_local(config, task, data, mesh)
+    setup = build(config)
+    local = build_local(config, setup.task, setup.data, setup.mesh)
+    return config, setup.task, setup.data, local
 
 
-def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift, Mesh]:
-    """Returns (algorithm, task, data, drift, mesh) from a resolved configuration. Raises
-    InputError for data or sizes that do not fit.
+def build(config: dict[str, Any]) -> Setup:
+    """Returns what a resolved configuration describes. Raises InputError for data or sizes
+    that do not fit.
     """
     distributed.connect(config["coordinator"], config["processes"], config["process"])
     use_run_devices()
@@ -72,17 +74,18 @@ def build(config: dict[str, Any]) -> tuple[Algorithm, Task, FederatedData, Drift
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
     task = build_task(config, pool)
     if config["resident"] != "host":
-        data = bound_client_samples(data, drift)  # before a batch is cut to what anybody can have
+        # before a batch is cut to the most that a client can have
+        data = bound_client_samples(data, drift)
     algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
     if share:
         check_rule(algorithm, data, jax.random.key(config["seed"]))
-    return algorithm, task, data, drift, mesh
+    return Setup(algorithm, task, data, drift, mesh)
 
 
 def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
-    """Raises InputError for an executor that no compiled run has, and where the devices cannot
-    round matrix products so.
+    """Raises InputError for an executor that no compiled run has, and for a precision of matrix
+    products that the devices do not have.
     """
     if executor == "debug":
         raise InputError(
@@ -96,7 +99,7 @@ def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
 
 
 def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
-    """Returns the samples and who holds them: all clients, also those to be held out."""
+    """Returns the pool and the data of all clients, those to be held out included."""
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
     holdings = instantiate_target("partition", config["partition"], pool)
     data = cfl.federate(
@@ -136,7 +139,7 @@ def build_task(config: dict[str, Any], pool: Pool) -> Task:
 
 
 def use_run_devices() -> None:
-    """Makes every CPU core a device, unless another platform is asked for."""
+    """Makes every CPU core a device, unless JAX_PLATFORMS names another platform."""
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
         cfl.use_cpu_cores()
 
@@ -150,14 +153,18 @@ def build_algorithm(
     select: Selection | None = None,
     vmap_runs: bool = False,
 ) -> Algorithm:
-    """Returns the algorithm; `values` replace those of settings, and may be traced;
-    `select` replaces the selection; `vmap_runs` as in `Local`.
+    """Returns the algorithm of a configuration.
+
+    Args: `config` are all settings, resolved; `data` are those of the run, whose sizes count;
+    `mesh` has its devices; `values` replace those of settings by dotted name, and may be
+    traced; `select` replaces the selection, None: that of the settings; `vmap_runs` is as in
+    `Local`.
     """
     local = build_local(config, task, data, mesh)._replace(vmap_runs=vmap_runs)
     local = local._replace(lr=values.get("local.lr", local.lr))
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
     draw = node.pop("select")
-    # a table of all rounds; not in the settings, so that a run can be asked for more of them
+    # a table of all rounds; not in the settings, so that a run can be continued with more of them
     sizes = {"num_clients": data.num_clients, "rounds": config["rounds"]}
     given = sizes if "_partial_" in draw else {}
     function = resolve_target(str(draw.get("_target_")))
@@ -168,7 +175,7 @@ def build_algorithm(
     return instantiate_target("algorithm", node, task, local, select, **own)
 
 
-def find_inputs(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Inputs:
+def find_inputs(config: dict[str, Any], setup: Setup) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
     traced, see `Rule`. 0 and null often leave a part out, and are compiled in.
     """
@@ -178,11 +185,14 @@ def find_inputs(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         for name, rule in rules.items()
         if rule.may_be_traced and INPUT.fullmatch(name) and given.get(name)
     }
+    if not given.get("algorithm.max_m"):
+        values.pop("algorithm.m", None)  # groups are as many as rows of arrays
 
     def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
         own = values_of("drift", values)
         drift = instantiate_target("drift", config["drift"], **own)
-        return build_algorithm(config, task, data, mesh, values), drift
+        parts = setup.task, setup.data, setup.mesh
+        return build_algorithm(config, *parts, values), drift
 
     return Inputs(values, build_with)
 
@@ -210,7 +220,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
     return cfl.Local(
         local["lr"],
         local["epochs"],
-        # more than anybody can have is a full batch, and memory is taken for B samples
+        # more than any client can have is a full batch, and memory is taken for B samples
         min(local["batch_size"], data.max_client_samples),
         width.choose_width(local, task, data, mesh, config["clients_per_round"]),
         mesh,
@@ -227,8 +237,8 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
 
 
 def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-    """Calls the function that a node's `_target_` names, with the node's other values;
-    its own errors stay its own. Raises InputError for a name that cannot be imported and
+    """Calls the function that a node's `_target_` names, with the node's other values; what
+    the function raises is passed on. Raises InputError for a name that cannot be imported and
     for values that the function does not allow.
     """
     target = str(node.get("_target_"))

@@ -29,14 +29,14 @@ from fedjax_cfl.algorithms.fesem_ma import (
     weigh_plainly,
 )
 from fedjax_cfl.algorithms.fesem_start import cluster_local_models, random_models
-from fedjax_cfl.algorithms.fielding import hear_all, hear_cohort
+from fedjax_cfl.algorithms.fielding import all_report, cohort_reports
 from fedjax_cfl.algorithms.founding import (
     cluster_by_edc,
     cluster_by_madc,
     cluster_by_randomized_edc,
-    found_alone,
     join_nearest,
     join_random,
+    one_founder_each,
     parse_pretrain,
     start_from_founders,
     start_from_initial,
@@ -90,7 +90,7 @@ FLEXCFL = {
         "edc": Maker(cluster_by_edc),
         "edc_randomized": Maker(cluster_by_randomized_edc),
         "madc": cluster_by_madc,
-        "none": found_alone,
+        "none": one_founder_each,
     },
     "group_start": {"pretrained": start_from_founders, "initial": start_from_initial},
     "newcomers": {"nearest": join_nearest, "random": join_random},
@@ -131,7 +131,7 @@ FIELDING = {
         "always": Maker(recluster.always),
         "never": Maker(recluster.never),
     },
-    "hear": {"all": hear_all, "cohort": hear_cohort, "nobody": None},
+    "hear": {"all": all_report, "cohort": cohort_reports, "nobody": None},
     "aggregate": MEANS,
     "server": {"none": None, "yogi": Maker(fedopt.yogi, fixed=("tau",))},
 }

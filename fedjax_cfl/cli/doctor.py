@@ -4,6 +4,7 @@ and what is there.
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -29,7 +30,10 @@ def registered_paths(name: str) -> tuple[str, ...]:
     return tuple(f"{name}/{file}" for file in REGISTRY[name].files)
 
 
-ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "hydra-core")
+# packages that every run needs, some only at its end
+ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "hydra-core", "pyyaml")
+ESSENTIAL += ("orbax-checkpoint", "pyarrow", "matplotlib", "rich")
+MODULES = {"hydra-core": "hydra", "orbax-checkpoint": "orbax.checkpoint", "pyyaml": "yaml"}
 Paths = tuple[str, ...]  # files, or folders of files, below a data root
 FEMNIST_FILES: tuple[Paths, ...] = (
     (images.FEMNIST,),
@@ -73,13 +77,23 @@ def _versions() -> list[Row]:
         else ("fedjax_cfl", "source tree, not installed", "note", "pip install .")
     )
     for package in ESSENTIAL:
-        version = find_version(package)
-        rows.append(
-            (package, version, "ok", "")
-            if version
-            else (package, "not installed", "missing", f"pip install {package}")
-        )
+        version, remedy = find_version(package), f"pip install {package}"
+        if not is_importable(MODULES.get(package, package)):
+            rows.append((package, "not installed", "missing", remedy))
+        elif version is None:
+            remedy = f"pip install --force-reinstall {package}"
+            rows.append((package, "there, its metadata are not", "note", remedy))
+        else:
+            rows.append((package, version, "ok", ""))
     return rows
+
+
+def is_importable(module: str) -> bool:
+    """Returns whether a module is there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # of the package above it
+        return False
 
 
 def _machine() -> list[Row]:

@@ -22,23 +22,23 @@ from fedjax_cfl.simulation.personalize import (
     next_key,
     select_remembered,
 )
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import ServedModels
 
 
-def build_extras(config: dict[str, Any], parts: tuple) -> Callable[[Result], Extras]:
-    """Returns what measures the extras that the settings ask for, of a run of the `parts`
-    (algorithm, task, data, drift, mesh).
-    """
+def build_extras(config: dict[str, Any], setup: Setup) -> Callable[[Result], Extras]:
+    """Returns what measures the extras that the settings of a run ask for."""
     names = "finetune", "new_clients", "similarity"
     epochs, share, compared = (config["evaluate"][name] for name in names)
-    algorithm, task, data, _, mesh = parts
+    algorithm, task, data, _, mesh = setup
     if not (epochs or share or compared):
         return measure_nothing
     local, at_once = build_local(config, task, data, mesh), config["clients_per_round"]
 
     def finetune(served: ServedModels, data: Any, result: Result) -> ClientMetrics:
         key = next_key(config["seed"], result.state)
-        return finetune_clients(task, local, epochs, served, data, key, at_once)
+        scale = local.lr_scale(result.state.round)  # as in the round that would come next
+        return finetune_clients(task, local, epochs, served, data, key, at_once, scale)
 
     def measure(result: Result) -> Extras:
         found = Extras({}, {}, {})

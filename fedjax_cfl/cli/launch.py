@@ -30,6 +30,7 @@ from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
 from fedjax_cfl.runs.session import make_console, train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
+from fedjax_cfl.simulation.setup import Setup
 
 
 def run_config(config: DictConfig) -> None:
@@ -81,57 +82,53 @@ def remove_unused_sweep(run_dir: Path) -> None:
 
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
-    algorithm, task, data, drift, mesh = parts = build(resolved)
-    inputs = find_inputs(resolved, task, data, mesh)
+    setup = build(resolved)
+    inputs = find_inputs(resolved, setup)
     asked = list_overrides()
     with contextlib.ExitStack() as locks:
 
         def begin():
             locks.enter_context(lock(make_dir(run_dir)))
-            start = resume_run(resolved, run_dir, algorithm, data, drift, mesh)
+            start = resume_run(resolved, run_dir, setup)
             record(resolved, asked, run_dir)
             return start
 
-        start = sync_resume(begin, resolved, algorithm, data, drift, mesh)
-        extras = build_extras(resolved, parts)
+        start = sync_resume(begin, resolved, setup)
+        extras = build_extras(resolved, setup)
         member = Member(resolved, asked, run_dir, build_trackers(resolved), extras)
-        return train_run(member, HydraConfig.get().runtime.choices, parts, inputs, start)
+        return train_run(member, HydraConfig.get().runtime.choices, setup, inputs, start)
 
 
 def list_overrides() -> list[str]:
-    """Returns the overrides as they were asked for: `${...}` in one is not resolved."""
+    """Returns the overrides as the command line has them: `${...}` in one is not resolved."""
     asked = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(asked, list)
     return [str(text) for text in asked]
 
 
-def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
+def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
-    members = list_members(config, axes, run_dir)
-    parts: dict[int, tuple] = {}  # of each seed
+    members = list_members(settings, axes, run_dir)
+    setups: dict[int, Setup] = {}  # of each seed
     for member in members:
-        if member.config["seed"] not in parts:
-            parts[member.config["seed"]] = build(member.config)
+        if member.config["seed"] not in setups:
+            setups[member.config["seed"]] = build(member.config)
     members = [
-        member._replace(extras=build_extras(member.config, parts[member.config["seed"]]))
+        member._replace(extras=build_extras(member.config, setups[member.config["seed"]]))
         for member in members
     ]
-    first = members[0].config
-    _, task, data, drift, mesh = parts[first["seed"]]
+    config = members[0].config
+    first = setups[config["seed"]]
 
     def make(values):
-        algorithm = build_algorithm(first, task, data, mesh, values, vmap_runs=True)
-        return algorithm, drift
+        parts = first.task, first.data, first.mesh
+        return build_algorithm(config, *parts, values, vmap_runs=True), first.drift
 
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
         starts = resume_grid(
-            [
-                (member.config, member.run_dir, algorithm, data, drift, mesh)
-                for member in members
-                for algorithm, _, data, drift, mesh in [parts[member.config["seed"]]]
-            ],
+            [(member.config, member.run_dir, setups[member.config["seed"]]) for member in members],
             grid.common_step(grid.run_folders(run_dir, axes)),
         )
         for member in members:
@@ -141,7 +138,7 @@ def run_grid(config: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
             members,
             HydraConfig.get().runtime.choices,
             axes,
-            list(parts.values()),
+            list(setups.values()),
             make,
             starts,
             run_dir,
@@ -167,7 +164,7 @@ def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> li
 
 
 def record(resolved: dict[str, Any], overrides: list[str], run_dir: Path) -> None:
-    """Writes what was asked for to .hydra/, as Hydra itself would, with every setting's
+    """Writes settings and overrides to .hydra/, as Hydra itself would, with every setting's
     value instead of where it comes from.
     """
     folder = run_dir / ".hydra"

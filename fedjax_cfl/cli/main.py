@@ -13,6 +13,7 @@ from typing import Any
 
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
+from fedjax_cfl.cli.safe_path import guard_children
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.versions import find_version
 
@@ -32,7 +33,8 @@ def main() -> int:
     """
     guarded = guard_outputs()
     try:
-        status = run_arguments(sys.argv[1:])
+        with guard_children():
+            status = run_arguments(sys.argv[1:])
     except InputError as error:
         status = print_error(error)
     except KeyboardInterrupt:

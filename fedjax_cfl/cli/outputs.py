@@ -1,5 +1,5 @@
-"""Standard output and error that cannot end a run: where nobody reads them or nothing
-can be written, the rest of what is said is dropped, and the run's files are written all
+"""Standard output and error that cannot end a run: where no process reads them or nothing
+can be written, further output is dropped, and the run's files are written all
 the same.
 """
 
@@ -65,7 +65,7 @@ def guard_outputs() -> dict[str, ForgivingOutput]:
             io.BufferedWriter(guarded[name]),
             stream.encoding,
             stream.errors,
-            # what is said on stderr is read at once, also where nothing is buffered
+            # a line on stderr is shown at once
             line_buffering=stream.line_buffering or stream.write_through or name == "stderr",
         )
         setattr(sys, name, text)
@@ -73,8 +73,8 @@ def guard_outputs() -> dict[str, ForgivingOutput]:
 
 
 def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
-    """Writes what is still held back; returns whether some of stdout was lost, and says
-    so, unless only its reader has gone, as in `| head`.
+    """Flushes both outputs. Returns whether some of stdout was lost, which it reports on
+    stderr. A reader that has gone, as in `| head`, does not count.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -48,6 +48,7 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str]
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config, axes = _check_choices(choices)
     if given.multirun:
+        _suggest_room(asked, choices, config)
         apart = [
             choice[:1] if override.key_or_group in together else choice
             for override, choice in zip(asked, choices, strict=True)
@@ -60,6 +61,20 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str]
         if axes and (folder / METRICS_FILE).exists():
             raise InputError(f"run_dir={config['run_dir']}: holds one run; choose another")
     return overrides, None
+
+
+def _suggest_room(asked: list[Override], choices: list[list[str]], config: dict) -> None:
+    """Says how the runs of a sweep over the number of groups share what is compiled, where its
+    method can and nobody has asked for it.
+    """
+    for override, values in zip(asked, choices, strict=True):
+        several = override.key_or_group == "algorithm.m" and len(values) > 1
+        if several and config["algorithm"].get("max_m", 0) is None:
+            most = max(int(value.partition("=")[2]) for value in values)
+            print(
+                f"each algorithm.m is compiled by itself; algorithm.max_m={most} lets the runs"
+                " share what is compiled (see the tutorial on sweeps)"
+            )
 
 
 def _check_choices(choices: list[list[str]]) -> tuple[dict, dict[str, list]]:

@@ -1,8 +1,8 @@
-"""`fedjax-cfl predict RUN_DIR FILE.npz`: what the models of a finished run say of samples.
+"""`fedjax-cfl predict RUN_DIR FILE.npz`: predicts samples with the models of a finished run.
 
 The file has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
 clients.parquet) and split [N] (0 train, 1 test). A client of the run uses its own model.
-A client that the run never met, or a file without `client`, takes the model of lowest
+A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y.
 """
 
@@ -23,8 +23,8 @@ class Predictions(NamedTuple):
     """One entry for each sample."""
 
     predicted: np.ndarray  # [N] int32, the class
-    model: np.ndarray  # [N] int32, the model that said so
-    known: np.ndarray  # [N] bool, whether the run has met the client
+    model: np.ndarray  # [N] int32, the model that predicted it
+    known: np.ndarray  # [N] bool, whether the client has a model in the run
 
 
 def main(argv: list[str]) -> int:
@@ -102,7 +102,7 @@ def choose_model(
 def describe_predictions(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
 ) -> list[str]:
-    """Returns what is printed: one line for clients met, one for others."""
+    """Returns the lines to print: one for clients with a model in the run, one for others."""
     scored: Any = np.ones(len(found.known), bool)
     if "split" in arrays:
         scored = arrays["split"] != 0

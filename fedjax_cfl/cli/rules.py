@@ -126,5 +126,5 @@ def resolve_target(target: str) -> Callable | None:
     try:
         found = getattr(importlib.import_module(home), rest)
     except (ImportError, AttributeError, ValueError):
-        return None  # said, with the reason, when the parts are built
+        return None  # reported, with the reason, when the parts are built
     return found if callable(found) else None

@@ -73,7 +73,7 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
         loss = losses(cohort, data, state.groups)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
-        return best, make_report(samples=loss.shape[1] * client_range(cohort.ids, data)[0])
+        return best, make_report(samples=state.active.sum() * client_range(cohort.ids, data)[0])
 
     return choose
 
@@ -90,18 +90,18 @@ def every_round(choose: AssignFn) -> AssignFn:
     ) -> tuple[jax.Array, Report]:
         gid, report = choose(key, state, data, cohort)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        sent = make_traffic(units_down=real * (state.active.size - 1), words_up=real)
+        sent = make_traffic(units_down=real * (state.active.sum() - 1), words_up=real)
         return gid, report.replace(traffic=sent)
 
     return assign
 
 
 def met_groups(state: State, cohort: Cohort) -> jax.Array:
-    """Returns the present groups [S] of the clients; -1 for a client never met and for an
-    empty slot.
+    """Returns the present groups [S] of the clients; -1 for a client without a group and for
+    an empty slot.
     """
     clients = state.assignment.size
-    met = state.assignment[jnp.minimum(cohort.ids, clients - 1)]
+    met = cohort.take(state.assignment)
     return jnp.where(cohort.ids < clients, met, -1)
 
 
@@ -113,14 +113,14 @@ def is_cold(state: State, cohort: Cohort) -> jax.Array:
 def keep_groups(
     key: Key, state: State, data: FederatedData, cohort: Cohort
 ) -> tuple[jax.Array, Report]:
-    """Leaves every client in its group; clients never met train group 0 (an `AssignFn`)."""
+    """Leaves every client in its group; clients without one train group 0 (an `AssignFn`)."""
     return jnp.maximum(met_groups(state, cohort), 0), make_report()
 
 
 def cold_start(choose: AssignFn) -> AssignFn:
-    """Keeps the group of every client already met, and chooses that of the others once.
+    """Keeps the group of every client that has one, and chooses that of the others once.
 
-    A newcomer downloads m vectors when it is first met, and chooses by itself (FlexCFL,
+    A newcomer downloads m vectors when it is first selected, and chooses by itself (FlexCFL,
     Algorithm 3 from line 18).
     """
 
@@ -132,7 +132,7 @@ def cold_start(choose: AssignFn) -> AssignFn:
         chosen, report = choose(key, state, data, newcomers)
         met = jnp.maximum(met_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
-        sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.size)
+        sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.sum())
         return gid, report.replace(traffic=sent)
 
     return assign
@@ -164,5 +164,5 @@ def random_group(
 ) -> tuple[jax.Array, Report]:
     """Draws a uniformly random group for each client (ablation RAC; an `AssignFn`)."""
     keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
-    gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, state.active.size))(keys)
+    gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, state.active.sum()))(keys)
     return gid, make_report()

@@ -4,14 +4,23 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import add_up, as_rows, divide, dot
+from fedjax_cfl.decompose import eigh, qr
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Params
 
 
-def _features(values: jax.Array, vectors: jax.Array, square_norm: jax.Array, m: int) -> jax.Array:
-    """Returns the cosines [S, m] of every row with the top m singular directions.
+def _features(
+    values: jax.Array,
+    vectors: jax.Array,
+    square_norm: jax.Array,
+    m: int,
+    used: ArrayLike | None = None,
+) -> jax.Array:
+    """Returns the cosines [S, m] of every row with the top m singular directions; 0 for all but
+    the first `used`.
 
     `values` and `vectors` are the eigenpairs of the Gram matrix in ascending order.
     """
@@ -19,54 +28,63 @@ def _features(values: jax.Array, vectors: jax.Array, square_norm: jax.Array, m: 
     values, vectors = values[::-1][:width], vectors[:, ::-1][:, :width]
     # Eigenvalues below the rounding error of the Gram matrix are noise, and their eigenvectors
     # are arbitrary.
-    rounding = vectors.shape[0] * jnp.finfo(jnp.float32).eps * jnp.max(values)
+    rounding = jnp.sum(square_norm > 0) * jnp.finfo(jnp.float32).eps * jnp.max(values)
     scores = jnp.where(values > rounding, jnp.sqrt(jnp.maximum(values, 0)), 0) * vectors
     features = jnp.clip(divide(scores, jnp.sqrt(jnp.maximum(square_norm, 0))[:, None]), -1, 1)
     # the largest entry of each column, which is made positive
     pivot = jnp.take_along_axis(features, jnp.argmax(jnp.abs(features), axis=0)[None], axis=0)
+    if used is not None:
+        features = jnp.where(jnp.arange(width) < used, features, 0)
     return jnp.pad(features * jnp.where(pivot < 0, -1, 1), ((0, 0), (0, m - width)))
 
 
-def edc(gram: jax.Array, m: int) -> jax.Array:
+def edc(gram: jax.Array, m: int, used: ArrayLike | None = None) -> jax.Array:
     """Returns decomposed cosine features [S, m] of updates with inner products `gram` [S,
     S] (FedGroup, Duan et al., eq. 8).
 
     The paper takes the cosines of the updates with their top m singular directions. With
     eigenpairs (l_k, q_k) of the Gram matrix these are E_ik = sqrt(l_k) q_ik / sqrt(G_ii);
     the directions themselves are not needed. The largest entry of a column is positive.
-    Zero updates give zero rows, and columns beyond the rank are zero.
+    Zero updates give zero rows; columns beyond the rank, and beyond `used` [] of the m, are
+    zero.
     """
-    values, vectors = jnp.linalg.eigh(gram)
-    return _features(values, vectors, jnp.diag(gram), m)
+    values, vectors = eigh(gram)
+    return _features(values, vectors, jnp.diag(gram), m, used)
 
 
 def top_eigenpairs(
     key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int, power: int = 3
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns about the `count` largest eigenvalues, in ascending order, and eigenvectors
-    [size, count] of a Gram matrix that is known by its products: `multiply` takes and gives
-    [size, count].
+    """Returns about the `count` largest eigenvalues [count] of a Gram matrix, in ascending
+    order, and their eigenvectors [size, count].
 
-    It is the randomized range finder with `power` iterations (Halko, Martinsson, Tropp
-    2011, Algorithm 4.4), and then Rayleigh-Ritz on that range. Raises InputError if power
-    < 1: without a power iteration the directions are wrong unless the spectrum decays
-    fast.
+    It is the randomized range finder with `power` iterations (Halko, Martinsson, Tropp 2011,
+    Algorithm 4.4), and then Rayleigh-Ritz on that range.
+
+    Args: `multiply` takes and returns [size, count]: the product of the Gram matrix, which is
+    not needed itself, with a matrix; `size` is its number of rows; `count` is at most `size`;
+    `power` >= 1: without a power iteration the directions are wrong unless the spectrum decays
+    fast. Raises InputError if it is less.
     """
     if power < 1:
         raise InputError(f"power={power}: must be at least 1")
     basis = sketch = multiply(jax.random.normal(key, (size, count)))
     for _ in range(power):
-        basis = jnp.linalg.qr(sketch)[0]
+        basis = qr(sketch)[0]
         sketch = multiply(basis)
-    values, vectors = jnp.linalg.eigh(dot(basis.T, sketch))
+    values, vectors = eigh(dot(basis.T, sketch))
     return values, dot(basis, vectors)
 
 
 def edc_randomized(
     key: Key, delta: Params, m: int, oversample: int = 10, power: int = 3
 ) -> jax.Array:
-    """Returns about `edc(gram(delta), m)` of thousands of updates `delta` [S, ...], without
-    their Gram matrix (see `top_eigenpairs`).
+    """Returns about `edc(gram(delta), m)` [S, m] of thousands of updates, without their Gram
+    matrix (see `top_eigenpairs`).
+
+    Args: `delta` [S, ...] are the updates; `m` is the number of features; `oversample` further
+    eigenvectors are looked for, which makes the first m more exact; `power` is as in
+    `top_eigenpairs`.
     """
     rows = as_rows(delta)
     size = rows[0].shape[0]

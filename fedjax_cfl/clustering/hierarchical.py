@@ -41,18 +41,22 @@ LINKAGES = {
 
 def agglomerate(
     distance: jax.Array,
-    m: int,
+    m: ArrayLike,
     linkage: str = "complete",
     valid: jax.Array | None = None,
     threshold: ArrayLike | None = None,
 ) -> jax.Array:
     """Merges the closest pair of clusters until m are left; returns labels [N] int32.
 
-    Labels count up by first occurrence; a row that is not `valid` [N] bool has -1.
-    `distance` [N, N] is symmetric. Ties go to the lowest index. Pairs up to `threshold`
-    apart are merged even if only m are left. Every row keeps a lower bound of its nearest
+    Labels count up by first occurrence; a row that is not valid has -1. Ties go to the lowest
+    index. Every row keeps a lower bound of its nearest
     distance, so that a step costs O(N): it raises one bound or merges a pair (Muellner
     2011, generic algorithm). Raises InputError for an unknown linkage.
+
+    Args: `distance` [N, N] is symmetric, Euclidean for ward; `m` [] may be traced, less than 1
+    counts as 1; `linkage` is complete | average | single | ward; `valid` [N] bool are the rows
+    to cluster, None: all; pairs of clusters up to `threshold` [] apart are merged even if only
+    m are left, None: none are.
     """
     check_value("linkage", linkage, one_of(*LINKAGES))
     index = jnp.arange(distance.shape[0], dtype=jnp.int32)
@@ -61,7 +65,7 @@ def agglomerate(
 
     def unfinished(carry):
         left = jnp.sum(carry[3] > 0)
-        return (left > max(m, 1)) | (
+        return (left > jnp.maximum(m, 1)) | (
             False if threshold is None else (left > 1) & (jnp.min(carry[2]) <= threshold)
         )
 
@@ -112,11 +116,15 @@ def bisect_updates(
     linkage: str,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts each group of `ready` [m] bool in two; returns the half [R] int32, 0 or 1, of
-    each of R updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
+    """Cuts each group that is `ready` in two. Returns the half [R] int32, 0 or 1, of each of R
+    updates, and gamma [m] = sqrt((1 - alpha) / 2) of each group.
 
     alpha is the largest cosine between the halves. Half 0 has the client of lowest id.
-    Rows of group -1 are masked.
+
+    Args: `ids` [R] int32 are the clients that sent the updates; `group` [R] int32 is the group
+    of each, -1 masks the row; `delta` [R, ...] are the updates; `ready` [m] bool are the groups
+    to cut; `linkage` is as in `agglomerate`, of the cosine dissimilarities; each device
+    of `mesh` computes all halves by itself, None: one device.
     """
     order = jnp.argsort(ids)  # so that neither halves nor ties depend on slots
     group = group[order]

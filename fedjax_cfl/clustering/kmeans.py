@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import divide, dot
 from fedjax_cfl.types import Key
@@ -40,10 +41,14 @@ def _sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
     return jnp.sum(up_to[:, None] < up_to[-1] * (1 - draws), axis=0)
 
 
-def _init_centers(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Draws m rows of `x` [N, p] as centers by D^2 sampling.
+def _init_centers(
+    draws: jax.Array, x: jax.Array, weight: jax.Array, used: ArrayLike, greedy: ArrayLike
+) -> jax.Array:
+    """Draws `used` of m rows of `x` [N, p] as centers by D^2 sampling; the other centers are
+    copies of the first, which is nearer to every point, or as near.
 
-    Of the `draws` [m, k] for a center, the one that lowers the inertia most is taken.
+    Of the first `greedy` of the `draws` [m, k] for a center, the one that lowers the inertia
+    most is taken.
     """
 
     def add(i, carry):
@@ -53,35 +58,38 @@ def _init_centers(draws: jax.Array, x: jax.Array, weight: jax.Array) -> jax.Arra
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)
         candidates = x[_sample_rows(mass, draws[i])]
         improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
-        best = jnp.argmin(jnp.sum(weight[:, None] * improved, axis=0))
+        inertia = jnp.sum(weight[:, None] * improved, axis=0)
+        best = jnp.argmin(jnp.where(jnp.arange(inertia.size) < greedy, inertia, jnp.inf))
         return centers.at[i].set(candidates[best]), improved[:, best]
 
     center = x[_sample_rows(weight, draws[0, :1])[0]]
     centers = jnp.broadcast_to(center, (draws.shape[0], x.shape[1]))
-    return jax.lax.fori_loop(
-        1, draws.shape[0], add, (centers, _squared_distance(x, center[None])[:, 0])
-    )[0]
+    return jax.lax.fori_loop(1, used, add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
 
 
-def _move(x: jax.Array, weight: jax.Array, centers: jax.Array) -> jax.Array:
-    """Returns the weighted means [m, p] of the clusters; the j-th empty cluster gets the
-    j-th farthest point as its center.
+def _move(x: jax.Array, weight: jax.Array, centers: jax.Array, used: ArrayLike) -> jax.Array:
+    """Returns the weighted means [m, p] of the clusters; the j-th empty cluster of those
+    `used` gets the j-th farthest point as its center.
     """
     m = centers.shape[0]
+    in_use = jnp.arange(m) < used
     distance = _squared_distance(x, centers)
     member = jax.nn.one_hot(jnp.argmin(distance, axis=1), m) * weight[:, None]
     mass = jnp.sum(member, axis=0)
     far, point = jax.lax.top_k(
         jnp.where(weight > 0, jnp.min(distance, axis=1), 0), min(m, x.shape[0])
     )
-    rank = jnp.cumsum(mass == 0) - 1
+    rank = jnp.cumsum((mass == 0) & in_use) - 1
     # where no point is left to move to, the center stays, and its cluster stays empty
     moves = (far > 0).at[rank].get(mode="fill", fill_value=False)
     empty = jnp.where(moves[:, None], x[point.at[rank].get(mode="clip")], centers)
-    return jnp.where(mass[:, None] > 0, divide(dot(member.T, x), mass[:, None]), empty)
+    moved = jnp.where(mass[:, None] > 0, divide(dot(member.T, x), mass[:, None]), empty)
+    return jnp.where(in_use[:, None], moved, moved[0])
 
 
-def _lloyd(x: jax.Array, weight: jax.Array, centers: jax.Array, iterations: int) -> jax.Array:
+def _lloyd(
+    x: jax.Array, weight: jax.Array, centers: jax.Array, used: ArrayLike, iterations: int
+) -> jax.Array:
     """Returns the centers [m, p] after Lloyd's iterations, which stop when centers hardly move."""
     total = jnp.sum(weight)
     mean = divide(dot(weight, x), total)
@@ -93,8 +101,9 @@ def _lloyd(x: jax.Array, weight: jax.Array, centers: jax.Array, iterations: int)
 
     def iterate(carry):
         step, centers, _ = carry
-        new = _move(x, weight, centers)
-        return step + 1, new, jnp.sum(jnp.square(new - centers))
+        new = _move(x, weight, centers, used)
+        moved = jnp.where(jnp.arange(len(new))[:, None] < used, new - centers, 0)
+        return step + 1, new, jnp.sum(jnp.square(moved))
 
     return jax.lax.while_loop(unfinished, iterate, (0, centers, jnp.float32(jnp.inf)))[1]
 
@@ -107,26 +116,39 @@ def kmeans(
     iterations: int = 20,
     weight: jax.Array | None = None,
     greedy: int | None = None,
+    used: ArrayLike | None = None,
 ) -> KMeans:
-    """Clusters the rows of `x` [N, p] into m by K-means++ (Arthur and Vassilvitskii 2007)
-    and Lloyd; the restart of lowest inertia wins.
+    """Clusters the rows of `x` [N, p] into m by K-means++ (Arthur and Vassilvitskii 2007) and
+    Lloyd; the restart of lowest inertia wins.
 
-    A row of `weight` [N] 0 is masked: it may hold anything, NaN too, and only gets a
-    label. `greedy` is the number of draws per center: 2 + floor(log m) unless given; 1 is
-    the original method.
+    Args: `m` is static; `restarts` is how many are made, of at most `iterations` each; `weight`
+    [N] >= 0: a row of weight 0 is masked, it may have any values, NaN too, and only gets a
+    label, None: all weigh 1; `greedy` is the number of draws per center, None: 2 + floor(log
+    m), 1: the original method; `used` [] int32 is how many of the m clusters there are, None:
+    all. The result is that of `kmeans` with m = used, and the other clusters are empty, their
+    centers copies of the first.
     """
     x = x.astype(jnp.float32)
     weight = jnp.ones(x.shape[0]) if weight is None else weight.astype(jnp.float32)
     kept = jnp.where(weight[:, None] > 0, x, 0)
-    greedy = 2 + int(math.log(m)) if greedy is None else greedy
+    most = 2 + int(math.log(m)) if greedy is None else greedy
 
-    draws = jax.random.uniform(key, (restarts * m * greedy,))  # flat: compiles faster
+    draws = jax.random.uniform(key, (restarts * m * most,))  # flat: compiles faster
+    if used is None:
+        used, own = m, most
+        draws = draws.reshape(restarts, m, most)
+    else:  # the places that the draws have where m is `used`
+        rule = jnp.array([2 + int(math.log(n)) for n in range(1, m + 1)])
+        own = rule[used - 1] if greedy is None else greedy
+        attempts, center, draw = jnp.ogrid[:restarts, :m, :most]
+        draws = draws[(attempts * used + center) * own + draw]
 
     def attempt(draws):
-        centers = _lloyd(kept, weight, _init_centers(draws, kept, weight), iterations)
+        first = _init_centers(draws, kept, weight, used, own)
+        centers = _lloyd(kept, weight, first, used, iterations)
         return centers, jnp.sum(weight * jnp.min(_squared_distance(kept, centers), axis=1))
 
-    centers, inertia = jax.vmap(attempt)(draws.reshape(restarts, m, greedy))
+    centers, inertia = jax.vmap(attempt)(draws)
     best = jnp.argmin(inertia)
     labels = jnp.argmin(_squared_distance(x, centers[best]), axis=1).astype(jnp.int32)
     return KMeans(labels=labels, centers=centers[best], inertia=inertia[best])

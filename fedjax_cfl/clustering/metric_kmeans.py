@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, divide, dot
+from fedjax_cfl.round.tree import one_hot
 from fedjax_cfl.types import Key
 
 BLOCK = 256  # rows and columns of a distance matrix in memory at a time
@@ -26,8 +27,11 @@ class Clusters(NamedTuple):
 
 
 class ClusterFn(Protocol):
-    """Clusters the rows `valid` [K] bool of `points` [K, p] into at most m clusters. The
-    other rows get the label of the nearest center.
+    """Clusters points [K, p] into at most m clusters.
+
+    Args: `points` [K, p] represent the clients; `valid` [K] bool are those to cluster, the
+    others get the label of the nearest center; `m` is static; `metric` is the distance of two
+    points.
     """
 
     def __call__(
@@ -41,7 +45,7 @@ def cluster_means(
     """Returns the mean [m, p] of each cluster's valid points, and their number [m]. Both are
     0 for an empty cluster.
     """
-    member = jnp.where(labels[:, None] == jnp.arange(m), valid[:, None], False).astype(jnp.float32)
+    member = one_hot(labels, m, valid)
     size = member.sum(0)
     kept = jnp.where(valid[:, None], points, 0.0)
     return divide(dot(member.T, kept), size[:, None]), size
@@ -50,9 +54,12 @@ def cluster_means(
 def seed_centers(
     key: Key, points: jax.Array, weight: jax.Array, count: jax.Array, m: int, metric: MetricFn
 ) -> jax.Array:
-    """Draws `count` [] rows of positive `weight` [K] as centers [m, p], each with a chance
-    proportional to its distance from the nearest center before (K-means++; for a squared
-    metric this is D^2 sampling). The rest of the centers repeat the first.
+    """Draws rows as centers [m, p], each with a chance proportional to its weight times its
+    distance from the nearest center before (K-means++; for a squared metric this is D^2
+    sampling).
+
+    Args: `points` [K, p]; `weight` [K] >= 0, where 0 masks a row; `count` [] is how many
+    centers are drawn, the other m - `count` repeat the first; `m` is static.
     """
     lots = jax.random.uniform(key, (m,))
 
@@ -75,8 +82,11 @@ def move_centers(
     points: jax.Array, valid: jax.Array, distance: jax.Array, centers: jax.Array, used: jax.Array
 ) -> jax.Array:
     """Returns the means [m, p] of the clusters; the j-th empty one in use gets the j-th
-    farthest point. `distance` [m, K] are those from the present centers, infinite from
-    centers that are not in `used` [m] bool.
+    farthest point.
+
+    Args: `points` [K, p]; `valid` [K] bool are the points that count; `distance` [m, K] are
+    those from the present centers, infinite from centers that are not in use; `centers` [m, p]
+    are the present ones; `used` [m] bool are those in use.
     """
     m = used.size
     means, size = cluster_means(points, jnp.argmin(distance, axis=0), valid, m)
@@ -97,12 +107,16 @@ def metric_kmeans(
     metric: MetricFn,
     iterations: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Clusters the valid rows of `points` [K, p] into `count` [] <= m by K-means++ seeding
-    and Lloyd's iterations under a metric. Centers are means.
+    """Clusters points by K-means++ seeding and Lloyd's iterations under a metric. Centers are
+    means.
 
-    Under a metric that is not squared Euclidean costs need not fall, so that the best
-    iteration counts. Returns (labels [K] int32, cost []), the sum of the distances of
-    the valid points to their centers.
+    Under a metric that is not squared Euclidean costs need not fall, so that the best iteration
+    counts. Returns (labels [K] int32, cost []), the sum of the distances of the valid points to
+    their centers.
+
+    Args: `points` [K, p]; `valid` [K] bool are the points that are clustered, the others only
+    get a label; `count` [] <= `m` is the number of clusters, which may be traced; `m` is
+    static; `iterations` is the most that are made.
     """
     used = jnp.arange(m) < count
     # metrics read coordinate after coordinate: turned once, not in every iteration
@@ -166,11 +180,13 @@ def largest_distance(
 def silhouettes(
     points: jax.Array, labels: jax.Array, m: int, valid: jax.Array, metric: MetricFn
 ) -> jax.Array:
-    """Returns the mean silhouettes [R] of R clusterings `labels` [R, K] (Rousseeuw 1987); the
-    distances are computed once for all of them.
+    """Returns the mean silhouettes [R] of R clusterings (Rousseeuw 1987); the distances are
+    computed once for all of them.
 
-    A point that is alone in its cluster, or whose cluster is the only one, has 0. Rows
-    that are not valid do not count.
+    A point that is alone in its cluster, or whose cluster is the only one, has 0.
+
+    Args: `points` [K, p]; `labels` [R, K] int32, 0 .. m - 1; `valid` [K] bool are the points
+    that count.
     """
     member = (labels[:, :, None] == jnp.arange(m)) & valid[None, :, None]  # [R, K, m]
     size = member.sum(1).astype(jnp.float32)  # [R, m]
@@ -194,8 +210,11 @@ def mean_client_distance(
 ) -> jax.Array:
     """Returns the mean [] over valid clients of a client's mean distance from the others of
     its cluster, 0 for one that is alone (Lai et al. 2021; Fielding, Fig. 1).
+
+    Args: `points` [K, p] represent the clients; `labels` [K] int32 are their clusters, 0 .. m -
+    1; `valid` [K] bool are the clients that count.
     """
-    member = ((labels[:, None] == jnp.arange(m)) & valid[:, None]).astype(jnp.float32)
+    member = one_hot(labels, m, valid)
     own = jnp.take_along_axis(distance_sums(points, member, metric), labels[:, None], axis=1)
     each = own[:, 0] / jnp.maximum(member.sum(0)[labels] - 1, 1)
     return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(valid.sum(), 1)
@@ -251,10 +270,12 @@ def by_silhouette(
 
 
 def k_center(key: Key, points: jax.Array, valid: jax.Array, m: int, metric: MetricFn) -> Clusters:
-    """Clusters into exactly m by the greedy choice of the farthest point, a 2-approximation
-    of the smallest radius (Gonzalez 1985; Fielding, Algorithm 4; a `ClusterFn`).
+    """Clusters into exactly m by the greedy choice of the farthest point (Fielding, Algorithm 4,
+    a `ClusterFn`). It is a 2-approximation of the smallest radius (Gonzalez 1985).
 
     The first center is the first valid point. Fewer distinct points give fewer clusters.
+
+    Args: as those of `ClusterFn`.
     """
 
     def add(i, carry):

@@ -14,6 +14,7 @@ from jax import lax
 
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.data.federated import train_label_counts
+from fedjax_cfl.data.shuffle import put_first
 from fedjax_cfl.round.cohort import make_cohort
 from fedjax_cfl.round.faults import add_fault_counts
 from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn, make_report
@@ -50,7 +51,7 @@ def with_shift_reference(start: StartFn) -> StartFn:
 
 class ChargeFn(Protocol):
     """Says which clients [K] bool pay for a migration: `detected` [K] bool are the clients
-    whose shift was detected, `met` [K] bool those met before.
+    whose shift was detected, `met` [K] bool those that had a group before.
     """
 
     def __call__(self, detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array: ...
@@ -62,19 +63,25 @@ def charge_detected(detected: jax.Array, met: jax.Array, data: FederatedData) ->
 
 
 def charge_swapped(detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array:
-    """Charges every client met whose data changed, as Fig. 6 of FlexCFL does (a `ChargeFn`)."""
+    """Charges every client with a group whose data changed, as Fig. 6 of FlexCFL does (a
+    `ChargeFn`).
+    """
     return met & data.shifted
 
 
 def reassign(
     choose: AssignFn, local: Local, key: Key, state: State, data: FederatedData, mask: jax.Array
 ) -> tuple[jax.Array, Report]:
-    """Chooses new groups for the clients of `mask` [K] bool, in blocks.
+    """Chooses new groups for some clients, in blocks.
 
-    Returns the assignment [K] of all clients, and what went wrong and each client [K] inferred.
+    Returns the assignment [K] of all clients, and a report of what went wrong and how many
+    samples each client [K] inferred.
+
+    Args: `choose` names the groups of a block of clients at a time, and draws with `key`;
+    `mask` [K] bool are the clients to reassign.
     """
     size = min(CLIENT_BLOCK, data.num_clients)
-    queue = jnp.argsort(~mask, stable=True).astype(jnp.int32)
+    queue = put_first(mask)
     count = jnp.sum(mask)
 
     def block(b, carry):
@@ -85,7 +92,7 @@ def reassign(
         )
         cohort = make_cohort(ids, data, local)
         gid, more = choose(key, state, data, cohort)
-        assignment = assignment.at[cohort.ids].set(gid.astype(jnp.int32), mode="drop")
+        assignment = cohort.put(assignment, gid.astype(jnp.int32))
         return assignment, report.replace(
             fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
             samples=report.samples.at[cohort.ids].add(more.samples, mode="drop"),
@@ -102,10 +109,11 @@ def on_shift(
     units_each: int = 0,
     charge: ChargeFn = charge_detected,
 ) -> MigrateFn:
-    """Reassigns clients already met, before the round, when a shift of their label counts is
-    detected (FlexCFL, section 3.4 and eq. 9).
+    """Reassigns clients that have a group, before the round, when a shift of their label counts
+    is detected (FlexCFL, section 3.4 and eq. 9).
 
-    Each client that `charge` names costs `units_each` models down.
+    Args: `choose` names the new group of each; `detect` says whose data have shifted; each
+    client that `charge` names costs `units_each` models down.
     """
     local = local.resolve()
 

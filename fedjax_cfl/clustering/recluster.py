@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
 from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
-from fedjax_cfl.round.tree import group_sum
+from fedjax_cfl.round.tree import group_sum, one_hot
 from fedjax_cfl.types import Params
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
 
 
-class Moves(NamedTuple):
+class DriftEvent(NamedTuple):
     """What the individual moves of one drift event have done."""
 
     points: jax.Array  # [K, p], reported representations
@@ -32,7 +32,7 @@ class Trigger(NamedTuple):
     """Decides when all clients are clustered again, and remembers what it needs to."""
 
     init: Callable[[jax.Array], Any]  # (centers [m, p]) -> memory
-    fires: Callable[[Any, Moves], jax.Array]  # -> [] bool
+    fires: Callable[[Any, DriftEvent], jax.Array]  # -> [] bool
     # (memory, fired [] bool, centers [m, p] after the event) -> memory
     update: Callable[[Any, jax.Array, jax.Array], Any]
 
@@ -50,8 +50,13 @@ def move_to_nearest(
     active: jax.Array,
     metric: MetricFn,
 ) -> jax.Array:
-    """Returns the labels [K] after every client `moving` [K] bool has joined the nearest
-    center in use. Centers are frozen, so that the order of the clients does not matter.
+    """Returns the labels [K] int32 after every client that is `moving` has joined the nearest
+    center in use. Centers do not move meanwhile, so that the order of the clients does not
+    matter.
+
+    Args: `points` [K, p] represent the clients; `moving` [K] bool; `labels` [K] int32 are their
+    groups before; `centers` [m, p] are those of the groups; `active` [m] bool are the groups in
+    use.
     """
     distance = jnp.where(active[:, None], metric(centers, points), jnp.inf)
     return jnp.where(moving, jnp.argmin(distance, axis=0), labels).astype(jnp.int32)
@@ -65,11 +70,16 @@ def apply_moves(
     centers: jax.Array,
     active: jax.Array,
     metric: MetricFn,
-) -> Moves:
-    """Moves the drifted clients `moving` [K] bool one by one to the nearest of the `centers`
-    [m, p], and recomputes the centers that lost, got or kept one (Algorithm 2, lines 1-3).
+) -> DriftEvent:
+    """Moves the drifted clients to the nearest centers and recomputes the center of every group
+    that has lost, gained or kept one of them (Algorithm 2, lines 1-3). Returns what the moves
+    have done.
 
     An empty group keeps its center and may be joined again.
+
+    Args: `points` [K, p] represent the clients; `valid` [K] bool are those with data; `moving`
+    [K] bool are the drifted ones; `old` [K] int32 are the groups before; `centers` [m, p] are
+    those of the groups; `active` [m] bool are the groups in use.
     """
     m = active.size
     labels = move_to_nearest(points, moving, old, centers, active, metric)
@@ -78,10 +88,10 @@ def apply_moves(
     touched = jnp.any(affected & moving[:, None], axis=0)
     means, size = cluster_means(points, labels, valid, m)
     after = jnp.where((touched & (size > 0))[:, None], means, centers)
-    return Moves(points, valid, labels, centers, after, size > 0, metric)
+    return DriftEvent(points, valid, labels, centers, after, size > 0, metric)
 
 
-def mean_center_distance(moves: Moves) -> jax.Array:
+def mean_center_distance(moves: DriftEvent) -> jax.Array:
     """Returns theta [], the mean distance of the centers of two occupied groups; NaN for
     fewer than two.
     """
@@ -95,7 +105,7 @@ def center_shift(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
     distance between centers (Algorithm 2, lines 4-5). It never fires with one group.
     """
 
-    def fires(memory: Any, moves: Moves) -> jax.Array:
+    def fires(memory: Any, moves: DriftEvent) -> jax.Array:
         shift = jnp.max(rowwise(moves.metric, moves.before, moves.after))
         return shift >= tau * mean_center_distance(moves)
 
@@ -107,7 +117,7 @@ def center_shift_since_clustering(tau: NonNegativeFloat | jax.Array = 1 / 3) -> 
     clients, so that slow drift adds up.
     """
 
-    def fires(memory: jax.Array, moves: Moves) -> jax.Array:
+    def fires(memory: jax.Array, moves: DriftEvent) -> jax.Array:
         return center_shift(tau).fires((), moves._replace(before=memory))
 
     return Trigger(
@@ -130,7 +140,7 @@ def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
     def init(centers: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.asarray(delta, jnp.float32), jnp.zeros((), bool)
 
-    def fires(memory: tuple[jax.Array, jax.Array], moves: Moves) -> jax.Array:
+    def fires(memory: tuple[jax.Array, jax.Array], moves: DriftEvent) -> jax.Array:
         return largest_distance(moves.points, moves.labels, moves.valid, moves.metric) > memory[0]
 
     def update(
@@ -162,7 +172,7 @@ def always() -> Trigger:
 
 
 def never() -> Trigger:
-    """Leaves it at individual moves."""
+    """Never clusters all clients again; clients only move one by one."""
     return _constant(False)
 
 
@@ -170,16 +180,16 @@ def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> 
     """Returns W [m, m], whose row k has the share of each old cluster among the members of
     the new cluster k; a cluster without members keeps its own.
     """
-    before, after = (
-        ((labels[:, None] == jnp.arange(m)) & valid[:, None]).astype(jnp.float32)
-        for labels in (old, new)
-    )
-    return former_shares(dot(before.T, after)).T
+    before, after = (one_hot(labels, m, valid) for labels in (old, new))
+    return transition_shares(dot(before.T, after)).T
 
 
-def former_shares(joined: jax.Array) -> jax.Array:
-    """Returns the columns of `joined` [old, new], counts of clients, as shares; an empty
-    group is all its own.
+def transition_shares(joined: jax.Array) -> jax.Array:
+    """Returns the columns of `joined` as shares that sum to 1. `joined` [m, m] counts the
+    clients that went from an old group (row) to a new one (column).
+
+    The column of a new group without clients is 1 for the old group of the same number, 0
+    elsewhere: it keeps its own model.
     """
     size = joined.sum(0)
     return jnp.where(size > 0, joined / jnp.maximum(size, 1.0), jnp.eye(len(joined)))

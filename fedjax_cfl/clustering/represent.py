@@ -1,4 +1,4 @@
-"""What a client tells the server about its data: label shares, the mean embedding of a
+"""What a client reports to the server about its data: label shares, the mean embedding of a
 frozen network that all clients store, or a gradient at such a network (Fielding,
 https://arxiv.org/abs/2411.01580, section 2 and appendix E).
 """
@@ -34,7 +34,7 @@ class Representation(NamedTuple):
     init: Callable[[Key, FederatedData], Any]
     # (shared, data, who [K] bool) -> [K, p]; rows of others may be anything
     compute: Callable[[Any, FederatedData, jax.Array], jax.Array]
-    metric: MetricFn  # the distance of two points, unless another is asked for
+    metric: MetricFn  # the distance of two points, unless the settings name another
     # (who [K] bool, p) -> what the reports of each client [K] take
     report: Callable[[jax.Array, int], Traffic]
     # (shared, K) -> what sending `shared` to each client [K] takes
@@ -104,7 +104,7 @@ def embedding(
 
         return Representation(
             init,
-            lambda shared, data, who: of_clients(client_mean, local, shared, data, who),
+            lambda shared, data, who: map_clients(client_mean, local, shared, data, who),
             squared_euclidean,
             send_words,
             send_shared,
@@ -129,7 +129,11 @@ def train_network(
     lr: float,
 ) -> Any:
     """Returns a network of one hidden layer after `epochs` gradient steps on the samples
-    `drawn`: (rows [n], weight [n]).
+    `drawn`.
+
+    Args: `key` draws the first weights; `units` is the width of the hidden layer; `drawn` is
+    (rows [n] int32, holdings of `data`; weight [n], 0 masks one); each step is a pass over all
+    of them; `lr` is the step size.
     """
     rows, weight = drawn
     x, y = gather(data, rows)
@@ -150,8 +154,10 @@ def train_network(
 def descend(
     losses: Callable[[Any], jax.Array], initial: Any, weight: jax.Array, epochs: int, lr: float
 ) -> Any:
-    """Returns parameters after `epochs` gradient steps on the mean of `losses` [n], in which
-    samples count by `weight` [n].
+    """Returns parameters after `epochs` gradient steps on the weighted mean of `losses`.
+
+    Args: `losses` gives the loss [n] of each sample for parameters like `initial`; `weight` [n]
+    >= 0 is how much each sample counts; `lr` is the step size.
     """
 
     def loss(network: Any) -> jax.Array:
@@ -173,7 +179,7 @@ def gradient(
     frozen model that all clients store.
 
     The model is trained at the start as that of `embedding` is; with 0 `epochs` it is random,
-    and gradients say more of labels than of what is wrong about them. A gradient is scaled to
+    and gradients then reflect the labels more than the model's errors. A gradient is scaled to
     norm 1, so that squared distances are 2 - 2 cos, and projected. A report costs a whole
     model. Differs from a Gaussian projection: every coordinate is added to one random place
     with a random sign, which keeps inner products in the mean at the cost of one pass.
@@ -195,7 +201,7 @@ def gradient(
             return then(solve(client, data, (jax.random.key(0), shared), work), direction)
 
         def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
-            return of_clients(client_direction, local, shared, data, who)
+            return map_clients(client_direction, local, shared, data, who)
 
         def init(key: Key, data: FederatedData) -> Any:
             starting, drawing = jax.random.split(key)
@@ -251,15 +257,18 @@ def project(vector: jax.Array, length: int) -> jax.Array:
     return jnp.zeros(length, vector.dtype).at[where].add(signs * vector)
 
 
-def of_clients(
+def map_clients(
     client_fn: Callable[..., Any],
     local: Local,
     shared: Any,
     data: FederatedData,
     who: jax.Array,
 ) -> jax.Array:
-    """Returns what `client_fn` gives for each client [K, p]; 0 for those not in `who` [K], and
-    in the place of a number that is not finite.
+    """Returns what `client_fn` gives for each client [K, p]; 0 for clients that are not in
+    `who`, and in the place of a number that is not finite.
+
+    Args: `client_fn` is a function of one client as `over_clients` takes it; `shared` is its
+    argument of that name; `who` [K] bool are the clients that compute.
     """
     clients = data.num_clients
     ids = jnp.where(who, jnp.arange(clients, dtype=jnp.int32), clients)
@@ -267,7 +276,7 @@ def of_clients(
     work = full_work(jnp.zeros_like(cohort.ids))
     points = over_clients(client_fn, local)(cohort, data, shared, work)
     points = jnp.where(jnp.isfinite(points), points, 0.0)
-    return jnp.zeros((clients, points.shape[1])).at[cohort.ids].set(points, mode="drop")
+    return cohort.put(jnp.zeros((clients, points.shape[1])), points)
 
 
 def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Which clients' data changed so much that they belong elsewhere: functions (counts,
+"""Which clients' data changed so much that the clients should change group: functions (counts,
 reference, initial_size) -> detected [K] bool.
 
 counts and reference [K, C] are each client's training samples per label, now and when

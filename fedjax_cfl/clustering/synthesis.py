@@ -22,7 +22,7 @@ from fedjax_cfl.round.cohort import run_clients
 from fedjax_cfl.round.executor import Loop, Program, then
 from fedjax_cfl.round.local import Local
 from fedjax_cfl.round.objective import cross_entropy
-from fedjax_cfl.round.tree import leaf_norms
+from fedjax_cfl.round.tree import leaf_norms, take_rows
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
@@ -67,7 +67,7 @@ def class_labels(num_classes: int, samples: int) -> jax.Array:
 
 
 def no_memory(key: Key, models: Params, data: FederatedData) -> tuple:
-    """Returns what a sampler keeps that starts anew in every round."""
+    """Returns the memory of a sampler that keeps nothing from round to round."""
     return ()
 
 
@@ -78,7 +78,7 @@ def run_models(solve: Callable[[Any], Program], local: Local, inputs: Any) -> An
     models = len(jax.tree.leaves(inputs)[0])
 
     def solve_slot(slot):
-        return solve(jax.tree.map(lambda leaf: leaf[slot], inputs))
+        return solve(take_rows(inputs, slot))
 
     return run_clients(solve_slot, jnp.ones(models, bool), local)
 
@@ -106,12 +106,14 @@ def back_search(
     squared: bool = False,
     warm_start: bool = False,
 ) -> MakeSampler:
-    """Searches by Adam, from Gaussian noise, for inputs x that minimise cross-entropy(x, k)
-    + lambda / 2 ||x - mean|| for each class k (eq. 6).
+    """Searches by Adam, from Gaussian noise, for inputs x that minimise cross-entropy(x, k) +
+    lambda / 2 ||x - mean|| for each class k (eq. 6). Each sample has a gradient and an Adam
+    state of its own. Devices split the samples.
 
-    Each sample has a gradient and an Adam state of its own. All searches run at once, and
-    devices split the samples. `warm_start` goes on from the samples of the round before, so
-    that fewer steps do. Raises InputError for a setting that is not allowed.
+    Args: `samples` is M; `search_lr` and `search_steps` are Adam's step size and steps;
+    `prior_weight` is lambda; `prior_mean` is that of every input value; `squared` takes ||x -
+    mean||^2, False: the norm as printed; `warm_start` goes on from the samples of the round
+    before, so that fewer steps do. Raises InputError for a value that is not allowed.
     """
     check_arguments(back_search, locals(), "algorithm")
     prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(search_lr)
@@ -195,7 +197,11 @@ class GeneratorTraining(NamedTuple):
     def train(
         self, module: Generator, key: Key, variables: Any, model: Params, num_classes: int
     ) -> Loop:
-        """Returns the training of the variables, `steps` steps that minimise eq. 7."""
+        """Returns the training of the variables, `steps` steps that minimise eq. 7.
+
+        Args: `key` draws noise and labels; `variables` are the generator's, as `start` returns
+        them; `model` is the one whose samples it learns; `num_classes` is C.
+        """
 
         def objective(params, statistics, noise, label):
             x, changed = module.apply(
@@ -232,7 +238,11 @@ class GeneratorTraining(NamedTuple):
     def draw(
         self, module: Generator, key: Key, variables: Any, labels: jax.Array, classes: int
     ) -> Any:
-        """Returns one sample [n, ...] for each of the labels [n]."""
+        """Returns one sample [n, ...] for each of the labels [n].
+
+        Args: `key` draws the noise; `variables` are the trained generator's; `labels` [n]
+        int32; `classes` is C.
+        """
         noise = jax.random.normal(key, (labels.size, NOISE))
         return module.apply(variables, noise, jax.nn.one_hot(labels, classes), False)
 
@@ -249,11 +259,15 @@ def generator(
     bounded: bool = True,
     warm_start: bool = False,
 ) -> MakeSampler:
-    """Trains a conditional generator for each model (eq. 7) and draws from it.
+    """Trains a conditional generator for each model (eq. 7) and draws from it. Devices split
+    the models.
 
-    `warm_start` goes on from the generators of the round before; otherwise they are new in
-    every round. Devices split the models. Raises InputError for a setting that is not
-    allowed.
+    Args: `samples` is M, of each class and group; `hidden` is the width of the generator's
+    hidden layer; `generator_lr` is Adam's step size, `generator_steps` the number of steps and
+    `generator_batch` the random labels in one; `prior_weight` is lambda; `prior_mean` is the
+    mean of every input value; `squared` takes ||x - mean||^2, False: the norm as printed;
+    `bounded` ends with tanh; `warm_start` goes on from the generators of the round before,
+    otherwise they are new in every round. Raises InputError for a value that is not allowed.
     """
     check_arguments(generator, locals(), "algorithm")
     prior, adam = Prior(prior_mean, prior_weight, squared), optax.adam(generator_lr)
@@ -284,7 +298,7 @@ def generator(
             if warm_start:
                 variables = keep_finite(memory, variables)
             rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
-            inputs = jax.tree.map(lambda leaf: leaf[rows], (keys, variables, models))
+            inputs = take_rows((keys, variables, models), rows)
             run = over_devices(lambda _, own: run_models(one, local, own), _mesh(local))
             drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
             drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])

@@ -1,11 +1,10 @@
 """Partitions with true groups of clients: the constructions of MD-ICFL and IFCA.
 
 MD-ICFL: "Communication-efficient clustered federated learning via model distance", Machine
-Learning
-2024. IFCA: Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
+Learning 2024. IFCA: Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
 NeurIPS 2020, https://arxiv.org/abs/2006.04088. A group differs from the others by the
 turn and the label map of its samples (see `transform`), or by their source. K clients, N
-held samples, C classes.
+holdings, C classes.
 """
 
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from fedjax_cfl.data.dealing import (
     check_range,
     draw_by_class,
     draw_proportions,
+    draw_test_mask,
     join_clients,
 )
 from fedjax_cfl.data.transform import TURNS, check_square
@@ -37,11 +37,17 @@ def rotated_groups(
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
-    """Deals one pool to four groups that see it turned by 0, 90, 180 and 270 degrees
-    (MD-ICFL, Rotated MNIST).
+    """Deals one pool to four groups that see it turned by 0, 90, 180 and 270 degrees (MD-ICFL,
+    Rotated MNIST).
 
-    With `swap_labels` group j also has classes 2 j + 1 and 2 j + 2 exchanged (Swapped
-    rotated CIFAR10). Samples are drawn as in `source_groups`, from the whole pool.
+    Samples are drawn as in `source_groups`, from the whole pool.
+
+    Args: `clients_per_group`, so that K is four times as many; `samples_per_client` training
+    samples; `test_samples` of each client, None: all that are for testing; `alpha` > 0: label
+    shares are Dir(alpha / C), the larger the more even; `swap_labels`: group j also has classes
+    2 j + 1 and 2 j + 2 exchanged (Swapped rotated CIFAR10), which needs 9 classes; `seed` fixes
+    all draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test
+    split.
     """
     rng = check_partition(rotated_groups, locals())
     check_square(pool.x, "partition=rotated_groups")
@@ -54,7 +60,7 @@ def rotated_groups(
             )
         for group, row in enumerate(maps):
             row[[2 * group + 1, 2 * group + 2]] = row[[2 * group + 2, 2 * group + 1]]
-    mask = _test_mask(rng, pool, test_fraction)
+    mask = draw_test_mask(rng, pool, test_fraction)
     held = _draw_group(
         rng, pool, mask, TURNS * clients_per_group, samples_per_client, test_samples, alpha
     )
@@ -74,11 +80,13 @@ def source_groups(
     """Deals each source of a pool to a group of its own (MD-ICFL, Multi-source digits).
 
     A client draws its label distribution p ~ Dir(alpha / C), its label counts ~
-    Multinomial(samples_per_client, p), and that many training samples of each class:
-    clients share samples, one client repeats none unless the class is used up. It is
-    tested on `test_samples` of the group's test samples, drawn without replacement
-    (None, as in the paper: on all). These are the pool's own, else `test_fraction` of
-    the samples.
+    Multinomial(samples_per_client, p), and that many training samples of each class: clients
+    share samples, one client repeats none unless the class is used up.
+
+    Args: `clients_per_group`: K is as many for each source; `samples_per_client` training
+    samples; `test_samples` are drawn for each client without replacement from the group's test
+    samples, None, as in the paper: all; `alpha` > 0, the larger the more even; `seed` fixes all
+    draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test split.
     """
     if pool.source is None:
         raise InputError(
@@ -87,7 +95,7 @@ def source_groups(
         )
     groups = int(pool.source.max()) + 1
     rng = check_partition(source_groups, locals())
-    mask = _test_mask(rng, pool, test_fraction)
+    mask = draw_test_mask(rng, pool, test_fraction)
     parts = [
         _draw_group(
             rng,
@@ -110,7 +118,7 @@ def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 
     """Deals the whole pool once for each of four rotations: IFCA's Rotated MNIST (n =
     100: 4 x 600 clients).
 
-    For each rotation the training samples are shuffled anew and cut into clients of
+    For each rotation the training samples are shuffled again and cut into clients of
     `samples_per_client`; what is left over is not used. Differs from the paper: its
     test samples, cut the same way, belong to 400 machines without training data; here
     they are dealt to the clients, so that each counts once for every rotation.
@@ -129,13 +137,6 @@ def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 
         held[1].extend(np.array_split(rng.permutation(test), clients))
     maps = np.arange(pool.num_classes, dtype=np.int32)[None]
     return _encode(held, np.arange(TURNS), maps, clients)
-
-
-def _test_mask(rng: np.random.RandomState, pool: Pool, test_fraction: float) -> np.ndarray:
-    """Returns which samples are for testing [N] bool: the pool's own, else a random share."""
-    if pool.test is not None:
-        return pool.test
-    return rng.permutation(len(pool.y)) < test_fraction * len(pool.y)
 
 
 def _draw_group(

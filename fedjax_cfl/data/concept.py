@@ -27,12 +27,13 @@ def rotate(
     shuffle: bool = True,
     seed: Seed = 0,
 ) -> ConceptArrays:
-    """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180
-    and 270 (rotated MNIST of IFCA).
+    """Turns the images of each group: 2 groups by 0 and 180 degrees, 4 by 0, 90, 180 and 270
+    (rotated MNIST of IFCA).
 
-    x is [N, H, H] or [N, H, H, channels]. With `shuffle` the equal-sized groups are
-    drawn at random, else client k is in group k mod groups, which goes in step with any
-    partition that deals classes in a ring.
+    Args: `x` is [N, H, H] or [N, H, H, channels]; `owner` [N] names the client of each image;
+    `clients` is K; `num_classes` is not needed; `groups` is 1, 2 or 4; `shuffle` draws
+    equal-sized groups at random with `seed`, False: client k is in group k mod groups, which
+    goes in step with any partition that deals classes in a ring.
     """
     if groups not in (1, 2, 4):
         raise InputError(
@@ -62,8 +63,12 @@ def permute_labels(
     shuffle: bool = True,
     seed: Seed = 0,
 ) -> ConceptArrays:
-    """Renames the classes of each group by a fixed permutation of its own; group 0
-    keeps its labels, no two groups agree.
+    """Renames the classes of each group by a fixed permutation of its own; group 0 keeps its
+    labels, no two groups agree.
+
+    Args: `y` [N] are the labels, `owner` [N] the client of each; `clients` is K; `num_classes`
+    is C; `groups` is at most min(C, 12)! and at most K; `shuffle` is as in `rotate`; `seed`
+    also draws the permutations. `x` is returned as it is.
     """
     limit = math.factorial(min(num_classes, 12))  # permutations there are
     if not 1 <= groups <= limit:

@@ -1,6 +1,7 @@
-"""What partitions share: checks, draws, and who holds what as a `Partition`."""
+"""What partitions share: checks, draws, and how a `Partition` is made."""
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,29 @@ def group_places(values: np.ndarray, length: int) -> list[np.ndarray]:
     )
 
 
+def count_train(count: int, test_fraction: float) -> int:
+    """Returns floor((1 - test_fraction) count), with the fraction as it is written: in floating
+    point, (1 - 0.8) * 5 is below 1.
+    """
+    return int((1 - Fraction(repr(float(test_fraction)))) * count)
+
+
+def draw_test_mask(rng: RandomState, pool: Pool, test_fraction: float) -> np.ndarray:
+    """Returns which samples are for testing [N] bool: the pool's own, else a random share."""
+    if pool.test is not None:
+        return pool.test
+    samples = len(pool.y)
+    return rng.permutation(samples) < samples - count_train(samples, test_fraction)
+
+
 def split_train_test(
     held: Sequence[np.ndarray], rng: RandomState, test_fraction: float
 ) -> Partition:
-    """Shuffles each client's samples and makes the first int((1 - test_fraction) n) of
+    """Shuffles each client's samples and makes the first floor((1 - test_fraction) n) of
     them train, the rest test.
     """
     parts = [
-        np.split(rng.permutation(part), [int((1 - test_fraction) * len(part))]) for part in held
+        np.split(rng.permutation(part), [count_train(len(part), test_fraction)]) for part in held
     ]
     return join_clients([train for train, _ in parts], [test for _, test in parts])
 
@@ -94,7 +110,7 @@ def check_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def check_clients(clients: int, limit: int, what: str) -> None:
-    """Raises if more clients are asked for than the pool can serve."""
+    """Raises if there are to be more clients than the pool can serve."""
     if clients > limit:
         raise InputError(
             f"partition.clients={clients}: at most {limit} clients are possible with {what}; lower"

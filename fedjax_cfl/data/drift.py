@@ -1,4 +1,4 @@
-"""Distribution shift: who holds which samples changes from round to round (FlexCFL,
+"""Distribution shift: which client has which samples changes from round to round (FlexCFL,
 https://arxiv.org/abs/2108.09749, section 5.3).
 
 A shift is an edit of `owner` (and, for other kinds, of `y`), with static shapes; the
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.data.federated import label_counts, train_label_counts, update_client_index
+from fedjax_cfl.data.shuffle import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, check_arguments
 
@@ -58,7 +59,7 @@ def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
 
 
 def none() -> Drift:
-    """Nothing ever changes."""
+    """Returns a drift in which no data ever change."""
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -101,12 +102,12 @@ def swap_part(
     pool: SwapPool = "all",
     on_impossible: Literal["skip", "abort"] = "skip",
 ) -> Drift:
-    """Pairs the pool's clients at random; with probability p each gives the other all
-    its samples of one label the other lacks.
+    """Pairs the pool's clients at random. With probability p each client of a pair gives the
+    other all its samples of one label that the other lacks.
 
-    A client has a label if it holds training and test samples of it; where one of a
-    pair has none that the other lacks, the pair is skipped, or with on_impossible
-    "abort" so are all later pairs of the round (D13).
+    A client has a label if it has training and test samples of it. If one client of a pair has
+    no label that the other lacks, the pair does not swap. With on_impossible "abort" no later
+    pair of the round swaps, either (D13).
     """
     check_arguments(swap_part, locals(), "drift")
 
@@ -153,7 +154,7 @@ def draw_swaps(key: Key, round: jax.Array, num_clients: int, num_classes: int) -
     )
     scores = jax.random.uniform(labels, (2, num_clients // 2, num_classes))
     return SwapDraws(
-        jax.random.permutation(order, num_clients),
+        draw_permutation(order, num_clients),
         jax.random.uniform(coin, (num_clients // 2,)),
         *scores,
     )
@@ -166,7 +167,7 @@ def pair_clients(order: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Ar
     Returns (first, second, real), each [K // 2]; only floor(|Q| / 2) of the pairs are
     real.
     """
-    queue = order[jnp.argsort(~inside[order], stable=True)]
+    queue = order[put_first(inside[order])]
     count, place = jnp.sum(inside), jnp.arange(order.size // 2)
     return queue[place], queue[count - 1 - place], place < count // 2
 

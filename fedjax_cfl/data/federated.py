@@ -1,10 +1,10 @@
-"""Federated data: one flat pool of samples, and views that say who holds what.
+"""Federated data: one flat pool of samples, and views that say which client has which.
 
 A view is rebuilt from `owner` alone, by one sort: that is all that a distribution shift
 or a resumed run has to do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,15 +23,14 @@ def federate(
     clients: int | None = None,
     on_host: bool = False,
 ) -> FederatedData:
-    """Gathers the held samples of a pool, and the N holdings of them. A sample that several
-    clients hold is stored once, unless a concept changes it.
+    """Returns the N holdings of a partition as data of K clients. A sample of the pool that
+    several clients hold is stored once, unless a concept changes it.
 
-    `concept` is a function of `concept.py`, None: the groups are those of the
-    partition, else unknown, -1. K is
-    `clients`, by default the largest owner + 1. With `on_host` nothing is gathered: the
-    result is a population for `run`, NumPy arrays whose views number the pool's own
-    samples (see `prefetch`). Raises InputError for owners that there cannot be, or nobody
-    with a training sample.
+    Args: `concept` is a function of `concept.py`, None: the true groups are those of the
+    partition, or unknown (-1); `clients` is K, None: the largest owner + 1; `on_host`: samples
+    stay on the host, as NumPy arrays whose views number the pool's own samples (see
+    `prefetch`). Raises InputError for an owner outside of 0 .. K - 1, or if no client holds a
+    training sample.
     """
     owner = np.asarray(holdings.owner, np.int32)
     if not len(owner) or holdings.test.all():
@@ -74,7 +73,7 @@ def federate(
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
-        class_names=pool.class_names,
+        class_names=known_classes(pool),
     )
 
 
@@ -118,14 +117,31 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
 
 def known_names(holdings: Partition) -> ClientNames | None:
     """Returns the names of the clients, None where the source gives none."""
+    check_writable("client", holdings.client_names)
     return None if holdings.client_names is None else ClientNames(holdings.client_names)
+
+
+def known_classes(pool: Pool) -> tuple[str, ...] | None:
+    """Returns the names of the classes, None where the source gives none."""
+    check_writable("class", pool.class_names)
+    return pool.class_names
+
+
+def check_writable(what: str, names: Iterable[object] | None) -> None:
+    """Raises InputError for a name that no file of a run can hold: before the training."""
+    for name in map(str, names or ()):
+        if not name.isascii() and any("\ud800" <= sign <= "\udfff" for sign in name):
+            raise InputError(
+                f"{what} {name!a}: half a character (a lone surrogate) is in its name,"
+                " which cannot be written; give it a name of whole characters"
+            )
 
 
 def federate_on_host(
     pool: Pool, holdings: Partition, concept: Callable | None, clients: int
 ) -> FederatedData:
-    """Returns a population whose samples stay on the host. Raises InputError for what edits
-    all samples at once.
+    """Returns a population whose samples stay on the host. Raises InputError for a concept,
+    which edits all samples at once.
     """
     if concept is not None:
         raise InputError(
@@ -145,7 +161,7 @@ def federate_on_host(
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
-        class_names=pool.class_names,
+        class_names=known_classes(pool),
     )
 
 
@@ -173,7 +189,9 @@ def update_client_index(view: ClientIndex, owner: jax.Array) -> ClientIndex:
     """
     clients = view.size.shape[0]
     new = owner[view.order]
-    new, order = jax.lax.sort((jnp.where(new < 0, clients, new), view.order), num_keys=2)
+    # no two samples are equal: a sort need not be stable, and compiles in half the time
+    keys = jnp.where(new < 0, clients, new), view.order
+    new, order = jax.lax.sort(keys, num_keys=2, is_stable=False)
     size = jnp.zeros_like(view.size).at[new].add(1, mode="drop")  # hidden samples have new = K
     return ClientIndex(order, jnp.cumsum(size, dtype=size.dtype) - size, size)
 
@@ -204,7 +222,7 @@ def to_shares(counts: jax.Array) -> jax.Array:
 
 
 def describe(data: FederatedData) -> dict[str, float]:
-    """Returns the numbers that a report prints: clients, classes, samples held (train,
+    """Returns the numbers that a report prints: clients, classes, samples of all clients (train,
     test) and the sizes of the training sets.
     """
     train, test = np.asarray(data.train.size), np.asarray(data.test.size)
@@ -247,7 +265,7 @@ def format_description(data: FederatedData) -> str:
 
 def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
     """Returns the data of some clients, who are numbered in the order given."""
-    number = np.full(data.num_clients + 1, -1, np.int32)  # the last: of holdings nobody has
+    number = np.full(data.num_clients + 1, -1, np.int32)  # the last: of holdings without an owner
     number[clients] = np.arange(clients.size)
     owner = number[np.asarray(data.owner)]
     rows = np.flatnonzero(owner >= 0)

@@ -25,7 +25,7 @@ def hold_out_samples(data: FederatedData, share: float) -> FederatedData:
 
 
 def take_held_out(data: FederatedData) -> FederatedData:
-    """Returns the data of `hold_out_samples` with the samples held out for training samples."""
+    """Returns the data of `hold_out_samples` with the held-out samples as training samples."""
     train, owner = data.train, data.owner[data.train.order]
     owner = jnp.where(owner < 0, data.num_clients, owner)
     whole = jnp.zeros_like(train.size).at[owner].add(1, mode="drop")

@@ -28,7 +28,7 @@ RELEASED = number(
 class IncrementalMemory(struct.PyTreeNode):
     """The memory of `incremental`."""
 
-    owner: jax.Array  # [N] int32, who holds each sample once it is visible
+    owner: jax.Array  # [N] int32, the client of each sample once it is visible
     # [N] int32, place of a training sample in its client's random order, -1 for the others,
     # which are always visible
     rank: jax.Array

@@ -10,6 +10,7 @@ from jax import lax
 
 from fedjax_cfl.data.drift import Drift, keep_nothing
 from fedjax_cfl.data.federated import train_label_counts
+from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
@@ -42,12 +43,12 @@ def draw_label_pairs(
     key: Key, round: jax.Array, data: FederatedData, fraction: float
 ) -> tuple[jax.Array, jax.Array]:
     """Draws which clients [K] bool exchange which two labels [K, 2] of their training data;
-    nobody with less than two labels.
+    clients with fewer than two labels exchange none.
     """
     who, which = (
         jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (CHOOSE, SWAP)
     )
-    place = jax.random.permutation(who, data.num_clients)
+    place = draw_permutation(who, data.num_clients)
     has = train_label_counts(data) > 0
     score = jnp.where(has, jax.random.uniform(which, has.shape), -1.0)
     best, labels = lax.top_k(score, min(2, data.num_classes))

@@ -1,17 +1,18 @@
-"""Partitions: who holds which sample of a pool. Every function is `(pool, *, clients,
+"""Partitions: which client gets which samples of a pool. Every function is `(pool, *, clients,
 seed, test_fraction, ...) -> Partition`.
 
 K clients, N samples, C classes. The legacy generator np.random.RandomState is used
-throughout: its streams are frozen, so that a seed is part of a recipe. What is
-impossible is refused before anything is drawn. Unless a docstring says otherwise no
-sample is held twice, the pool's own test split is ignored, and each client's samples
-are shuffled, the first int((1 - test_fraction) n) being train.
+throughout: its streams are frozen, so that a seed is part of a recipe. Arguments that the
+pool cannot satisfy raise InputError, as a rule before anything is drawn. Unless a docstring
+says otherwise, no two clients have the same sample and the pool's own test split is ignored.
+Each client's n samples are shuffled; the first floor((1 - test_fraction) n) are for training.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from fedjax_cfl.data.by_group import ifca_rotations, rotated_groups, source_groups
 from fedjax_cfl.data.dealing import (
     by_class,
     check_clients,
@@ -19,11 +20,11 @@ from fedjax_cfl.data.dealing import (
     check_range,
     draw_by_class,
     draw_proportions,
+    draw_test_mask,
     group_places,
     join_clients,
     split_train_test,
 )
-from fedjax_cfl.data.groups import ifca_rotations, rotated_groups, source_groups
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -76,7 +77,10 @@ def auto(
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
-    """Deals as `by_user` where the pool names natural owners, else as `dirichlet`."""
+    """Deals as `by_user` where the pool names natural owners, else as `dirichlet`.
+
+    Args: as those of `dirichlet`; with natural owners only `seed` and `test_fraction` count.
+    """
     if pool.client is not None:
         return by_user(pool, seed=seed, test_fraction=test_fraction)
     return dirichlet(
@@ -108,6 +112,10 @@ def shards(
 ) -> Partition:
     """Sorts the samples by label, cuts them into K x `shards_per_client` shards and
     deals these at random (McMahan et al. 2017).
+
+    Args: `clients` is K; K x `shards_per_client` is at most N; `seed` fixes all draws;
+    `test_fraction`, from 0 to below 1, is the share of each client's samples that are for
+    testing.
     """
     rng = check_partition(shards, locals())
     check_range("shards_per_client", shards_per_client, 1, len(pool.y))
@@ -140,6 +148,10 @@ def dirichlet(
 
     A client that has reached N / K samples gets nothing of the later classes (Yurochkin
     et al. 2019); all samples are dealt.
+
+    Args: `clients` is K; `alpha` > 0, the larger the more even; `min_samples` of a client,
+    train and test together, are at most N / K; `seed` fixes all draws; `test_fraction`, from 0
+    to below 1, is the share of each client's samples that are for testing.
     """
     rng = check_partition(dirichlet, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))
@@ -187,20 +199,20 @@ def dirichlet_per_client(
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Draws a label distribution p ~ Dir(alpha / C) for each client, then its samples
-    (MD-ICFL); samples ARE shared between clients.
+    (MD-ICFL). Clients share samples.
 
     Training counts ~ Multinomial(samples_per_client, p) from the training part, test
     counts ~ Multinomial(samples_per_client test_fraction / (1 - test_fraction), p) from
-    the test part, so no training sample is anyone's test sample. The parts are the
+    the test part, so no training sample is a client's test sample. The parts are the
     pool's own, else test_fraction of the pool is set aside. A client repeats a sample
     only if it needs more than the class has.
+
+    Args: `clients` is K; `alpha` > 0, the larger the more even; `samples_per_client` are for
+    training; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is that of the pool
+    and of the test samples that a client gets.
     """
     rng = check_partition(dirichlet_per_client, locals())
-    mask = (
-        rng.permutation(len(pool.y)) < test_fraction * len(pool.y)
-        if pool.test is None
-        else pool.test
-    )
+    mask = draw_test_mask(rng, pool, test_fraction)
     wanted = samples_per_client, round(samples_per_client * test_fraction / (1 - test_fraction))
     sides = [by_class(pool, ~mask), by_class(pool, mask)]
     present = np.array([len(part) > 0 for part in sides[0]])
@@ -223,6 +235,10 @@ def quantity_skew(
 ) -> Partition:
     """Deals all samples at random with uneven sizes: min_samples each, the rest in
     proportion to lognormal(0, sigma).
+
+    Args: `clients` is K; `sigma` > 0, the larger the more uneven; `min_samples` of a client,
+    train and test together, are at most N / K; `seed` fixes all draws; `test_fraction`, from 0
+    to below 1, is the share of each client's samples that are for testing.
     """
     rng = check_partition(quantity_skew, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))

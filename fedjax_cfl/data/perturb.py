@@ -1,6 +1,6 @@
 """Perturbations of an experiment with drift (Fielding, https://arxiv.org/abs/2411.01580,
 section 3.3): clients that report false label counts, and samples that the server
-shares with everybody, so that clients differ less.
+shares with all clients, so that they differ less.
 """
 
 import jax
@@ -37,11 +37,13 @@ def share_samples(
     label_share: Fraction = 1.0,
     seed: Seed = 0,
 ) -> Partition:
-    """Adds `per_label` training samples of each label, drawn at random, to what every client
-    holds; the same samples for all, and none of anybody's test samples.
+    """Adds training samples of each label, drawn at random, to what every client holds: the
+    same samples for all, and none that is a test sample of any client.
 
-    With a `label_share` below 1 only of the rarest labels, so many of all (Fielding: 1 sample
-    of half of the labels, 1 of each, 2 of each). Raises InputError if a label has too few.
+    Args: `per_label` >= 0 samples are added of a label, 0: none; `label_share`, from 0 to 1, is
+    the share of the labels of which samples are added, the rarest first (Fielding: 1 sample of
+    half of the labels, 1 of each, 2 of each); `seed` fixes all draws. Raises InputError if a
+    label has too few.
     """
     check_arguments(share_samples, locals(), "shared_samples")
     if not per_label:

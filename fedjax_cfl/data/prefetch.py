@@ -3,7 +3,7 @@ rounds are fetched while the block before trains.
 
 Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see
 `federate(..., on_host=True)`. A block is ordinary data on the devices. In one that
-trains everybody keeps their number and all but a few clients are without samples; one
+trains every client keeps its number and all but a few clients are without samples; one
 that tests has consecutive clients, numbered from 0. Its size is static: the most that
 any block of the run needs, known beforehand because cohorts are functions of the key.
 """
@@ -34,7 +34,7 @@ def is_on_host(data: FederatedData) -> bool:
 
 def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> None:
     """Raises InputError for data on the host if the algorithm or the drift needs
-    everybody's samples at once.
+    the samples of all clients at once.
     """
     if is_on_host(data) and algorithm.data_clients is None:
         raise InputError(
@@ -51,8 +51,11 @@ def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> 
 def block_shapes(
     data: FederatedData, side: str, most: int, clients: int, mesh: Mesh
 ) -> FederatedData:
-    """Returns the shapes and types of a block of one side, train or test: `most`
-    samples of `clients` clients.
+    """Returns the shapes and types of a block of samples on the devices.
+
+    Args: `side` is train or test; `most` is the number of its samples, and `clients` that of
+    its clients, both with room for the largest block; `mesh` has the devices, each of which
+    holds all of it.
     """
     place = replicated_sharding(mesh)
 
@@ -108,7 +111,7 @@ class DeviceFeed:
             done += count
 
     def test_blocks(self) -> Iterator[tuple[FederatedData, None]]:
-        """Yields everybody's test samples."""
+        """Yields the test samples of all clients."""
         yield self.data, None
 
 
@@ -209,7 +212,7 @@ class HostFeed:
         yield from prefetch(fetch, self._plan_blocks(done))
 
     def test_blocks(self) -> Iterator[tuple[FederatedData, int]]:
-        """Yields everybody's test samples, block by block, each with the number of its
+        """Yields the test samples of all clients, block by block, each with the number of its
         first client.
         """
         yield from prefetch(

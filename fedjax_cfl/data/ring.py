@@ -35,6 +35,10 @@ def power_law(
     Client u owns classes (u + j) mod C. First `seed_samples` of each of its classes,
     then int(props[l, u div C, j]) more, if the class has that many left, else none;
     props = lognormal(0, sigma), scaled so that a class is used up on average.
+
+    Args: `clients` is K, as far as the seed samples suffice; `classes_per_client` is from 1 to C;
+    `sigma` > 0 is that of the lognormal; `seed` fixes all draws; `test_fraction`, from 0 to
+    below 1, is the share of each client's samples that are for testing.
     """
     rng = check_partition(power_law, locals())
     check_range("seed_samples", seed_samples, 1, len(pool.y))
@@ -95,11 +99,15 @@ def femnist_power_law(
     """Deals classes in a ring, about lognormal(4, 1) + 5 samples a client: FedProx's
     FEMNIST recipe (200 clients, 3 classes).
 
-    Client u gets max(2, int(n_u / c)) samples of each class (u + j) mod C. With
-    "disjoint" the cursor of a class advances and wraps only when the class is exhausted
-    (samples are shared from there on). "released" repeats a defect of the released
-    script: the cursor goes back to 0 whenever there IS enough, so clients share the
-    first samples, and test samples are others' training samples.
+    Client u gets max(2, int(n_u / c)) samples of each class (u + j) mod C. With "disjoint" the
+    cursor of a class advances, and goes back to 0 only when the class is exhausted; from then
+    on clients share samples. "released" repeats a defect of the released script: the cursor
+    goes back to 0 whenever there are enough samples left. So clients share the first samples,
+    and a test sample of one client may be a training sample of another.
+
+    Args: `clients` is K; `classes_per_client` is c, from 1 to C; `variant` is disjoint |
+    released; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is the share of each
+    client's samples that are for testing.
     """
     rng = check_partition(femnist_power_law, locals())
     owns = _ring(pool, clients, classes_per_client)
@@ -125,11 +133,11 @@ def ditto(
     """Deals the pool's own train and test parts: Ditto's Fashion-MNIST recipe (500
     clients, 5 classes, seed 233).
 
-    Sizes n ~ lognormal(3, 1) + 10, scaled to sum to the training samples; client u,
-    class (u + j) mod C: proportion p ~ lognormal(1, 1), normalised, int(p n) + 1
-    training and int(p n / ratio) + 1 test samples in order, where ratio = train / test
-    samples (6). A class starts again at its first sample if a block would overrun, so a
-    few samples are held twice. Official Fashion-MNIST: 61,251 + 11,254.
+    Sizes are n ~ lognormal(3, 1) + 10, scaled to sum to the training samples. Client u has the
+    classes (u + j) mod C in proportions p ~ lognormal(1, 1), normalised. Of each it gets
+    int(p n) + 1 training and int(p n / ratio) + 1 test samples in order, where ratio = train /
+    test samples (6). A class starts again at its first sample if a block would overrun, so that
+    clients share a few samples. Official Fashion-MNIST: 61,251 + 11,254.
     """
     rng = check_partition(ditto, locals())
     owns = _ring(pool, clients, classes_per_client)

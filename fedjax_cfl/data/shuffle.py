@@ -1,11 +1,14 @@
-"""The order in which a client trains on its samples: a new random permutation in every pass, as a
-pure function of the position. Nothing is sorted, and nothing need be stored.
+"""Random permutations as pure functions of the position: which clients take part, and in which
+order a client trains on its samples. Nothing is sorted, and nothing need be stored: a GPU's
+compiler spends a second or more on each sort of thousands of numbers.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
+
+from fedjax_cfl.types import Key
 
 ROUNDS = 16  # of swap-or-not: 8 fail tests of uniformity, 16 pass them
 BLOCK = 64  # positions of a pass that a table is filled with at once
@@ -49,6 +52,23 @@ def permute(
     for number in range(ROUNDS):
         x = swap(number, x)
     return x.astype(jnp.int32)
+
+
+def draw_permutation(key: Key, count: int, places: int | None = None) -> jax.Array:
+    """Returns the first `places` [places] int32 of a random permutation of 0 .. count - 1; by
+    default all of it.
+    """
+    place = jnp.arange(count if places is None else min(places, count))
+    return permute(jax.random.bits(key, (2,)), count, 0, place)
+
+
+def put_first(mask: jax.Array) -> jax.Array:
+    """Returns the numbers 0 .. n - 1 [n] int32, those of `mask` [n] bool first; either part is in
+    ascending order.
+    """
+    number, before = jnp.arange(mask.size, dtype=jnp.int32), jnp.cumsum(mask, dtype=jnp.int32)
+    place = jnp.where(mask, before - 1, before[-1] + number - before)
+    return jnp.zeros_like(number).at[place].set(number, unique_indices=True)
 
 
 def write_table(words: jax.Array, count: jax.Array, passes: int, capacity: int) -> jax.Array:

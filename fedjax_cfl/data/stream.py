@@ -54,7 +54,7 @@ class Window(NamedTuple):
 class StreamMemory(struct.PyTreeNode):
     """What a stream remembers."""
 
-    owner: jax.Array  # [N] int32, who holds each sample while it is in the window
+    owner: jax.Array  # [N] int32, the client of each sample while it is in the window
     interval: jax.Array  # [N] int32, when it arrives, -1: it is in every window
     # [K, B + 1] int32, samples of a client that arrive before interval b, or are always there
     train_offset: jax.Array
@@ -76,12 +76,12 @@ def stream(
     retained: PositiveInt,
     prequential: bool = False,
 ) -> Drift:
-    """Shows each client the holdings of a window of `retained` rounds, which moves on every
-    `period` rounds until the last of the `intervals` has arrived.
-
-    A window of everything never moves: the data are static. With `prequential` clients are
-    tested on the test samples of the interval that arrives next. Raises InputError if there is
-    none.
+    """Shows each client the holdings of a window of intervals, which moves on until the last
+    interval has arrived. A window of all intervals never moves: the data are static.
+    Args: `arrange` says when each holding arrives; `intervals` is B; `period` is g, the rounds
+    between two arrivals; `retained` is the rounds of data that a client keeps, and begins with;
+    `prequential`: clients are tested on the interval that arrives next, False: on the window.
+    Raises InputError if none arrives.
     """
     check_arguments(stream, locals(), "drift")
     window = Window(intervals, period, retained, prequential)
@@ -158,8 +158,11 @@ def show_window(
     before: jax.Array | None,
     oldest: jax.Array | int,
 ) -> FederatedData:
-    """Returns the data with the window that begins at interval `oldest`; the one before began
-    at `before`, None: there was none, and samples stand in the order of their intervals.
+    """Returns the data as the clients see them in a window.
+
+    Args: `data` shows the window before, or has its samples in the order of their intervals;
+    `memory` is that of the stream; `window` says how long it is; `before` [] is the oldest
+    interval of the window before, None: there was none; `oldest` [] is that of the new one.
     """
     newest = oldest + window.length - 1
     first, last = window.tested(oldest)
@@ -214,6 +217,10 @@ def gradual(
 ) -> Drift:
     """The label shares of a client move slowly: p_{b+1} = (1 - epsilon) p_b + epsilon
     Dir(alpha / C). Its samples are redrawn from those shares, see `traces.redraw_samples`.
+
+    Args: `alpha` > 0, the larger the more even are label shares; `epsilon`, from 0 to 1, is how
+    much of them is new in an interval; `intervals`, `period`, `retained` and `prequential` are
+    those of `stream`.
     """
     check_arguments(gradual, locals(), "drift")
 
@@ -236,10 +243,12 @@ def burst(
     retained: PositiveInt = 100,
     prequential: bool = False,
 ) -> Drift:
-    """As `gradual`, and with every arrival in the rounds `begin` to `end` each client draws
-    new label shares with probability `fraction` (the heavy drift of Fielding's Fig. 1).
+    """As `gradual`, and with every arrival in some rounds each client may draw new label shares
+    (the heavy drift of Fielding's Fig. 1).
 
-    Raises InputError if no data arrive in those rounds.
+    Args: `begin` and `end` are the first and the last of these rounds, from 1; `fraction`, from
+    0 to 1, is the probability; the others are those of `gradual`. Raises InputError if no data
+    arrive in those rounds.
     """
     check_arguments(burst, locals(), "drift")
     window = Window(intervals, period, retained)
@@ -266,6 +275,9 @@ def rotate(
 ) -> Drift:
     """Covariate drift: what arrives at a client is turned by a number of quarters, random at
     first; with each interval it turns by one more with probability p.
+
+    Args: `p` is from 0 to 1; `intervals`, `period`, `retained` and `prequential` are those of
+    `stream`.
     """
     check_arguments(rotate, locals(), "drift")
 

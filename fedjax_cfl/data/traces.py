@@ -118,6 +118,9 @@ def redraw_samples(
     Clients keep their numbers of samples. Training samples are drawn from the training
     samples of all clients of the same true group, test samples from their test samples, with
     replacement; so natural owners lose what is their own but the label shares.
+
+    Args: `intervals` is B; `alpha`, `epsilon`, `is_burst` and `fraction` are those of
+    `draw_label_shares`.
     """
     keys = [jax.random.fold_in(key, purpose) for purpose in (MIX, LABEL, PICK, PLACE)]
     shares = draw_label_shares(
@@ -144,8 +147,9 @@ def draw_label_shares(
     """Draws the label shares [B, K, C] of clients over the intervals: p_{b+1} = (1 - epsilon)
     p_b + epsilon Dir(alpha / C).
 
-    In an interval that `is_burst` [B] each client takes the new shares as they are with
-    probability `fraction`.
+    Args: `clients` is K and `classes` is C; `alpha` > 0, the larger the more even; `epsilon`,
+    from 0 to 1, is the part that is new; `is_burst` [B] bool, on the host, are the intervals in
+    which each client takes the new shares as they are, with probability `fraction`.
     """
 
     def step(shares, now):

@@ -1,7 +1,7 @@
 """Transformations of samples when they are read, so that a pool is stored once however
 its clients see it: quarter turns and label maps.
 
-A code is one int32 per held sample: quarter turns + 4 * number of the label map.
+A code is one int32 per holding: quarter turns + 4 * number of the label map.
 """
 
 import jax

@@ -96,13 +96,15 @@ METHODS = {
 def convolve(
     x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: str, method: str
 ) -> jax.Array:
-    """Convolves [B, H, W, in] with [kh, kw, in, out]; `method`: one of METHODS, equal
-    up to rounding, or auto.
+    """Convolves [B, H, W, in] with [kh, kw, in, out].
 
-    A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU
-    alike, and XLA's CPU convolution is an order of magnitude slower inside a loop than
-    outside; a batched matrix product has neither problem. A TPU's convolution is one
-    already.
+    A kernel per client makes `lax.conv` a grouped convolution, slow on CPU and GPU alike, and
+    XLA's CPU convolution is an order of magnitude slower inside a loop than outside; a batched
+    matrix product has neither problem. A TPU's convolution is one already.
+
+    Args: `x` [B, H, W, in]; `kernel` [kh, kw, in, out]; `strides` are those down and to the
+    right; `padding` is same | valid; `method` is one of METHODS, equal up to rounding, or auto,
+    by the backend.
     """
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method {method!r}: one of auto, {', '.join(METHODS)} is allowed")
@@ -176,7 +178,7 @@ def shift_and_add_per_image(x: jax.Array, kernel: jax.Array, stride: int) -> jax
     """The same, one image after another, which stays in a core's cache for all nine products.
 
     The gradient adds up an image's rows first, and its columns last: XLA on a CPU is slow at
-    sums over several leading axes, and would compute what is summed anew for each of the nine.
+    sums over several leading axes, and would compute what is summed again for each of the nine.
     """
     return lax.map(lambda image: shift_and_add(image[None], kernel, stride)[0], x)
 
@@ -256,7 +258,7 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the larger of two, entry by entry, NaN if one is.
 
     The gradient of a maximum goes where an input equals it. A compiler that computes
-    the input anew for that, and rounds another way, finds none: the gradient is lost or
+    the input again for that, and rounds another way, finds none: the gradient is lost or
     0 / 0. A choice always has one that was taken.
     """
     return jnp.where((a > b) | jnp.isnan(a), a, b)

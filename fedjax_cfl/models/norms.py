@@ -48,10 +48,10 @@ class BatchNorm(nn.Module):
     2015, https://arxiv.org/abs/1502.03167).
 
     In training a batch is normalised by its own mean and variance, over its real samples
-    (`owner` -1: padding), and the running ones move towards these by 1 - momentum; in test,
-    and wherever a model only answers, by the running ones, so that a sample is alone. The
-    statistics are averaged with the model, see `models/statistics`. Differs from PyTorch:
-    the running variance is not multiplied by n / (n - 1).
+    (`owner` -1: padding), and the running ones move towards these by 1 - momentum. In test,
+    and wherever a model only predicts, the running ones are used, so that samples do not
+    affect each other. The statistics are averaged with the model, see `models/statistics`.
+    Differs from PyTorch: the running variance is not multiplied by n / (n - 1).
     """
 
     momentum: float = 0.9

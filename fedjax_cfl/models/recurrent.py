@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_cfl.decompose import one_at_a_time
 from fedjax_cfl.models.layers import glorot
 
-orthogonal = nn.initializers.orthogonal()
+orthogonal = one_at_a_time(nn.initializers.orthogonal())
 
 
 def _over_time(

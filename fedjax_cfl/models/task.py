@@ -25,8 +25,8 @@ def as_float(x: jax.Array) -> jax.Array:
 def as_task(
     module: nn.Module, sample_shape: tuple[int, ...], num_classes: int, l2: NonNegativeFloat = 0.001
 ) -> Task:
-    """Makes a Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the
-    layers the module calls `decayed`.
+    """Returns the Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the layers
+    that the module names in `decayed`.
 
     Every sample of `loss` carries the whole penalty, so that the mean over any batch
     carries it once. Dropout is active only with a key.

@@ -1,5 +1,5 @@
-"""The cells of a published table: which runs it has, what they may be asked for
-besides, and which of them are finished.
+"""The cells of a published table: which runs it has, which further settings they may be given,
+and which of them are finished.
 """
 
 import fnmatch
@@ -81,10 +81,14 @@ def make_cells(
     seeds: Iterable[int],
     extra: list[str],
 ) -> Iterator[Cell]:
-    """Yields the cells of the given rows, columns (None: all) and seeds; seeds are
-    outermost, so that a whole table comes first.
+    """Yields the cells of the given rows, columns and seeds; seeds are outermost, so that a
+    whole table comes first.
 
     Rows that share their runs have one cell together, that of the row which owns them.
+
+    Args: `name` is the experiment of conf/experiment that the runs share; `table` is that of
+    `load_table`; `out` is the folder of all cells; `rows` and `columns` are names in the table,
+    columns of None: all; `extra` are further overrides of every cell.
     """
     owners = list(dict.fromkeys(source_row(table, row) for row in rows))
     for seed in seeds:
@@ -112,11 +116,11 @@ def make_cells(
 def check_cells(
     todo: list[Cell], extra: list[str], resolve_settings: Callable[[list[str]], object]
 ) -> None:
-    """Raises InputError, before anything runs, if a cell says itself what one of the
-    overrides `extra` asks for, or cannot have it.
+    """Raises InputError, before anything runs, if one of the overrides `extra` names a
+    setting that the cells set themselves, or is not allowed in a run.
 
-    One cell of every row and of every column is put to `resolve_settings(overrides)`,
-    which raises what the run itself would.
+    `resolve_settings(overrides)` raises what the run itself would. It is called with one cell
+    of every row and of every column.
     """
     if not extra:
         return
@@ -140,8 +144,8 @@ def check_cells(
 
 
 def filter_overrides(overrides: list[str]) -> set[str]:
-    """Returns the overrides that bear on what a cell is, in no order; of several of one
-    name the last counts. A finished cell may differ in its rounds and in how it ran.
+    """Returns the overrides that say which cell a run is: all but the number of rounds and
+    those that say only how it runs. Of several for one setting the last counts.
     """
     last = {override.partition("=")[0]: override for override in overrides}
     return {text for name, text in last.items() if name != "rounds" and not is_execution(name)}
@@ -155,8 +159,8 @@ def requested_rounds(overrides: list[str]) -> str | None:
 
 
 def has_run(cell: Cell) -> bool:
-    """Returns whether the cell has run as asked. Raises InputError if another cell did,
-    of the same name but with other settings.
+    """Returns whether the cell has finished with its number of rounds. Raises InputError if
+    its folder has a run with other settings.
     """
     summary = read_summary(cell.folder)
     if summary is None:

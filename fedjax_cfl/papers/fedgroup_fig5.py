@@ -38,6 +38,9 @@ def first_update_gram(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the inner products [N, N] of the first updates of the N clients that have
     training samples, and who they are [N].
+
+    Args: `key` draws the initial model and the batches; `local` is how clients train;
+    `pretrain` is the length of a first update, as `parse_pretrain` reads it.
     """
     local = local.resolve()
     trial = over_clients(sgd(task, parse_pretrain(pretrain)(local)), local)
@@ -145,11 +148,12 @@ def reproduce(
     console: Console,
     missing: tuple[str, ...],
 ) -> int:
-    """Writes figure.png (the first seed) and correlation.csv; rows whose data are
-    missing are skipped and named. Returns 0.
+    """Writes figure.png (the first seed) and correlation.csv; rows whose data are missing are
+    skipped and named. Returns 0.
 
-    `build(overrides)` returns (config, task, data, local); `missing` are the
-    words of an InputError about data that are not here.
+    Args: `table` is that of `load_table`; `cells` are those to measure; `out` is the folder to
+    write in; `build(overrides)` -> (config, task, data, local); `missing` are the words of an
+    InputError about data that are not on this computer.
     """
     records, drawn, skipped = [], {}, set()
     for cell in cells:

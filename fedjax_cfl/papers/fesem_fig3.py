@@ -98,7 +98,7 @@ def draw_panel(axes: Axes, shown: ModelMap, title: str) -> None:
     for g, shade in enumerate(make_palette(len(shown.sizes))):
         rows = shown.group == g
         if not shown.sizes[g]:
-            continue  # nobody is there, and an idle center may lie far off
+            continue  # no client is there, and an idle center may lie far off
         label = f"center {g + 1}: {shown.sizes[g]:,} clients"
         axes.scatter(
             *shown.points[rows].T,

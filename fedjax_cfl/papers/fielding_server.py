@@ -63,8 +63,10 @@ def draw_shares(clients: int, classes: int, seed: int = 0) -> np.ndarray:
 def make_clients(
     clients: int, classes: int, drift: bool, seed: int = 0, samples: int = 60
 ) -> FederatedData:
-    """Returns clients of `samples` labels around five centers; with `drift` a tenth of them
-    have the labels of a neighbour.
+    """Returns clients of random labels around five centers.
+
+    Args: `clients` is K and `classes` is C; `drift`: a tenth of the clients have the labels of
+    a neighbour; `samples` is how many labels each client has.
     """
     rng = np.random.default_rng(seed)
     shares = draw_shares(clients, classes, seed).astype(np.float64)
@@ -133,7 +135,11 @@ MEASUREMENTS: dict[str, Callable[[int], tuple]] = {
 
 
 def reproduce(table: dict, todo: list[Cell], out: Path, command: str, console: Console) -> int:
-    """Writes table.md and table.csv of the rows and seeds of `todo`; returns 0."""
+    """Writes table.md and table.csv of the rows and seeds that are to be measured; returns 0.
+
+    Args: `table` is that of `load_table`; `todo` are the cells to measure; `out` is the folder
+    to write in; `command` is the command line, as table.md shows it.
+    """
     seconds: dict[str, list[tuple[float, float]]] = {}
     for cell in todo:
         _, first, steady = MEASUREMENTS[cell.row](cell.seed)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
 from fedjax_cfl.papers.cells import row_columns
-from fedjax_cfl.papers.report import finished_rows, row_title
+from fedjax_cfl.papers.report import completed_rows, row_title
 from fedjax_cfl.runs.plot import (
     add_legend,
     format_percent_axis,
@@ -48,7 +48,7 @@ def read_cells(
     runs = {key: [read_metrics(folder) for folder in folders] for key, folders in found.items()}
     return {
         row: {c: runs[row, c] for c in row_columns(table, row) if (row, c) in runs}
-        for row in finished_rows(table, found)
+        for row in completed_rows(table, found)
     }
 
 

@@ -1,7 +1,7 @@
 """MD-ICFL, Figs. 5 to 7: what the pseudo-samples of the groups are worth, and how the groups
 came about.
 
-From the last checkpoint of a finished run the samplers search anew, with the paper's
+From the last checkpoint of a finished run the samplers search again, with the paper's
 settings. `figure.png`: the adjusted Rand index over rounds, and the distance of every
 client, trained once more, from every group. `confidence.png` (Figs. 5 and 6): the mean
 probabilities that new models give the pseudo-samples; a new model sees the images of one
@@ -29,6 +29,7 @@ from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.runs import checkpoint
 from fedjax_cfl.runs.plot import make_palette, new_figure, save_figure, style_axes
 from fedjax_cfl.runs.results import read_metrics, series
@@ -47,7 +48,7 @@ class GroupPicture(NamedTuple):
     confidence: np.ndarray  # [m, C, C], mean probability of each class (last) for each label
     distance: np.ndarray  # [K, m], of each client from each group
     truth: np.ndarray  # [K] int, the true groups
-    turned: np.ndarray  # [m] int, the true group of most members; -1: nobody is there
+    turned: np.ndarray  # [m] int, the true group of most members; -1: no client is there
 
 
 def read_group_models(run_dir: Path, task: Task) -> tuple[Params, np.ndarray]:
@@ -67,7 +68,11 @@ def read_group_models(run_dir: Path, task: Task) -> tuple[Params, np.ndarray]:
 def train_new_models(
     key: Key, task: Task, data: FederatedData, local: Local, groups: int
 ) -> Params:
-    """Returns models [groups, NEW_MODELS, ...] trained on the images of one true group each."""
+    """Returns models [groups, NEW_MODELS, ...] trained on the images of one true group each.
+
+    Args: `key` draws first models and batches; `local` gives step size and batch size; `groups`
+    is the number of true groups.
+    """
     owner, train = np.asarray(data.owner), np.asarray(data.train.order)
     of_group = [train[np.asarray(data.concept)[owner[train]] == g] for g in range(groups)]
     size = min(map(len, of_group))
@@ -94,8 +99,11 @@ def train_new_models(
 def measure_clients(
     key: Key, task: Task, data: FederatedData, local: Local, models: Params, place: jax.Array
 ) -> Callable[[jax.Array], jax.Array]:
-    """Trains all clients from the models of their groups `place` [K], and returns a function
-    of the pseudo-samples: the federated model distances [K, m].
+    """Trains all clients once and returns a function of the pseudo-samples [m, C, M, ...]: the
+    federated model distances [K, m].
+
+    Args: `key` is that of a round; `local` is how clients train; `models` [m, ...] are those of
+    the groups; `place` [K] int32 is the group of each client.
     """
     cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
     train = over_clients(sgd(task, local), local)
@@ -115,8 +123,11 @@ def measure_clients(
 def picture_run(
     run_dir: Path, config: dict, task: Task, data: FederatedData, local: Local, new: Params
 ) -> GroupPicture:
-    """Searches pseudo-samples for the groups of a finished run, and puts them to its clients
-    and to new models.
+    """Searches pseudo-samples for the groups of a finished run, and compares its clients and
+    new models on them.
+
+    Args: `config` are the settings of the run; `local` is how its clients train; `new` [groups,
+    NEW_MODELS, ...] are those of `train_new_models`.
     """
     local = local.resolve()
     models, assignment = read_group_models(run_dir, task)
@@ -129,7 +140,7 @@ def picture_run(
 
     def confidence(group: int, own: jax.Array) -> np.ndarray:
         flat = own.reshape(-1, *own.shape[2:])
-        fresh = jax.tree.map(lambda leaf: leaf[group], new)
+        fresh = take_rows(new, group)
         each = jax.vmap(lambda model: jax.nn.softmax(task.predict(model, flat)))(fresh)
         return np.asarray(each.mean(0).reshape(*own.shape[:2], -1).mean(1))
 
@@ -148,7 +159,11 @@ def group_title(shown: GroupPicture, group: int) -> str:
 
 
 def draw_grid(axes: Axes, values: np.ndarray, most: float, x: str, y: str, title: str) -> Any:
-    """Draws a matrix as an image, from 0 to `most`."""
+    """Draws a matrix as an image and returns it.
+
+    Args: `values` [rows, columns]; `most` is the upper end of the colour scale, which begins at
+    0; `x` and `y` are the labels of the axes.
+    """
     image = axes.imshow(values, cmap="viridis", vmin=0, vmax=most, aspect="auto")
     style_axes(axes, title, x, y)
     axes.grid(visible=False)
@@ -239,9 +254,12 @@ def _split(figure: Figure, parts: int) -> list[Any]:
 def draw_figures(
     build: Callable[[list[str]], tuple], todo: list[Cell], table: dict, found: Found, path: Path
 ) -> None:
-    """Draws the three figures, of the first seed of every finished cell; the index of all.
+    """Draws the three figures, of the first seed of every finished cell; the index of all
+    seeds.
 
-    `build(overrides)` returns (config, task, data, local) as a run would have them.
+    Args: `build(overrides)` -> (config, task, data, local) as a run would have them; `todo` are
+    the cells that may be drawn; `found` are the folders of finished cells, by (row, column);
+    `path` is that of figure.png, the others are written beside it.
     """
     shown: dict[str, GroupPicture] = {}
     cells = {(cell.row, cell.column, cell.folder): cell for cell in todo}

@@ -74,9 +74,9 @@ def run_in_parallel(
     """Yields (cell, exit status, its one-line error or "") as cells end, `jobs` at a
     time; rows that the caller puts into `skipped` are not begun any more.
 
-    `show` is told again and again how many have ended, and which run. Whatever ends the
-    loop, an interrupt too, ends the cells: they save where they stand, and go on from
-    there another time.
+    `show(ended, active)` is called again and again with the number of ended cells and the cells
+    that run. However the loop ends, also by an interrupt, it stops the cells: they save where
+    they stand, and go on from there another time.
     """
     queue, active = deque(todo), {}
     try:

@@ -49,7 +49,7 @@ def read_measures(folder: Path) -> dict:
 
 
 def read_default_rounds(folder: Path) -> int | None:
-    """Returns the rounds that the data set's setting asks for, whatever the command line said."""
+    """Returns the number of rounds in the data set's own settings, None if there is none."""
     path = folder / ".hydra" / "config.yaml"
     if not path.is_file():
         return None

@@ -52,8 +52,8 @@ def format_cell(table: dict, record: dict) -> str:
 
 
 def format_finished_cell(table: dict, row: str, folder: Path) -> str:
-    """Formats the measures of one finished cell, those of the rows that share its run,
-    too, for a line on the terminal.
+    """Formats the measures of a finished cell for a line on the terminal, with those of other
+    rows that show the same run.
     """
     values = read_measures(folder)
     shown = table.get("measures")
@@ -78,9 +78,9 @@ def format_finished_cell(table: dict, row: str, folder: Path) -> str:
     return ", ".join(texts)
 
 
-def finished_rows(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[str]:
-    """Returns the rows of which a cell has finished; rows that share the runs of
-    another are not among them.
+def completed_rows(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[str]:
+    """Returns the rows with at least one finished cell. A row that shows the runs of another
+    row has no cells of its own and is left out.
     """
     return [row for row in table["rows"] if any(row == ran for ran, _ in found)]
 
@@ -102,8 +102,8 @@ def headings(table: dict, records: list[dict]) -> list[str]:
 
 
 def rounds_note(table: dict, records: list[dict]) -> list[str]:
-    """Returns lines about rows that ran other than their setting's own number of
-    rounds; rows that share runs are mentioned once.
+    """Returns lines about rows whose number of rounds is not that of their settings; rows that
+    share runs are mentioned once.
     """
     lines = {}
     for record in records:

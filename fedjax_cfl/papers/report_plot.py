@@ -1,4 +1,4 @@
-"""plot.png of a table: what was obtained beside what was published."""
+"""plot.png of a table: obtained numbers beside published ones."""
 
 import math
 import textwrap
@@ -62,7 +62,7 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
 
 
 def is_known(record: dict | None) -> bool:
-    """Says whether a cell was run, although perhaps to no number, or published."""
+    """Returns whether a cell was run, even without a number as its result, or published."""
     return record is not None and (record["runs"] > 0 or record["published"] is not None)
 
 

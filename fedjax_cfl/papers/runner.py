@@ -1,5 +1,5 @@
-"""`fedjax-cfl paper TABLE`: runs a published table's or figure's cells and sets what
-came out beside what was printed.
+"""`fedjax-cfl paper TABLE`: runs the cells of a published table or figure and shows the results
+beside the published numbers.
 
 A table is papers/tables/TABLE.yaml: rows and columns of overrides, and the published
 numbers; what all its runs share is conf/experiment/TABLE.yaml. Every cell is an ordinary
@@ -125,7 +125,7 @@ def run_cells(todo: list[Cell], jobs: int, console: Console, ended: Callable[[Ce
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns what the verb takes, besides KEY=VALUE."""
+    """Returns the parser of the verb's options; overrides KEY=VALUE are not among them."""
     made = argparse.ArgumentParser(
         prog="fedjax-cfl paper", description="Reproduce a published table or figure, cell by cell."
     )
@@ -164,6 +164,10 @@ def choose_cells(
 ) -> list[Cell]:
     """Returns the cells that --rows, --columns and --seeds ask for. Raises InputError if
     there is none.
+
+    Args: `table` is that of `load_table`; `experiment` is the name of the experiment whose runs
+    it shows; `runs` is the folder of their cells; `given` is what `make_parser` has read;
+    `extra` are further overrides of every cell.
     """
     for flag, number in (("--seeds", given.seeds), ("--jobs", given.jobs)):
         if number < 1:

@@ -24,14 +24,20 @@ from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
 def weighted_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group, weighted by training samples (FedAvg)."""
+    """Averages the updates of each group, weighted by training samples (FedAvg).
+
+    Args: as those of `AggregateFn`.
+    """
     return group_mean(upload.weight, gid, upload.delta, state.active.size)
 
 
 def uniform_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group's clients that have data, unweighted (IFCA, FeSEM)."""
+    """Averages the updates of each group's clients that have data, unweighted (IFCA, FeSEM).
+
+    Args: as those of `AggregateFn`.
+    """
     return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 
@@ -40,6 +46,8 @@ def first_client(
 ) -> tuple[Params, jax.Array]:
     """Takes only the update of each group's first selected client, times L / (L + 1e-5)
     for L clients: the "simple average" of the FlexCFL code (D4).
+
+    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
@@ -53,6 +61,8 @@ def cohort_mean(
 ) -> tuple[Params, jax.Array]:
     """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
     of IFCA (Algorithm 1, option I).
+
+    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
@@ -79,6 +89,10 @@ def trimmed_group_mean(
     `count_trimmed` of their values are left out. Rows are sorted by group and then by
     value, so that a row has the same group and rank in every coordinate: one sort and one
     matrix product per leaf serve all groups.
+
+    Args: `present` [S] bool are the clients that count; `gid` [S] int32 is the group of each
+    slot, 0 .. m - 1; `tree` [S, ...] is what is averaged; `num_groups` is m, static; `share`
+    from 0 to 0.5 is the fraction of a group's clients left out at each end, 0.5: the median.
     """
     group = jnp.where(present, gid, num_groups)
     count = jnp.bincount(group, length=num_groups + 1)[:num_groups]
@@ -160,7 +174,7 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
         weights = jnp.where(
             owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size)
         )
-        sent = make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, pull.size))
+        sent = make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, state.active.sum()))
         return state.replace(groups=group_sum(weights.T, groups)), sent
 
     return finish

@@ -31,11 +31,11 @@ PresenceFn = Callable[[jax.Array], Presence]  # (now [K, 2] uint32 counts of mil
 
 
 def merge_intervals(table: np.ndarray, period: int) -> np.ndarray:
-    """Returns (begin, end) [K, A, 2] of intervals [K, A, 2] from 0 to `period`, sorted, none of
-    them touching another; places that are left are empty, (period, period).
+    """Returns the intervals [K, A, 2] (begin, end) of `table` [K, A, 2], sorted, and merged where
+    they touch or overlap. Places that become free are empty, (period, period).
 
-    One that goes on in the next period ends later than the period; one that covers it all
-    never ends.
+    All lie between 0 and `period`. An interval that goes on in the next period gets an end
+    beyond the period; one that covers the whole period ends at `NEVER`.
     """
     merged = np.full(table.shape, period, np.int64)
     for client, intervals in enumerate(table):
@@ -56,10 +56,11 @@ def merge_intervals(table: np.ndarray, period: int) -> np.ndarray:
 
 
 def online_by_intervals(intervals: np.ndarray, period: float) -> PresenceFn:
-    """Returns who is online by `intervals` [K, A, 2], seconds (from, to) that repeat every
-    `period` seconds; they are kept in whole milliseconds.
+    """Returns a function that says who is online: clients are so in their `intervals` [K, A, 2],
+    seconds (from, to), rounded to milliseconds, which repeat every `period` seconds.
 
-    Raises InputError for intervals that there cannot be, and for a period of over 11 days.
+    Raises InputError for intervals outside of the period or with an end before their begin, and
+    for a period that is shorter than a millisecond or longer than `LONGEST` seconds.
     """
     table = np.asarray(intervals, np.float64)
     if table.ndim != 3 or table.shape[2] != 2:
@@ -104,16 +105,19 @@ def modulo(count: jax.Array, divisor: int) -> jax.Array:
 class Availability(NamedTuple):
     """A table of who is online when."""
 
-    availability: str | None = None  # .csv or .parquet, None: everybody always is
+    availability: str | None = None  # .csv or .parquet, None: all clients always are
     repeat: PositiveFloat | None = None  # seconds; None: intervals repeat from the last end on
 
 
 def read_availability(given: Availability, num_clients: int) -> PresenceFn | None:
-    """Reads who is online from a .csv or .parquet table with the columns client (0, 1, ...),
-    begin and end (seconds), a line for each interval. Client i has those of client i modulo the
-    number of clients that the table has; a number without a line is never online.
+    """Returns who is online when, read from a table; None if no table is given.
 
-    Raises InputError for a file that cannot be read so.
+    The table is a .csv or .parquet file with the columns client (0, 1, ...), begin and end
+    (seconds), and one row for each interval. A client without a row is never online. A table of
+    n clients, the largest number plus one, serves more than n clients: client i then has the
+    intervals of client i mod n.
+
+    Raises InputError for a file that cannot be read, or whose values are not allowed.
     """
     path, repeat = given
     if path is None:

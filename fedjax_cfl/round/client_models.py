@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import Params
 
 MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
@@ -77,9 +78,11 @@ def constrain(leaf: jax.Array, places: list[NamedSharding]) -> jax.Array:
 
 
 def flatten_updates(delta: Params, mesh: Mesh | None) -> Params:
-    """Returns updates [S, ...], whose clients devices share, as one matrix [S, P] of which each
-    has some columns, for inner products and distances; zeros make the columns divisible, and
-    running statistics are left out. On one device nothing is copied.
+    """Returns updates [S, ...], whose clients devices share, as one matrix [S, P] for inner
+    products and distances, of which each device has some columns.
+
+    Zeros make the columns divisible, and running statistics are left out. On one device the
+    updates are returned as they are.
     """
     if mesh is None or mesh.size == 1:
         return delta
@@ -90,8 +93,8 @@ def flatten_updates(delta: Params, mesh: Mesh | None) -> Params:
 
 
 def split_by_parameter(tree: Params, mesh: Mesh | None) -> Params:
-    """Splits arrays [S, ...], whose clients devices share, by parameters: for what looks at one
-    coordinate of all clients, and otherwise would make every device hold all of them.
+    """Returns arrays [S, ...], whose clients devices share, split by parameters instead. A
+    computation on one coordinate of all clients then needs no device to have all of them.
     """
     if mesh is None or mesh.size == 1:
         return tree
@@ -106,7 +109,7 @@ def take_models(models: Params, rows: jax.Array, mesh: Mesh | None) -> Params:
     cohort's slots, from all `models` [K, ...]: each device gets those of its slots.
     """
     if mesh is None or mesh.size == 1:
-        return jax.tree.map(lambda leaf: leaf[rows], models)
+        return take_rows(models, rows)
 
     def take(leaf):
         moves = list_moves(find_split(leaf, mesh), mesh)
@@ -117,8 +120,8 @@ def take_models(models: Params, rows: jax.Array, mesh: Mesh | None) -> Params:
 
 
 def put_models(models: Params, rows: jax.Array, new: Params, mesh: Mesh | None) -> Params:
-    """Returns `models` [K, ...] with those `new` [S, ...] of a cohort as rows `rows` [S]
-    int32; K drops one.
+    """Returns `models` [K, ...] with the `new` ones [S, ...] of a cohort written into the rows
+    `rows` [S] int32; one whose row is K is dropped.
     """
 
     def put(leaf, new):

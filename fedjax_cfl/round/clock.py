@@ -32,7 +32,7 @@ class Clock(NamedTuple):
     # infer so many samples before training begins; None: that takes no time
     ask_seconds: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     server_seconds: float = 0.0  # added to a round in which clients report drift
-    presence: PresenceFn | None = None  # who is online; None: everybody always
+    presence: PresenceFn | None = None  # who is online; None: all clients always are
     per_group: bool = False  # each group has a clock of its own, see `timing`
 
 
@@ -40,7 +40,7 @@ def device_profiles(
     step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None = None
 ) -> Clock:
     """Gives every client a device: `step_seconds` [K] per local step, and a connection of
-    `bytes_per_second` [K], down and up alike. Raises InputError for what no device has.
+    `bytes_per_second` [K], down and up alike. Raises InputError as `check_profiles` does.
     """
     check_profiles(np.asarray(step_seconds), np.asarray(bytes_per_second), wait_for)
     compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
@@ -55,7 +55,7 @@ def device_profiles(
 def check_profiles(
     step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None
 ) -> None:
-    """Raises InputError for seconds, bytes or a number of answers that there cannot be."""
+    """Raises InputError for seconds < 0, bytes <= 0, or fewer than one answer."""
     if step_seconds.shape != bytes_per_second.shape:
         raise InputError(
             f"clock: {step_seconds.size} step_seconds and {bytes_per_second.size} bytes_per_second:"

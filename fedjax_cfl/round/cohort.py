@@ -1,4 +1,4 @@
-"""How the clients of a cohort train, whatever their sizes, without padding anyone to the
+"""How the clients of a cohort train, whatever their sizes, without padding all to the
 largest.
 
 A solver (`sgd`) is written for ONE client and returns its loop (`executor`); `over_clients`
@@ -88,7 +88,7 @@ def reads_in_place(local: Local) -> bool:
 def cost_by_samples(held: jax.Array) -> jax.Array:
     """Returns how long clients of `held` [k] samples take, in any unit.
 
-    The constant is what a client costs besides its steps: about those of 16 samples.
+    The constant is what a client costs in addition to its steps: about those of 16 samples.
     """
     return held + 16.0
 
@@ -96,7 +96,7 @@ def cost_by_samples(held: jax.Array) -> jax.Array:
 def make_cohort(
     ids: jax.Array, data: FederatedData, local: Local, cost: CostFn = cost_by_samples
 ) -> Cohort:
-    """Gives the clients `ids` [k] (K: nobody) slots on the devices, balanced by `cost`."""
+    """Gives the clients `ids` [k] (K: none) slots on the devices, balanced by `cost`."""
     assert local.width is not None and local.mesh is not None  # `Local.resolve` has settled them
     load = jnp.where(
         ids < data.num_clients, cost(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0

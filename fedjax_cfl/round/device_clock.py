@@ -51,7 +51,7 @@ def read_profiles(path: str, num_clients: int) -> Profiles:
     sample) and communication (kbit/s), as FedScale's. Client i has row (i + 1) modulo the
     number of rows.
 
-    Raises InputError for a file that cannot be read so.
+    Raises InputError for a file that cannot be read, or has values that are not > 0.
     """
     field = f"clock.path={path}"
     columns = read_table(Path(path), field)
@@ -79,11 +79,12 @@ def fedscale_clock(
 ) -> Clock:
     """Returns FedScale's clock for K clients.
 
-    Args: `path` of a table of devices, None: stand-ins of the `seed`; `model_factor`
-    multiplies the time of a sample; a round ends with the first `clients_per_round` /
-    `overcommit` answers, so that with 1.3 the slowest quarter counts as late;
-    `server_seconds` are added to a round in which clients reported drift; `online`: when
-    clients are; with `per_group` each group has a clock of its own, see `round.timing`.
+    Args: `num_clients` is K; `batch_size` is B, the samples of a step; `path` is that of a table
+    of devices, None: stand-ins drawn by `seed`; `model_factor` > 0 multiplies the time of a
+    sample; a round ends with the first `clients_per_round` / `overcommit` answers, so that
+    with 1.3 the slowest quarter counts as late; `server_seconds` >= 0 are added to a round in
+    which clients report drift; `online` says when clients are online; `per_group`: each group
+    has a clock of its own, see `round.timing`.
     """
     check_arguments(fedscale_clock, locals(), "clock")
     devices = read_profiles(path, num_clients) if path else stand_in_profiles(num_clients, seed)

@@ -26,7 +26,7 @@ from fedjax_cfl.types import FederatedData, FirstLayer, Params, Task
 
 # samples: steps of a smaller size take as long, and every size is compiled by itself
 MIN_DUAL_SAMPLES = 64
-# operations: about what a step and a client cost besides their matrix products
+# operations: about what a step and a client cost in addition to their matrix products
 STEP_OVERHEAD, CLIENT_OVERHEAD = 6e5, 4e7
 # operations of a step on the kernel, below which saving them saves no time
 MIN_KERNEL_OPERATIONS = STEP_OVERHEAD / 4
@@ -56,6 +56,10 @@ def is_dual_cheaper(size: int, features: int, hidden: int, batch: int, steps: in
 
     0.7, because its gathers and scatters are slower than matrix products. It never is
     for a kernel so small that the overhead of a step costs most.
+
+    Args: `size` is the client's number of samples; `features` and `hidden` are F and H, the
+    shape of the first layer's kernel; `batch` is B, the samples of a step; `steps` are the
+    local steps that the client takes.
     """
     directly = 4 * batch * features * hidden
     return (
@@ -68,6 +72,8 @@ def is_dual_cheaper(size: int, features: int, hidden: int, batch: int, steps: in
 def lane_seconds(size: int, features: int, hidden: int, batch: int, steps: int) -> float:
     """Returns the seconds of a lane in a step in sample space, for a client of `size` samples
     that takes `steps` steps; its G, Z and X^T D included.
+
+    Args: as those of `is_dual_cheaper`.
     """
     moved = 4 * (size * hidden + batch * size + 3 * batch * hidden) / lanes.BYTES_PER_SECOND
     computed = 2 * batch * size * hidden / lanes.OPERATIONS_PER_SECOND
@@ -78,12 +84,17 @@ def lane_seconds(size: int, features: int, hidden: int, batch: int, steps: int) 
 def choose_lane_sizes(
     local: Local, capacity: int, features: int, hidden: int, steps: Callable[[int], int]
 ) -> list[int]:
-    """Returns the sizes, one at most, that clients of up to `capacity` samples train with in
-    sample space, in lanes.
+    """Returns the size that training in sample space is compiled for where clients train in
+    lanes: a list of one size, or of none.
 
-    All of them, if that saves a third of a step's time. Else those up to the largest size for
-    which it saves more in a step than the kernels of one: clients of two sizes are two loops, one
-    after the other. A lane's G is never more than four times the kernel.
+    All clients train so if that saves 0.3 of a step's time. Otherwise only those up to the
+    largest size for which a step saves more time than the launches of its kernels take: clients
+    of two kinds run in two loops, one after the other. A lane's G has at most four times as many
+    entries as the kernel, unless the smallest size has more.
+
+    Args: `local` is resolved; `capacity` is the most samples that one client holds; `features`
+    and `hidden` are F and H, the shape of the first layer's kernel; `steps(size)` is the most
+    steps that a client of so many samples takes.
     """
     width, batch = local.width or 1, local.batch_size
     step = 5 * lanes.PRODUCT_SECONDS  # of a network with one hidden layer
@@ -108,7 +119,9 @@ def dual_sizes(
     """Returns the sizes, ascending, that training in sample space is compiled for; larger
     clients, of `capacity` samples at most, train directly.
 
-    `local` is resolved; `steps(size)` is the most steps that a client of that size takes.
+    Args: `objective` is what a client minimises; `local` is resolved; `capacity` is the most
+    samples that one client holds; `steps(size)` is the most steps that a client of that size
+    takes.
     """
     if local.first_layer == "direct" or not has_dual_form(task, objective):
         return []
@@ -137,8 +150,11 @@ def bucket_sizes(capacity: int) -> list[int]:
 def dual_client_cost(
     task: Task, sizes: list[int], batch: int, held: jax.Array, steps: jax.Array
 ) -> jax.Array:
-    """Returns about how many operations [k] clients of `held` [k] samples take for `steps`
-    [k] steps, in sample space up to the largest of `sizes`.
+    """Returns about how many operations [k] clients take, in sample space up to the largest of
+    `sizes` and directly above it.
+
+    Args: `sizes` are those of `dual_sizes`, ascending; `batch` is B, the samples of a step;
+    `held` [k] are the clients' samples and `steps` [k] their local steps.
     """
     assert task.first_layer is not None
     features, hidden = task.first_layer.shape

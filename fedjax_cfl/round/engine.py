@@ -7,26 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.round import faults, timing, traffic
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    Hooks,
-    Start,
-    add_reports,
-    make_report,
-)
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start, make_report
 from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.keys import (
     ASSIGN,
-    BYZANTINE,
-    FAULTS,
     MIGRATE,
     PREPARE,
     REGROUP,
-    SELECT,
     START,
     TRAIN,
     derive_key,
@@ -35,17 +25,17 @@ from fedjax_cfl.round.keys import (
 from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
 from fedjax_cfl.round.sgd import client_cost
-from fedjax_cfl.round.start import keep_served, know_clients, random_groups
+from fedjax_cfl.round.start import find_data_clients, init_received, random_groups
+from fedjax_cfl.round.system import RoundLog, System
+from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Asked,
     Cohort,
     FaultCounts,
     FederatedData,
     Info,
     Key,
-    Params,
-    Report,
     Selection,
     ServedModels,
     State,
@@ -60,7 +50,7 @@ def serve_global(state: State) -> ServedModels:
 
 
 def serve_assigned(state: State) -> ServedModels:
-    """Serves each client the model of its group; clients never met have none."""
+    """Serves each client the model of its group; clients without a group have none."""
     return ServedModels(state.groups, state.assignment)
 
 
@@ -74,6 +64,7 @@ class Parts(NamedTuple):
     train: Callable[..., tuple[Upload, FaultCounts]]  # trains the cohort, with faults
     aggregate: AggregateFn
     server: optax.GradientTransformation
+    system: System
 
 
 def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algorithm:
@@ -81,15 +72,16 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
 
     Raises InputError for settings of `local` that are not allowed.
     """
-    local = local.resolve()
+    local, system = local.resolve(), System(local.faults.validate(), local.clock)
     parts = Parts(
         task,
         local,
         select,
         hooks,
-        over_clients(faults.with_faults(local.faults.validate(), hooks.solve), local),
+        over_clients(system.let_fail(hooks.solve), local),
         hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
+        system,
     )
     start = hooks.start or random_groups(task, 1)
 
@@ -98,36 +90,21 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         keys = derive_keys(key, state.round)
-        state, migration = migrate(parts, keys, state, data)
-        cohort, asked = draw_cohort(parts, keys, state, data)
-        work, planned = plan_work(parts, keys, state, data, cohort)
-        model_bytes = traffic.model_bytes_of(state.groups)
-        waited = timing.wait_before(local.clock, state, migration, asked, model_bytes)
-        upload, answers = train_cohort(
-            parts, key, keys, state, data, cohort, work, planned, asked, waited
-        )
-        sent, trained = state.groups, state
-        state, upload, gid = regroup(parts, keys, state, data, cohort, work, upload)
-        after, mass, finishing = update_groups(parts, state, cohort, work, gid, upload)
-        besides = traffic.add_traffic(asked.traffic, finishing) if asked else finishing
-        reports = add_reports(migration, *planned, answers.report, make_report(besides))
-        info = make_info(state, after.groups, cohort, gid, upload, mass, local.mesh).replace(
-            shifted=jnp.sum(data.shifted),
-            migrated=reports.migrated,
-            reclustered=reports.reclustered,
-            fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
-            late=answers.late,
-            seconds=answers.duration.max(),
-        )
-        ended = finish_round(parts, sent, after, cohort, work, upload, answers, reports)
-        return timing.hand_on_clocks(local.clock, trained, ended), info
+        state, log = migrate(parts, keys, state, data)
+        cohort, log = draw_cohort(parts, keys, state, data, log)
+        work, log = plan_work(parts, keys, state, data, cohort, log)
+        upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
+        state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
+        after, mass, log = update_groups(parts, state, cohort, work, upload, log)
+        info = make_info(state, after.groups, cohort, work.group, upload, mass, local.mesh)
+        return finish_round(parts, after, info, cohort, upload, log)
 
     return Algorithm(
         init,
         round,
         serve_assigned if hooks.assign else serve_global,
         clustered=hooks.assign is not None,
-        data_clients=know_clients(hooks.start_clients, select.draw),
+        data_clients=find_data_clients(hooks.start_clients, select.draw),
         nonfinite=local.faults.nonfinite,
     )
 
@@ -143,40 +120,47 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         server=jax.vmap(parts.server.init)(initial.groups),
         active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
         assignment=unknown if initial.assignment is None else initial.assignment,
-        traffic=traffic.add_traffic(report.traffic),
+        traffic=add_traffic(report.traffic),
         memory=initial.memory,
         selection=parts.select.init(data),
-        clock_ms=timing.start_clock(parts.local.clock, num_groups),
+        clock_ms=parts.system.start_time(num_groups),
         received=(),
         start_faults=report.fault_counts,
     )
-    return keep_served(parts.local, state)
+    return init_received(parts.local, state)
 
 
-def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-    """Step 1: moves clients, or founds new groups, before anybody is selected."""
+def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, RoundLog]:
+    """Step 1: moves clients, or founds new groups, before the selection."""
+    shifted = jnp.sum(data.shifted)
     if parts.hooks.migrate is None:
-        return state, make_report()
+        return state, RoundLog(shifted, make_report())
     after, report = parts.hooks.migrate(keys[MIGRATE], state, data)
-    return timing.hand_on_clocks(parts.local.clock, state, after, report.reclustered), report
+    after = parts.system.follow_groups(state, after, report.reclustered)
+    return after, RoundLog(shifted, report)
 
 
 def draw_cohort(
-    parts: Parts, keys: Key, state: State, data: FederatedData
-) -> tuple[Cohort, Asked | None]:
+    parts: Parts, keys: Key, state: State, data: FederatedData, log: RoundLog
+) -> tuple[Cohort, RoundLog]:
     """Step 2: draws the clients, here and nowhere else, and gives them slots, longest first.
-    Returns what was asked of any before, too.
+
+    Args: `parts` is what the round is made of; `keys` [PURPOSES] are those of the round, see
+    `derive_keys`; `log` is what the round has done so far, and is returned with what this step
+    adds.
     """
-    clock, select = parts.local.clock, parts.select
-    ids, asked = timing.choose_clients(clock, select, keys[SELECT], state, data)
+    ids, poll = parts.system.choose(parts.select, keys, state, data)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
-    return make_cohort(ids, data, parts.local, cost), asked
+    return make_cohort(ids, data, parts.local, cost), log._replace(poll=poll)
 
 
 def plan_work(
-    parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[Work, list[Report]]:
-    """Step 3: names the group that each client trains, and its work."""
+    parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort, log: RoundLog
+) -> tuple[Work, RoundLog]:
+    """Step 3: names the group that each client trains, and its work.
+
+    Args: as those of `draw_cohort`.
+    """
     gid, reports = jnp.zeros_like(cohort.ids), []
     if parts.hooks.assign:
         gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
@@ -185,65 +169,28 @@ def plan_work(
     if parts.hooks.prepare:
         work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
         reports.append(report)
-    fraction = faults.apply_stragglers(parts.local.faults, keys[FAULTS], cohort, work.step_fraction)
-    return work._replace(step_fraction=fraction), reports
-
-
-class Answers(NamedTuple):
-    """What the cohort's training gives besides the updates."""
-
-    report: Report  # models sent, and faults
-    seconds: jax.Array | None  # [S] float32, how long each client took; None: no clock
-    duration: jax.Array  # [n] float32, simulated seconds of the round on each clock
-    late: jax.Array  # [] int32, clients that answered after its end
+    return parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
 
 
 def train_cohort(
     parts: Parts,
-    key: Key,
     keys: Key,
     state: State,
     data: FederatedData,
     cohort: Cohort,
     work: Work,
-    planned: list[Report],
-    asked: Asked | None,
-    waited: jax.Array,
-) -> tuple[Upload, Answers]:
-    """Step 4: trains every client from the model of its group, after `waited` [n] seconds.
+    log: RoundLog,
+) -> tuple[Upload, RoundLog]:
+    """Step 4: trains every client from the model of its group; returns what reaches the server
+    in time.
 
-    A late client, and one that is offline before it can answer, count as one that never
-    answered. A client's time includes the traffic and the inference of what was `planned`, but
-    not a model that it was sent when it was `asked`.
+    Args: as those of `draw_cohort`; `work` is that of `plan_work`.
     """
-    local, clock = parts.local, parts.local.clock
-    attackers = faults.draw_byzantine(local.faults, derive_key(key, BYZANTINE), data.num_clients)
-    train_data = faults.flip_labels(local.faults, attackers, data)
-    shared = (keys[TRAIN], state.groups), (keys[FAULTS], attackers)
-    upload, counts = parts.train(cohort, train_data, shared, work)
-    clients = data.num_clients
-    served = cohort.ids < clients
-    answered = served & (counts.dropped == 0)
-    if asked is not None:
-        served &= asked.traffic.units_down[jnp.minimum(cohort.ids, clients - 1), 1] == 0
-    if not parts.hooks.ships_model:
-        served = jnp.zeros_like(served)
-    duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
-    if clock is not None:
-        sent = make_report(traffic.make_traffic(units_down=served, units_up=answered))
-        seconds = timing.client_seconds(
-            clock, cohort, upload, [sent, *planned], traffic.model_bytes_of(state.groups), clients
-        )
-        end = timing.end_round(clock, state, data, cohort, work.group, answered, seconds, waited)
-        duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
-        counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
-        answered &= ~end.gone
-        upload = faults.drop_updates(end.late | end.gone, upload)
-    report = make_report(
-        traffic.make_traffic(units_down=served, units_up=answered),
-        fault_counts=faults.sum_fault_counts(counts, cohort),
-    )
-    return upload, Answers(report, seconds, duration, late)
+    system, log = parts.system, log._replace(trained=state, received=work.group)
+    seen, perturbation = system.perturb(keys, data)
+    shared = (keys[TRAIN], state.groups), perturbation
+    upload, counts = parts.train(cohort, seen, shared, work)
+    return system.deliver(data, cohort, upload, counts, log, parts.hooks.ships_model)
 
 
 def regroup(
@@ -254,55 +201,51 @@ def regroup(
     cohort: Cohort,
     work: Work,
     upload: Upload,
-) -> tuple[State, Upload, jax.Array]:
-    """Step 5: moves clients to other groups by what they sent; returns their groups [S]."""
+) -> tuple[State, Work, Upload]:
+    """Step 5: moves clients to other groups by what they sent.
+
+    Args: as those of `draw_cohort`; `work` is the cohort's, with the group that each client
+    trained; `upload` is what reached the server in time.
+    """
     if parts.hooks.regroup is None:
-        return state, upload, work.group
+        return state, work, upload
     sent = state.groups
     state, gid = parts.hooks.regroup(keys[REGROUP], state, data, cohort, work.group, upload)
-    return state, rebase(upload, sent, state.groups, gid), gid
+    return state, work._replace(group=gid), rebase(upload, sent, state.groups, gid)
 
 
 def update_groups(
-    parts: Parts, state: State, cohort: Cohort, work: Work, gid: jax.Array, upload: Upload
-) -> tuple[State, jax.Array, traffic.Traffic]:
-    """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`.
+    parts: Parts, state: State, cohort: Cohort, work: Work, upload: Upload, log: RoundLog
+) -> tuple[State, jax.Array, RoundLog]:
+    """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`. Returns also the
+    mass [m] behind each group's step.
 
-    Returns (state, mass [m] behind each group's step, traffic of `finish`).
+    Args: as those of `draw_cohort`; `work` is the cohort's, with the groups of `regroup`;
+    `upload` has deltas relative to the models of these groups.
     """
-    met = state.replace(assignment=state.assignment.at[cohort.ids].set(gid, mode="drop"))
+    gid = work.group
+    met = state.replace(assignment=cohort.put(state.assignment, gid))
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
-    after = met.replace(groups=groups, server=server)
-    if parts.hooks.finish is None:
-        return after, mass, traffic.make_traffic()
-    after, sent = parts.hooks.finish(after, met, cohort, gid, upload)
-    return after, mass, sent
+    after, sent = met.replace(groups=groups, server=server), make_traffic()
+    if parts.hooks.finish is not None:
+        after, sent = parts.hooks.finish(after, met, cohort, gid, upload)
+    return after, mass, log._replace(finishing=sent)
 
 
 def finish_round(
-    parts: Parts,
-    sent: Params,
-    state: State,
-    cohort: Cohort,
-    work: Work,
-    upload: Upload,
-    answers: Answers,
-    reports: Report,
-) -> State:
-    """Step 8: adds up traffic and time, and stores what is remembered of the cohort.
+    parts: Parts, state: State, info: Info, cohort: Cohort, upload: Upload, log: RoundLog
+) -> tuple[State, Info]:
+    """Step 8: stores what is remembered of the cohort, and closes the round.
 
-    `sent` [m, ...] are the models that the cohort received.
+    Args: as those of `draw_cohort`; `state` has the new models; `info` is what `make_info`
+    knows of the round.
     """
+    assert log.trained is not None  # the cohort has been trained
     received = state.received
     if parts.local.keep_received:
-        models = jax.tree.map(lambda leaf: leaf[work.group], sent)
+        models = take_rows(log.trained.groups, log.received)
         received = put_models(received, cohort.ids, models, parts.local.mesh)
-    return state.replace(
-        round=state.round + 1,
-        traffic=traffic.add_traffic(state.traffic, reports.traffic),
-        clock_ms=timing.advance_clock(state.clock_ms, answers.duration),
-        selection=parts.select.update(state.selection, state, cohort, upload, answers.seconds),
-        received=received,
-        start_faults=faults.no_faults(),
-    )
+    selection = parts.select.update(state.selection, state, cohort, upload, log.seconds)
+    state = state.replace(round=state.round + 1, selection=selection, received=received)
+    return parts.system.close(state, info, log)

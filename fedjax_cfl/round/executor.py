@@ -1,5 +1,5 @@
-"""What one client computes, as a loop that does not run itself, and who runs the loops of a
-cohort: one client after another, side by side in lanes (`lanes`), or a Python loop.
+"""What one client computes, described as a `Loop`, and the executors that run the loops of a
+cohort: one client after another, side by side in lanes (`lanes`), or in a Python loop.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import core, lax
 
+from fedjax_cfl.data.shuffle import put_first
 from fedjax_cfl.errors import InputError
 
 Carry = Any
@@ -17,8 +18,8 @@ Carry = Any
 class Loop(NamedTuple):
     """What one client computes: step(i, carry) for i = 0 .. steps - 1 from `init`, then end(carry).
 
-    What `step` closes over is computed once, when the client begins; what only `end` closes
-    over, when it ends.
+    What `step` closes over is computed once, when the client begins. What only `end` closes
+    over is computed when the client ends.
     """
 
     steps: jax.Array | int  # [] int32
@@ -28,8 +29,8 @@ class Loop(NamedTuple):
 
 
 class Cases(NamedTuple):
-    """A client's program, one of several loops whose carries differ in shape; the types of their
-    results do not.
+    """A client's program that is one of several loops. Their carries may differ in shape; their
+    results have the same types.
     """
 
     which: jax.Array  # [] int32
@@ -78,7 +79,7 @@ def run_one(program: Program) -> Any:
 
 def run_sequential(solve: Callable[[jax.Array], Any], real: jax.Array) -> Any:
     """Runs the programs solve(slot) one client after another; see `cohort.run_clients`."""
-    order = jnp.argsort(~real, stable=True).astype(jnp.int32)
+    order = put_first(real)
 
     @jax.jit  # traced once for its shapes and for the loop
     def one(slot):

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.round.executor import as_program, then
-from fedjax_cfl.round.tree import leaf_norms, squared_norms
+from fedjax_cfl.round.tree import leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
-DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes, below the engine's own
+DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes of draws, see `client_keys`
 
 
 class Faults(NamedTuple):
@@ -61,8 +62,7 @@ def draw_byzantine(faults: Faults, key: Key, num_clients: int) -> jax.Array:
     round.
     """
     count = round(faults.byzantine * num_clients)
-    lots = jax.random.permutation(key, num_clients)
-    return lots < count
+    return draw_permutation(key, num_clients) < count
 
 
 def apply_stragglers(
@@ -90,7 +90,11 @@ def flip_labels(faults: Faults, byzantine: jax.Array, data: FederatedData) -> Fe
 def apply_attack(
     faults: Faults, key: Key, cohort: Cohort, upload: Upload, attackers: jax.Array
 ) -> Upload:
-    """Returns the upload with the deltas of the `attackers` [S] bool changed by their attack."""
+    """Returns the upload with the deltas of the `attackers` [S] bool changed by their attack.
+
+    Args: `key` is the round's for faults, from which noise is derived by client; `attackers`
+    [S] bool are the slots whose clients attack; `faults.scale` is the attack's strength.
+    """
     if faults.attack == "sign_flip":
         factor = jnp.where(attackers, -faults.scale, 1.0)
         return upload.replace(
@@ -147,15 +151,14 @@ def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax
 def inject_faults(
     faults: Faults, key: Key, cohort: Cohort, upload: Upload, byzantine: jax.Array
 ) -> tuple[Upload, FaultCounts]:
-    """Applies faults to what the cohort sends, and then the guard against updates that are
-    not finite. `byzantine` [K] bool are the attackers.
+    """Applies faults to what the cohort sends, and then the guard against updates that are not
+    finite.
+
+    Args: `key` is the round's for faults, from which every draw is derived by client;
+    `byzantine` [K] bool are the clients that attack, see `draw_byzantine`.
     """
     real = upload.weight > 0
-    attackers = (
-        real & byzantine[jnp.minimum(cohort.ids, byzantine.size - 1)]
-        if faults.byzantine
-        else jnp.zeros_like(real)
-    )
+    attackers = real & cohort.take(byzantine) if faults.byzantine else jnp.zeros_like(real)
     if faults.byzantine:
         upload = apply_attack(faults, key, cohort, upload, attackers)
     if faults.nan:
@@ -191,7 +194,7 @@ def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
             cohort = Cohort(client[None], jnp.zeros(1, jnp.int32))
             each = jax.tree.map(lambda leaf: leaf[None], upload)
             upload, counts = inject_faults(faults, key, cohort, each, attackers)
-            return jax.tree.map(lambda leaf: leaf[0], upload), counts
+            return take_rows(upload, 0), counts
 
         return then(as_program(solve(client, data, own, client_inputs)), send)
 
@@ -199,7 +202,7 @@ def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
 
 
 def sum_fault_counts(each: FaultCounts, cohort: Cohort) -> FaultCounts:
-    """Returns what went wrong in a cohort, given what did with `each` client [S]."""
+    """Returns the counts of a cohort, given those of `each` client [S]."""
     bad = each.nonfinite > 0
     # the first in the order of selection, whatever the slots
     first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
@@ -224,8 +227,9 @@ def no_faults() -> FaultCounts:
 
 
 def sum_rounds(counts: FaultCounts) -> FaultCounts:
-    """Returns the sum of counts with a leading axis, of rounds say; the first client with a
-    bad update is that of the first entry that has one.
+    """Returns the sum of counts over their leading axis, which may be that of rounds.
+
+    `first_nonfinite` is taken from the first entry that has a bad update; -1 if none has.
     """
     total = jax.tree.map(lambda leaf: leaf.sum(0), counts)
     first = jnp.argmax(counts.first_nonfinite[:, 0] >= 0)
@@ -233,8 +237,8 @@ def sum_rounds(counts: FaultCounts) -> FaultCounts:
 
 
 def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
-    """Returns the sum of counts. It names the first bad update of the first counts that
-    have one.
+    """Returns the sum of counts. Its `first_nonfinite` is that of the first of them that has a
+    bad update.
     """
     return sum_rounds(jax.tree.map(lambda *each: jnp.stack(each), *counts))
 

@@ -32,7 +32,7 @@ class Start(NamedTuple):
     """What a method starts with."""
 
     groups: Params  # [m, ...]
-    assignment: jax.Array | None = None  # [K], None: nobody has met the server
+    assignment: jax.Array | None = None  # [K], None: no client has a group yet
     memory: Any = ()
     report: Report | None = None  # what was sent and what went wrong before round 0
     active: jax.Array | None = None  # [m] bool, None: all groups are in use
@@ -63,8 +63,8 @@ class AssignFn(Protocol):
 
 
 class PrepareFn(Protocol):
-    """Changes the work of the cohort: fewer steps, or something that a client needs besides
-    the model. Reports what was sent and inferred for it, in each slot [S].
+    """Changes the work of the cohort: fewer steps, or something that a client needs in addition
+    to the model. Reports what was sent and inferred for it, in each slot [S].
     """
 
     def __call__(
@@ -89,8 +89,11 @@ class ClientFn(Protocol):
 class RegroupFn(Protocol):
     """Moves clients to other groups once their updates are known.
 
-    It returns the new groups [S] of the cohort, which the engine stores as its
-    assignment. It may change anything else in the state.
+    It returns the new groups [S] of the cohort, which the engine stores as its assignment. It
+    may change anything else in the state.
+
+    Args: `gid` [S] int32 is the group that each slot trained; `upload` is what reached the
+    server in time.
     """
 
     def __call__(
@@ -105,8 +108,12 @@ class RegroupFn(Protocol):
 
 
 class AggregateFn(Protocol):
-    """Reduces the updates to one step [m, ...] per group and the mass [m] behind it: the
-    weight of its updates. A group of mass 0 keeps its model.
+    """Reduces the updates to one step [m, ...] per group and the mass [m] behind it: the weight
+    of its updates. A group of mass 0 keeps its model.
+
+    Args: `gid` [S] int32 is the group of each slot, 0 .. m - 1; `client_extra` [S, ...] is what
+    `prepare` computed for each client, () without it; `state` is the state before the server's
+    step, with the cohort's groups `gid` already stored in its assignment.
     """
 
     def __call__(
@@ -115,8 +122,11 @@ class AggregateFn(Protocol):
 
 
 class FinishFn(Protocol):
-    """Ends a round: mixes the new group models, or remembers what the cohort sent.
-    `before` is the state that `aggregate` got; `state` has the new models.
+    """Ends a round: mixes the new group models, or remembers what the cohort sent. Returns the
+    state and what the step sent.
+
+    Args: `state` has the new models; `before` is the state that `aggregate` got; `gid` [S]
+    int32 is the group of each slot.
     """
 
     def __call__(
@@ -135,9 +145,9 @@ class Hooks(NamedTuple):
 
     solve: ClientFn  # trains one client
     start: StartFn | None = None  # first group models; None: one random model
-    migrate: MigrateFn | None = None  # before selection; None: nobody moves
+    migrate: MigrateFn | None = None  # before selection; None: groups stay
     # the cohort's groups; None: all share group 0. A method that has it is clustered: it serves
-    # and evaluates only clients that it has met.
+    # and evaluates only clients that have a group.
     assign: AssignFn | None = None
     prepare: PrepareFn | None = None  # None: every client does all of its work
     ships_model: bool = True  # False: what a client receives is what `prepare` reports
@@ -146,7 +156,7 @@ class Hooks(NamedTuple):
     # an optax transformation of each group's pseudo-gradient -step; None: add the step
     server: optax.GradientTransformation | None = None
     finish: FinishFn | None = None  # after the server step; None: nothing more
-    # given only where the rounds read no samples but the cohort's; None: anybody's may be read
+    # given only where the rounds read no samples but the cohort's; None: any client's may be read
     start_clients: StartClientsFn | None = None
 
 
@@ -157,8 +167,14 @@ def make_report(
     reclustered: ArrayLike = 0,
     samples: ArrayLike = 0,
 ) -> Report:
-    """Returns a report. By default nothing was sent or inferred, nobody moved and nothing
-    failed.
+    """Returns a report. By default nothing was sent or inferred, no client changed group and
+    nothing failed.
+
+    Args: `traffic` is what was sent, of the whole step or of each client [K] or slot [S], None:
+    nothing; `migrated` [] counts the clients that changed group; `fault_counts` is what went
+    wrong, None: nothing; `reclustered` [] counts the clusterings of all clients; `samples`, [],
+    [K] or [S], are those that clients inferred, where one that is trained on counts as
+    `clock.TRAIN_TO_INFERENCE`.
     """
     return Report(
         make_traffic() if traffic is None else traffic,
@@ -170,8 +186,8 @@ def make_report(
 
 
 def add_reports(*reports: Report) -> Report:
-    """Returns the sum of reports, over their clients and slots too. It names the first bad
-    update of the first report that has one.
+    """Returns the sum of reports, over their clients and slots too. Its `first_nonfinite` is
+    that of the first report that has a bad update.
     """
     return Report(
         add_traffic(*(report.traffic for report in reports)),

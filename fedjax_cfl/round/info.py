@@ -18,10 +18,13 @@ def deviation(
     """Returns the distance [S] of each trained model from the new model of its group, and
     the cosine [S] of its delta to the group's step.
 
-    `groups` [m, ...] are the new models, `state` has the old ones. Where groups are few, one
-    matrix product of all updates with all steps gives both. Squared distances are exact to
-    about 1e-7 of the update's squared norm; a distance below 1/300 of the update's norm is
-    returned as 0.
+    Where groups are few, one matrix product of all updates with all steps gives both. Squared
+    distances are exact to about 1e-7 of the update's squared norm; a distance below 1/300 of
+    the update's norm is returned as 0.
+
+    Args: `state` has the old models and `groups` [m, ...] are the new ones; `gid` [S] int32 is
+    the group of each slot; `upload` has deltas relative to the old models of these groups; the
+    devices of `mesh` share groups that are one client's each, None: one device.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
     alone = state.active.size >= gid.size  # a group for each client
@@ -53,14 +56,16 @@ def make_info(
 ) -> Info:
     """Returns what is known from a round's updates; the engine adds the rest.
 
-    `mass` [m] is the weight behind each group's step. The discrepancy is that of FlexCFL,
-    eq. 3: ||trained - new model of its own group||, over all clients and per group. The devices
-    of `mesh` share groups that are one client's each.
+    The discrepancy is that of FlexCFL, eq. 3: ||trained - new model of its own group||, over
+    all clients and per group.
+
+    Args: `state`, `groups`, `gid`, `upload` and `mesh` are those of `deviation`; `mass` [m] is
+    the weight behind each group's step, 0: its model stayed.
     """
     distance, cosine = deviation(state, groups, gid, upload, mesh)
     trained = (upload.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)
-    known = state.assignment[jnp.minimum(cohort.ids, state.assignment.size - 1)] >= 0
+    known = cohort.take(state.assignment) >= 0
     real = cohort.ids < state.assignment.size
     in_cohort = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
     clients = jnp.maximum(trained.sum(), 1.0)

@@ -14,14 +14,19 @@ SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROU
 
 
 def derive_key(key: Key, purpose: ArrayLike, round: ArrayLike | None = None) -> Key:
-    """Returns the key of one purpose; of one round, if given."""
+    """Returns the key for one purpose of a run. With `round` it is the key for that purpose in
+    that round.
+    """
     key = jax.random.fold_in(key, purpose)
     return key if round is None else jax.random.fold_in(key, round)
 
 
 def derive_keys(key: Key, round: ArrayLike) -> Key:
-    """Returns the keys [PURPOSES] of all purposes in one round.
+    """Returns the keys [PURPOSES] of all purposes in one round. That of BYZANTINE is the same
+    in every round, because the attackers are.
 
-    All at once, because each would be compiled by itself.
+    They are derived together, because each derivation by itself would be compiled separately.
     """
-    return jax.vmap(derive_key, (None, 0, None))(key, jnp.arange(PURPOSES), round)
+    keys = jax.vmap(derive_key, (None, 0))(key, jnp.arange(PURPOSES))
+    each = jax.vmap(jax.random.fold_in, (0, None))(keys, round)
+    return each.at[BYZANTINE].set(keys[BYZANTINE])

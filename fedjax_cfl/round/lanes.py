@@ -2,8 +2,8 @@
 longest first.
 
 All clients go through one loop with one body, however their numbers of steps differ: it is
-compiled once, and no more models are in work than there are lanes. L lanes, S slots of a cohort, R
-lanes that change at once.
+compiled once, and no more models are trained at a time than there are lanes. L lanes, S slots
+of a cohort, R lanes that change at once.
 """
 
 from collections.abc import Callable
@@ -195,7 +195,7 @@ def run_queue(loop: OpenLoop, mine: jax.Array, lanes: int, out: tuple) -> tuple:
 
     Lanes that are done, R of them at most, write their results and begin the next clients of the
     queue; then all lanes take as many steps as the first of them still has. A lane without a
-    client goes on with what it had, which nobody reads.
+    client goes on with what it had, and its result is not read.
     """
     slots = mine.size
     # clients without steps all end at once
@@ -232,12 +232,15 @@ def change_lanes(
 ) -> Lanes:
     """Ends the clients of up to `refill` lanes that are done, and begins the next of the `queue`
     [S] of `waiting` clients there. Only rows are written: no lane is copied.
+
+    Args: `at` is where all clients stand; `queue` [S] int32 are the slots in the order in which
+    they begin; `waiting` [] is how many of them have a client; `refill` is R, static.
     """
     lanes, slots = at.row.shape[0], queue.size
     due = (at.rest <= 0) & ((at.slot < slots) | (at.begun < waiting))
     order = jnp.where(due, jnp.cumsum(due) - 1, refill)
     numbers = jnp.arange(lanes, dtype=jnp.int32)
-    # [R], L: nobody
+    # [R], L: no lane
     lane = jnp.full(refill, lanes, jnp.int32).at[order].set(numbers, mode="drop")
     from_lane = jnp.minimum(lane, lanes - 1)
     old = jnp.where(lane < lanes, at.slot[from_lane], slots)

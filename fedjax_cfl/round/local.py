@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from fedjax_cfl.data.shuffle import permute, write_table
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.clock import Clock
 from fedjax_cfl.round.faults import Faults
-from fedjax_cfl.round.shuffle import permute, write_table
 from fedjax_cfl.sharding import is_cpu, make_mesh
 from fedjax_cfl.types import Key, Params
 from fedjax_cfl.validation import (

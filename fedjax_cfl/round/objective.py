@@ -3,9 +3,9 @@
 
 `owner` is as in `Task`, `start` is the model the client received, `client_extra` what
 `prepare` computed for it. The same function serves gradient and metric. Any function of
-these arguments will do; an Objective also says what of it depends on the model alone, so
-that SGD need not read the whole model for the loss that it reports, and that there is a form
-in sample space (`dual_sgd`).
+these arguments can be used. An Objective also says which part of it depends on the model alone:
+so SGD need not read the whole model for the loss that it reports, and training has a form in
+sample space (`dual_sgd`).
 """
 
 from collections.abc import Callable
@@ -77,9 +77,9 @@ def erm(task: Task) -> Objective:
 
 
 def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
-    """Returns (what depends on samples, [B] of the arguments of an objective; the penalty, [] of
-    (params, start, client_extra), None if there is none). What is no Objective is taken to depend
-    on samples.
+    """Returns the two parts of an objective: what depends on samples, a function as the
+    objective itself, and the penalty, (params, start, client_extra) -> [], None if there is none.
+    A function that is no Objective is taken to depend on samples.
     """
     if not isinstance(objective, Objective):
         return objective, None

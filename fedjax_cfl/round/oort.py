@@ -4,8 +4,8 @@ Selection", OSDI 2021, https://arxiv.org/abs/2010.06081, within the quotas of gr
 Clients of high loss and of short rounds are selected, and a share of the slots goes to
 clients that were never tried. Statistics are shared by all groups.
 
-Differs from the paper: an upload has its clients' mean loss, not the root of the mean
-squared one, which stands in the utility. Constants are those of the FedScale code.
+Differs from the paper: the utility takes the mean loss of a client, which an upload has, in
+place of the root of its mean squared loss. Constants are those of the FedScale code.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.data.shuffle import put_first
 from fedjax_cfl.round.select_by_group import groups_of, rank_in_groups, share_quotas
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
@@ -38,7 +39,7 @@ class Pace(NamedTuple):
     penalty: NonNegativeFloat = 2.0  # exponent
 
 
-class Tried(struct.PyTreeNode):
+class OortMemory(struct.PyTreeNode):
     """What is remembered of the clients and of the calls."""
 
     utility: jax.Array  # [K] float32
@@ -63,7 +64,7 @@ def percentile_of(values: jax.Array, valid: jax.Array, percent: jax.Array) -> ja
     return jnp.where(valid.any(), between, 0.0)
 
 
-def pace(memory: Tried) -> jax.Array:
+def pace(memory: OortMemory) -> jax.Array:
     """Returns the percentile [] of durations for this call: every PACE calls it grows when the
     exploited utility has hardly changed, and falls when it has changed much.
     """
@@ -78,7 +79,7 @@ def pace(memory: Tried) -> jax.Array:
     return jnp.where(due, moved, memory.percentile)
 
 
-def penalty_of(memory: Tried, percentile: jax.Array, exponent: float) -> jax.Array:
+def penalty_of(memory: OortMemory, percentile: jax.Array, exponent: float) -> jax.Array:
     """Returns the factor [K] of the scores of clients that are slower than preferred."""
     preferred = jnp.where(
         percentile >= 100,
@@ -89,7 +90,7 @@ def penalty_of(memory: Tried, percentile: jax.Array, exponent: float) -> jax.Arr
     return jnp.where(slow, (preferred / jnp.where(slow, memory.seconds, 1.0)) ** exponent, 1.0)
 
 
-def scores_of(memory: Tried, tried: jax.Array, penalty: jax.Array) -> jax.Array:
+def scores_of(memory: OortMemory, tried: jax.Array, penalty: jax.Array) -> jax.Array:
     """Returns the scores [K] of the clients `tried` [K] bool: clipped utility from 0 to 1,
     plus the bonus of those not seen for long, times the penalty.
     """
@@ -106,9 +107,12 @@ def scores_of(memory: Tried, tried: jax.Array, penalty: jax.Array) -> jax.Array:
 def draw_by_weight(
     lots: jax.Array, weight: jax.Array, pool: jax.Array, group: jax.Array, slots: jax.Array
 ) -> jax.Array:
-    """Returns which clients [K] bool of the `pool` [K] bool are drawn without replacement,
-    with chances proportional to their `weight` [K], `slots` [m] of each group; `lots` [K]
-    are Gumbel draws.
+    """Returns which clients [K] bool are drawn without replacement, with chances proportional
+    to their weight.
+
+    Args: `lots` [K] are Gumbel draws; `weight` [K] >= 0; `pool` [K] bool are the clients to
+    draw from; `group` [K] int32 is the group of each; `slots` [m] int32 is how many are drawn
+    of each group.
     """
     value = jnp.where(pool, jnp.log(jnp.maximum(weight, 1e-30)) + lots, -jnp.inf)
     return pool & (rank_in_groups(value, jnp.where(pool, group, slots.size)) < slots[group])
@@ -121,14 +125,19 @@ def per_group(mask: jax.Array, group: jax.Array, num_groups: int) -> jax.Array:
 
 def choose(
     lots: jax.Array,
-    memory: Tried,
+    memory: OortMemory,
     candidates: jax.Array,
     group: jax.Array,
     quota: jax.Array,
     exponent: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (selected [K] bool, exploited [K] bool) of a call, given `lots` [3, K] Gumbel
-    draws; at most `quota` [m] clients of each group.
+    """Returns (selected [K] bool, exploited [K] bool) of a call.
+
+    Args: `lots` [3, K] are Gumbel draws, for exploitation, exploration and the rest of the
+    slots; `memory` is that of this call, see `next_call`; `candidates` [K] bool may be
+    selected; `group` [K] int32 is the group of each client; `quota` [m] int32 is the most
+    clients of each group; `exponent` >= 0 is that of the penalty on slow clients,
+    `Pace.penalty`.
     """
     m = quota.size
     tried, fresh = candidates & (memory.count > 0), candidates & (memory.count == 0)
@@ -166,13 +175,13 @@ def oort(
     """Selects by Oort within each group's quota.
 
     Clients not tried yet count as fast as each other. Without a clock all durations stay as they
-    are, and nobody is penalised for long.
+    are, and no client is penalised for long rounds.
     """
     check_arguments(oort, locals())
 
-    def init(data: FederatedData) -> Tried:
+    def init(data: FederatedData) -> OortMemory:
         clients = data.num_clients
-        return Tried(
+        return OortMemory(
             utility=data.train.size.astype(jnp.float32),
             seconds=jnp.ones(clients, jnp.float32),
             last=jnp.zeros(clients, jnp.int32),
@@ -183,29 +192,29 @@ def oort(
             exploited=jnp.zeros(HISTORY, jnp.float32),
         )
 
-    def picked(key: Key, memory: Tried, state: State, data: FederatedData):
+    def picked(key: Key, memory: OortMemory, state: State, data: FederatedData):
         lots = jax.random.gumbel(key, (3, data.num_clients))
         candidates, group = data.train.size > 0, groups_of(state)
         memory = next_call(memory, pacing)
         quota = share_quotas(clients_per_round, per_group(candidates, group, state.active.size))
         return choose(lots, memory, candidates, group, quota, pacing.penalty)
 
-    def select(key: Key, memory: Tried, state: State, data: FederatedData) -> jax.Array:
+    def select(key: Key, memory: OortMemory, state: State, data: FederatedData) -> jax.Array:
         taken, _ = picked(key, memory, state, data)
-        order = jnp.argsort(~taken, stable=True)[:clients_per_round].astype(jnp.int32)
+        order = put_first(taken)[:clients_per_round]
         ids = jnp.where(taken[order], order, data.num_clients)
         empty = clients_per_round - ids.size
         return jnp.pad(ids, (0, empty), constant_values=data.num_clients)
 
     def update(
-        memory: Tried, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
-    ) -> Tried:
+        memory: OortMemory, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
+    ) -> OortMemory:
         return remember(next_call(memory, pacing), cohort, upload, seconds)
 
     return Selection(init, select, update)
 
 
-def next_call(memory: Tried, pacing: Pace) -> Tried:
+def next_call(memory: OortMemory, pacing: Pace) -> OortMemory:
     """Returns the memory with the share, the percentile and the number of the next call."""
     memory = memory.replace(calls=memory.calls + 1)
     share = jnp.maximum(pacing.decay * memory.explore, pacing.least)
@@ -213,9 +222,11 @@ def next_call(memory: Tried, pacing: Pace) -> Tried:
     return memory.replace(explore=jnp.where(first, memory.explore, share), percentile=pace(memory))
 
 
-def remember(memory: Tried, cohort: Cohort, upload: Upload, seconds: jax.Array | None) -> Tried:
+def remember(
+    memory: OortMemory, cohort: Cohort, upload: Upload, seconds: jax.Array | None
+) -> OortMemory:
     """Stores what the clients of a cohort have shown. Those without an answer get the mean
-    utility of the round, and keep theirs where nobody has answered.
+    utility of the round; if no client answered, all keep theirs.
     """
     clients = memory.utility.size
     real, answered = cohort.ids < clients, upload.weight > 0

@@ -1,4 +1,4 @@
-"""Training besides that of a round: the first updates of founders, newcomers and clients
+"""Training outside of a round: the first updates of founders, newcomers and clients
 whose data shifted.
 """
 
@@ -13,8 +13,8 @@ from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Upload
 
 
 class TrainFn(Protocol):
-    """Trains a cohort from models [m, ...]; `shared` is (key, models). It reports faults, and
-    the samples [S] of its steps; what is sent is up to the caller.
+    """Trains a cohort from models [m, ...]; `shared` is (key, models). Its report has faults
+    and the samples [S] of its steps. The caller adds what is sent.
     """
 
     def __call__(

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Selection
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
-MAX_SORTED = 2**16  # for up to so many clients, a whole permutation is drawn
 
 
 def stateless(draw: Draw) -> Selection:
@@ -50,9 +50,7 @@ def draw_uniform(clients_per_round: PositiveInt) -> Draw:
                 f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number"
                 " of clients"
             )
-        if num_clients > MAX_SORTED:
-            return sample_distinct(key, clients_per_round, num_clients)
-        return jax.random.permutation(key, num_clients)[:clients_per_round].astype(jnp.int32)
+        return draw_permutation(key, num_clients, clients_per_round)
 
     return draw
 
@@ -60,33 +58,6 @@ def draw_uniform(clients_per_round: PositiveInt) -> Draw:
 def uniform(clients_per_round: PositiveInt) -> Selection:
     """Selects uniformly without replacement every round (FedAvg), see `draw_uniform`."""
     return stateless(draw_uniform(clients_per_round))
-
-
-def sample_distinct(key: Key, count: int, num_clients: int) -> jax.Array:
-    """Returns the first `count` entries [count] int32 of a random permutation of 0 .. K -
-    1, without making the rest of it.
-
-    The permutation is a Feistel network of six rounds on the smallest even number of bits
-    that holds K. A result of K or more goes through it again (cycle walking; Black and
-    Rogaway 2002).
-    """
-    half = (max(num_clients - 1, 1).bit_length() + 1) // 2
-    mask = jnp.uint32(2**half - 1)
-    words = jax.random.bits(key, (6,))
-
-    def network(x):
-        left, right = x >> half, x & mask
-        for word in words:
-            mixed = (right + word) * jnp.uint32(0x9E3779B9)
-            mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-            mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-            left, right = right, left ^ ((mixed ^ (mixed >> 16)) & mask)
-        return (left << half) | right
-
-    def inside(x):
-        return jax.lax.while_loop(lambda x: x >= num_clients, network, network(x))
-
-    return jax.vmap(inside)(jnp.arange(count, dtype=jnp.uint32)).astype(jnp.int32)
 
 
 def rr_then_random(clients_per_round: PositiveInt) -> Selection:
@@ -124,6 +95,9 @@ def py_sample(
     seed in every round.
 
     With `round_robin` all clients are first selected once, in the order of their ids.
+
+    Args: `clients_per_round` is k; `rounds` is the number of rows that are drawn, after which
+    they repeat; `num_clients` is K, at least k; `seed` is added to the number of the round.
     """
     everyone = list(range(num_clients))
 

@@ -1,6 +1,8 @@
-"""Selections with a quota for each group: floor(M / K) of M slots for each of K groups in
-use, and one more for the first M mod K of them (Fielding,
-https://arxiv.org/abs/2411.01580, Algorithm 1).
+"""Selections with a quota of slots for each group (Fielding, https://arxiv.org/abs/2411.01580,
+Algorithm 1).
+
+A round has S slots. With g groups that have clients, each group gets floor(S / g) slots, and
+the first S mod g groups get one more.
 """
 
 from typing import Protocol
@@ -20,7 +22,7 @@ class ScoreFn(Protocol):
 
 
 def groups_of(state: State) -> jax.Array:
-    """Returns the group [K] of each client; those never met count as of group 0."""
+    """Returns the group [K] of each client; clients without one count as of group 0."""
     return jnp.maximum(state.assignment, 0)
 
 
@@ -52,6 +54,10 @@ def take_quotas(
 ) -> jax.Array:
     """Returns the ids [slots] of the candidates [K] bool of highest score within their
     group's quota, K in a slot that stays empty.
+
+    Args: `score` [K] is higher for clients to prefer; `group` [K] int32 is the group of each, 0
+    .. m - 1; `candidates` [K] bool may be selected; `num_groups` is m and `slots` the length of
+    the result, both static.
     """
     clients = group.size
     own = jnp.where(candidates, group, num_groups)

@@ -25,6 +25,7 @@ from fedjax_cfl.round.executor import Cases, Loop, Program, then
 from fedjax_cfl.round.hooks import ClientFn
 from fedjax_cfl.round.local import Local, Training, Work, count_steps, plan_steps
 from fedjax_cfl.round.objective import Objective, ObjectiveFn, erm, split
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.types import FederatedData, Params, Task, Upload
 
 
@@ -47,11 +48,11 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
     def train_client(objective, lr, client, data, shared, work: Work) -> Program:
         key, models = shared
         key = jax.random.fold_in(key, client)
-        start = jax.tree.map(lambda leaf: leaf[work.group], models)
+        start = take_rows(models, work.group)
         count, first = client_range(client, data)
         plan = plan_steps(local, count, work.step_fraction, jax.random.bits(key, (2,)))
         mine = local._replace(lr=lr * work.lr_scale)
-        # written before the ways of training part, which would each compile it
+        # written here, before the choice of a loop: else each of the loops would compile it
         table = plan.make_table(count, local, data.max_client_samples)
         training = Training(
             mine, objective, start, work.client_extra, client, count, first, key, plan, table
@@ -95,9 +96,9 @@ def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
 
 
 def add_penalties(training: Training, delta: Params) -> jax.Array:
-    """Returns what the reported losses [2] have besides those of samples: the penalty of the
-    received model, and of the trained one where the last epoch is not the first. So no step has to
-    read all of a model for it.
+    """Returns what the reported losses [2] have in addition to those of samples: the penalty of
+    the received model, and of the trained one where the last epoch is not the first. So no step
+    has to read all of a model for it.
     """
     _, penalty = split(training.objective)
     if penalty is None:
@@ -187,7 +188,7 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
     def step_client(objective, lr, client, data, shared, work: Work) -> Loop:
         key, models = shared
         key = jax.random.fold_in(key, client)
-        start = jax.tree.map(lambda leaf: leaf[work.group], models)
+        start = take_rows(models, work.group)
         count, first = client_range(client, data)
 
         def block(b, carry):

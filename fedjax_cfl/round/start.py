@@ -1,19 +1,62 @@
 """Starts that methods share, see `hooks.StartFn`, and whose samples they read."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.hooks import Start, StartClientsFn, StartFn
 from fedjax_cfl.round.keys import SELECT, START, derive_key
 from fedjax_cfl.round.local import Local
-from fedjax_cfl.types import FederatedData, Key, Params, State, Task
+from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.types import FederatedData, Key, Params, ServedModels, State, Task
+
+
+class GroupCount(NamedTuple):
+    """How many groups a method has: the first `used` of `size`. Programs of runs that differ in
+    `used` alone are the same.
+    """
+
+    size: int
+    used: ArrayLike  # [] int32
+    is_padded: bool  # False: used = size
+
+    @property
+    def active(self) -> jax.Array:
+        """[size] bool, the groups in use."""
+        return jnp.arange(self.size) < self.used
+
+    def serve(self, state: State) -> ServedModels:
+        """Serves each client the model of its group, of those in use where their number is
+        known when a program is compiled.
+        """
+        known = self.used if isinstance(self.used, int) else self.size
+        return ServedModels(jax.tree.map(lambda leaf: leaf[:known], state.groups), state.assignment)
+
+
+def count_groups(m: ArrayLike, max_m: int | None) -> GroupCount:
+    """Returns how many groups a method with the settings `m` and `max_m` has.
+
+    Raises InputError where m is an array and `max_m` is not given, or is less than m.
+    """
+    if max_m is None:
+        if not isinstance(m, int):
+            raise InputError("algorithm.m: may be an array only with algorithm.max_m, their most")
+        return GroupCount(m, m, False)
+    if isinstance(m, int):
+        if m > max_m:
+            raise InputError(f"algorithm.max_m={max_m}: must be at least algorithm.m={m}")
+        return GroupCount(max_m, m, True)
+    return GroupCount(max_m, jnp.asarray(m, jnp.int32), True)
 
 
 def random_groups(task: Task, num_groups: int) -> StartFn:
-    """Starts from `num_groups` independent random models."""
+    """Starts from `num_groups` independent random models, the first of them the same for any
+    number.
+    """
 
     def start(key: Key, data: FederatedData) -> Start:
         return Start(jax.vmap(task.init)(jax.random.split(key, num_groups)))
@@ -50,21 +93,21 @@ def copy_model(model: Params, count: int) -> Params:
 
 
 def no_clients(key: Key, num_clients: int) -> jax.Array:
-    """Returns no ids: the start reads nobody's samples (a `StartClientsFn`)."""
+    """Returns no ids: the start reads no samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
 
 
-def keep_served(local: Local, state: State) -> State:
+def init_received(local: Local, state: State) -> State:
     """Sets `received`, if it is kept, to the model of each client's group; of group 0 if it has
     none.
     """
     if not local.keep_received:
         return state
     rows = jnp.maximum(state.assignment, 0)
-    return state.replace(received=jax.tree.map(lambda leaf: leaf[rows], state.groups))
+    return state.replace(received=take_rows(state.groups, rows))
 
 
-def know_clients(
+def find_data_clients(
     start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
 ) -> Callable[..., jax.Array] | None:
     """Returns `Algorithm.data_clients`, (key, round, K) -> ids, whose samples a round (None:

@@ -1,4 +1,4 @@
-"""Tables of the user's own, .csv or .parquet, never a pickle."""
+"""Reads tables of the user's own, from .csv or .parquet files."""
 
 import csv
 from pathlib import Path
@@ -9,20 +9,17 @@ from fedjax_cfl.errors import InputError
 
 
 def read_table(path: Path, field: str) -> dict[str, list]:
-    """Returns the columns of a .csv or .parquet file. Raises InputError, which names `field`,
-    for a file that cannot be read.
+    """Returns the columns of a .csv or .parquet file by name: of a .csv file as texts, of a
+    .parquet file as the values that it stores. Raises InputError, which names `field`, for a
+    file that cannot be read.
     """
     if path.suffix not in (".csv", ".parquet"):
         raise InputError(f"{field}: must be a .csv or .parquet file")
     if not path.is_file():
         raise InputError(f"{field}: no such file")
     if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise InputError(
-                f"{field}: reading Parquet needs the package pyarrow; or use a .csv file"
-            ) from None
+        import pyarrow.parquet as parquet  # takes a while, and few runs have a table
+
         try:
             return parquet.read_table(path).to_pydict()
         except (OSError, ValueError) as error:
@@ -37,8 +34,8 @@ def read_table(path: Path, field: str) -> dict[str, list]:
 
 
 def read_numbers(columns: dict[str, list], name: str, field: str) -> np.ndarray:
-    """Returns a column [rows] float64 of finite numbers, at least one. Raises InputError for
-    another.
+    """Returns the column `name` as an array [rows] float64. Raises InputError, which names
+    `field`, if the column is missing or empty, or has anything but finite numbers.
     """
     try:
         values = np.asarray(columns[name], np.float64)

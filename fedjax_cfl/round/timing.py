@@ -1,11 +1,11 @@
-"""The simulated time of rounds, for `engine`: what happens before training, who answers in
-time, and when the round is over. n is 1, or the number of groups m where each group has a clock
-of its own (as the cohorts of Auxo have).
+"""The simulated time of rounds, for `engine`: what happens before training, which clients
+answer in time, and when the round is over. n is the number of clocks: 1, or m where each group
+has a clock of its own (as the cohorts of Auxo have).
 
-With a clock for each group, groups do not wait for one another. Two things bring them
-together: a clustering of all clients, and a group that begins or ends. The new group, or the
-one that takes members over, begins when the last group has finished that they come from. Single
-clients who move to another group do not hold it up.
+With a clock for each group, groups do not wait for one another, except where groups begin or
+end: in a clustering of all clients, or when a group is founded or ends. A group that begins, or
+that takes over the clients of one that ended, continues from the latest time of the groups that
+its clients come from. Single clients that move to another group do not delay it.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ from fedjax_cfl.round.counts import add_counts, make_count
 from fedjax_cfl.round.select_by_group import groups_of
 from fedjax_cfl.round.traffic import slot_bytes
 from fedjax_cfl.types import (
-    Asked,
     Cohort,
     FederatedData,
     Key,
+    Poll,
     Report,
     Selection,
     State,
@@ -31,7 +31,7 @@ from fedjax_cfl.types import (
 )
 
 
-class Ended(NamedTuple):
+class RoundEnd(NamedTuple):
     """How a round ended."""
 
     duration: jax.Array  # [n] float32 seconds
@@ -51,7 +51,7 @@ def clock_of(clock: Clock, gid: jax.Array) -> jax.Array:
 
 
 def find_presence(clock: Clock | None, state: State) -> Presence | None:
-    """Returns who is online at the start of the round; None: everybody always is."""
+    """Returns who is online at the start of the round; None: all clients always are."""
     if clock is None or clock.presence is None:
         return None
     times = state.clock_ms.reshape(-1, 2)
@@ -60,21 +60,25 @@ def find_presence(clock: Clock | None, state: State) -> Presence | None:
 
 def choose_clients(
     clock: Clock | None, select: Selection, key: Key, state: State, data: FederatedData
-) -> tuple[jax.Array, Asked | None]:
-    """Selects clients [k], only such as are online, and returns what was asked of any before.
+) -> tuple[jax.Array, Poll | None]:
+    """Returns the selected clients [k], all of them online, and what clients did before the
+    selection (None: nothing).
 
-    Clients that are offline look to the selection like those without samples. If it does not
-    look at samples, their places stay empty.
+    To the selection, an offline client is one without samples. If the selection takes it all
+    the same, its place in the cohort stays empty.
+
+    Args: `clock` says who is online, None: all clients are; `key` is the round's for the
+    selection.
     """
     here, clients = find_presence(clock, state), data.num_clients
     if here is not None:
         size = jnp.where(here.stay > 0, data.train.size, 0)
         data = data.replace(train=data.train.replace(size=size))
     ids = select.select(key, state.selection, state, data)
-    asked = select.ask(key, state, data) if select.ask else None
+    poll = select.poll(key, state, data) if select.poll else None
     if here is not None:
         ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
-    return ids, asked
+    return ids, poll
 
 
 def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
@@ -85,13 +89,17 @@ def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
 
 
 def wait_before(
-    clock: Clock | None, state: State, migration: Report, asked: Asked | None, model_bytes: int
+    clock: Clock | None, state: State, migration: Report, poll: Poll | None, model_bytes: int
 ) -> jax.Array:
-    """Returns the seconds [n] that pass before clients train: for the slowest report of drift,
-    where what `migration` sends and infers is known for each client, and for the slowest that
-    is asked.
+    """Returns the seconds [n] that pass before clients train: the time of the slowest drift
+    report, and that of the slowest client that is polled before the selection.
 
-    Nobody waits for the reports of another group, but where all clients are clustered anew.
+    A group waits for its own clients only; all groups wait for all reports if all clients are
+    clustered again.
+
+    Args: `clock` of None takes no time; `migration` counts only where its traffic or samples
+    are given for each client [K]; `poll` is what clients did before the selection, None:
+    nothing; `model_bytes` is the size of one model.
     """
     count = state.clock_ms.size // 2
     waited = jnp.zeros(count)
@@ -103,9 +111,9 @@ def wait_before(
         reports = latest(clock.ask_seconds(client_bytes, migration.samples), own, count)
         reports = jnp.where(migration.reclustered > 0, reports.max(), reports)
         waited += jnp.where(reports > 0, reports + clock.server_seconds, 0.0)
-    if asked is not None:
-        client_bytes = slot_bytes(asked.traffic, model_bytes)
-        waited += latest(clock.ask_seconds(client_bytes, asked.samples), own, count)
+    if poll is not None:
+        client_bytes = slot_bytes(poll.traffic, model_bytes)
+        waited += latest(clock.ask_seconds(client_bytes, poll.samples), own, count)
     return waited
 
 
@@ -117,16 +125,19 @@ def client_seconds(
     model_bytes: int,
     num_clients: int,
 ) -> jax.Array:
-    """Returns the seconds [S] that clients take to train, and to send, receive and infer what
-    the `reports` say of each slot; 0 in an empty slot.
+    """Returns the seconds [S] that each client of the cohort takes to train, and to exchange
+    and infer what the `reports` say; 0 in an empty slot.
+
+    Args: `reports` have traffic and samples of each slot [S], the model's among them;
+    `model_bytes` is the size of one model; `num_clients` is K.
     """
     size = [slot_bytes(report.traffic, model_bytes) for report in reports]
     seconds = clock.seconds(cohort, upload, sum(size, jnp.zeros(())))
     if clock.ask_seconds is not None:
         nothing = jnp.zeros(num_clients)
         samples = sum(report.samples for report in reports)
-        each = nothing.at[cohort.ids].set(samples, mode="drop")
-        seconds += clock.ask_seconds(nothing, each)[jnp.minimum(cohort.ids, num_clients - 1)]
+        each = cohort.put(nothing, samples)
+        seconds += cohort.take(clock.ask_seconds(nothing, each))
     return jnp.where(cohort.ids < num_clients, seconds, 0.0)
 
 
@@ -139,21 +150,25 @@ def end_round(
     answers: jax.Array,
     seconds: jax.Array,
     waited: jax.Array,
-) -> Ended:
-    """Ends a round whose cohort trains for groups `gid` [S] and takes `seconds` [S] after the
-    first `waited` [n] seconds; `answers` [S] bool are the clients that answer if they can.
+) -> RoundEnd:
+    """Returns when a round ends, and whose answers come too late or not at all.
 
-    A client whose interval ends before it has answered is gone. Where nobody answers, the round
-    lasts until the last one that could have is gone; where nobody was selected because all are
-    offline, until the first of them comes back. Each group waits for its share of
-    `clock.wait_for` answers, at least one.
+    A client whose interval ends before it has answered is gone. With a clock for each group, a
+    group waits for its share of `clock.wait_for` answers, at least one. If no client on a clock
+    answers, its round lasts until the last client that could have answered is gone. If no
+    client on a clock was selected because all are offline, its round lasts until the first of
+    them comes back.
+
+    Args: `gid` [S] int32 is the group whose model each slot trained; `answers` [S] bool are the
+    clients that answer if they stay online; `seconds` [S] is how long each takes once training
+    begins; `waited` [n] are the seconds before that, see `wait_before`.
     """
     count, clients = waited.size, state.assignment.size
     own = clock_of(clock, gid)
     here, gone, real = find_presence(clock, state), jnp.zeros_like(answers), cohort.ids < clients
     stay = jnp.zeros_like(seconds)
     if here is not None:
-        stay = here.stay[jnp.minimum(cohort.ids, clients - 1)]
+        stay = cohort.take(here.stay)
         gone = real & (waited[own] + seconds > stay)
     mine = (own == jnp.arange(count)[:, None]) & real  # [n, S]
     selected = mine.sum(axis=1)
@@ -172,12 +187,13 @@ def end_round(
         left = latest(jnp.where(gone, stay, 0.0), own, count)
         idle = jnp.where(selected > 0, left, back)
         duration = jnp.where(silent, jnp.maximum(waited, idle), duration)
-    return Ended(duration, jnp.any(late, axis=0), gone)
+    return RoundEnd(duration, jnp.any(late, axis=0), gone)
 
 
 def until_online(absent: jax.Array, clock: jax.Array, count: int) -> jax.Array:
     """Returns the seconds [count] until the first client of each `clock` [K] is online, each
-    after `absent` [K] seconds; 0 where nobody ever is.
+    after `absent` [K] seconds; 0 where
+    no client ever is.
 
     Hours are rounded up: float32 has them to a few milliseconds, and a clock that stops short
     of the return makes another idle round.
@@ -194,11 +210,14 @@ def advance_clock(clock_ms: jax.Array, duration: jax.Array) -> jax.Array:
     return add_counts(clock_ms, make_count(milliseconds).reshape(clock_ms.shape))
 
 
-def hand_on_clocks(
+def merge_clocks(
     clock: Clock | None, before: State, after: State, reclustered: jax.Array | int = 0
 ) -> State:
-    """Returns the state `after` groups may have begun, ended or been made anew, with the time
-    of each group; see the module.
+    """Returns the state `after` a change of groups, with the clock of each group set as the
+    module says. Without a clock for each group the state is returned as it is.
+
+    `before` is the state before the change. `reclustered` > 0: all clients were clustered
+    again, so that every group counts as one that begins.
     """
     if clock is None or not clock.per_group:
         return after
@@ -218,8 +237,10 @@ def hand_on_clocks(
 
 
 def later_of(times: jax.Array, clock: jax.Array, count: int) -> jax.Array:
-    """Returns the latest of the times [k, 2] of each `clock` [k], [count, 2]; 0 where there
-    are none, `count` for those of none.
+    """Returns the latest time of each clock, [count, 2]; 0 for a clock without times.
+
+    `times` [k, 2] are counts of milliseconds. `clock` [k] int32 is the clock that each belongs
+    to, from 0 to `count` - 1; `count`: to none.
     """
     high = latest(times[:, 0], clock, count)
     newest = times[:, 0] == high[jnp.minimum(clock, count - 1)]

@@ -1,11 +1,26 @@
 """Sums and means of pytrees with a leading client axis, by group."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.types import Params
+
+
+def take_rows(tree: Any, rows: Any) -> Any:
+    """Returns the `rows` of every leaf of a tree: an index or indices of its first axis."""
+    return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def one_hot(labels: jax.Array, count: int, valid: jax.Array | None = None) -> jax.Array:
+    """Returns [K, m] float32: 1 in the column of each label [K], in rows that are `valid` [K]
+    bool, 0 elsewhere.
+    """
+    member = labels[:, None] == jnp.arange(count)
+    return (member if valid is None else member & valid[:, None]).astype(jnp.float32)
 
 
 def membership_weights(weight: jax.Array, gid: jax.Array, num_groups: int) -> jax.Array:

@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +40,8 @@ class AssignmentLog(NamedTuple):
     """What writes the groups of one run."""
 
     append: Callable[[int, Grouping], None]  # (round, grouping): at once
-    vouch: Callable[[], list[Any]]  # () -> [records, their SHA-256], once they are on the disk
+    # () -> [number of records, their SHA-256]; flushes them to the disk first
+    vouch: Callable[[], list[Any]]
 
 
 # writing
@@ -60,14 +62,35 @@ def clients_of(config: dict, num_clients: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def open_assignments(run_dir: Path, config: dict, num_clients: int) -> Iterator[AssignmentLog]:
-    """Yields what appends to assignments.part of a run."""
+    """Yields what appends to assignments.part of a run.
+
+    The run does not need this file to go on: where it is removed, cut or made longer meanwhile,
+    what is left of it is written again.
+    """
     clients, path = clients_of(config, num_clients), run_dir / PART
-    with path.open("ab") as handle:
+    size = record_size(clients)
+    with contextlib.ExitStack() as files:
+        handle = files.enter_context(path.open("a+b"))
         held = path.read_bytes()
-        digest, written = hashlib.sha256(held), len(held) // record_size(clients)
+        digest, written = hashlib.sha256(held), len(held) // size
+
+        def repair() -> None:
+            nonlocal handle, digest, written
+            if is_whole(handle, path, written * size):
+                return
+            handle.seek(0)  # the file that was opened, also where it has no name any more
+            held = handle.read()
+            kept = held[: size * min(written, len(held) // size)]
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(kept)
+            handle = files.enter_context(path.open("a+b"))
+            if lost := written - len(kept) // size:
+                warn_lost(run_dir, f"the groups of {lost} evaluations are lost")
+            digest, written = hashlib.sha256(kept), len(kept) // size
 
         def append(round: int, grouping: Grouping) -> None:
             nonlocal written
+            repair()
             both = [np.asarray(column)[clients] for column in grouping]
             record = np.concatenate([[round], *both]).astype("<i4").tobytes()
             handle.write(record)
@@ -76,10 +99,28 @@ def open_assignments(run_dir: Path, config: dict, num_clients: int) -> Iterator[
             written += 1
 
         def vouch() -> list[Any]:
+            repair()
             os.fsync(handle.fileno())
             return [written, digest.hexdigest()]
 
         yield AssignmentLog(append, vouch)
+
+
+def is_whole(handle: IO[bytes], path: Path, size: int) -> bool:
+    """Returns whether a path still names the open file, of so many bytes."""
+    there = os.fstat(handle.fileno())
+    with contextlib.suppress(OSError):
+        return os.path.samestat(there, path.stat()) and there.st_size == size
+    return False
+
+
+def warn_lost(run_dir: Path, what: str) -> None:
+    """Prints that assignments.part is not what the run has written to it."""
+    print(
+        f"fedjax-cfl: warning: run_dir={run_dir}: {PART} was removed or changed while the run went"
+        f" on; {what}",
+        file=sys.stderr,
+    )
 
 
 def record_size(clients: np.ndarray) -> int:
@@ -87,11 +128,15 @@ def record_size(clients: np.ndarray) -> int:
     return 4 * (1 + 2 * clients.size)
 
 
-def vouched_assignments(
+def verified_assignments(
     run_dir: Path, config: dict, num_clients: int, step: int, vouched: list[Any]
 ) -> bytes:
-    """Returns the records of assignments.part that the checkpoint of round `step` vouches for,
-    by their number and SHA-256. Raises InputError unless they are there.
+    """Returns the records of assignments.part that a run keeps when it goes on from a
+    checkpoint. Raises InputError if they are missing or have changed since the checkpoint was
+    saved.
+
+    Args: `config` are the settings of the run; `num_clients` is K; `step` is the checkpoint's
+    round; `vouched` is what it stores of them, [number of records, their SHA-256].
     """
     (records, digest), clients = vouched, clients_of(config, num_clients)
     path = run_dir / PART
@@ -116,14 +161,26 @@ def _pack(found: Assignments) -> bytes:
     return np.column_stack([found.rounds, found.groups, concepts]).astype("<i4").tobytes()
 
 
-def finish_assignments(run_dir: Path, config: dict, num_clients: int) -> None:
+def finish_assignments(
+    run_dir: Path, config: dict, num_clients: int, vouched: list[Any] | None = None
+) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [S] of the smallest
     integers that hold them.
+
+    Of a part that is not as the last checkpoint has `vouched` for, nothing is kept, with a
+    warning.
     """
     clients, path = clients_of(config, num_clients), run_dir / PART
-    if clients.size:
-        table = np.frombuffer(path.read_bytes(), "<i4").reshape(-1, record_size(clients) // 4)
+    held = path.read_bytes() if path.is_file() else b""
+    if vouched is not None:
+        held = held[: vouched[0] * record_size(clients)]
+        if hashlib.sha256(held).hexdigest() != vouched[1] and clients.size:
+            warn_lost(run_dir, f"{ASSIGNMENTS_FILE} is not written")
+            path.unlink(missing_ok=True)
+            return
+    if clients.size and held:
+        table = np.frombuffer(held, "<i4").reshape(-1, record_size(clients) // 4)
         rounds, groups, concepts = np.split(table, [1, 1 + clients.size], axis=1)
         columns = {"round": pa.array(rounds[:, 0]), "group": _lists(groups)}
         if (concepts >= 0).any():
@@ -133,7 +190,7 @@ def finish_assignments(run_dir: Path, config: dict, num_clients: int) -> None:
             parquet = parquet.replace_schema_metadata({SAMPLED: json.dumps(clients.tolist())})
         with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
             pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
-    path.unlink()
+    path.unlink(missing_ok=True)
 
 
 def _lists(values: np.ndarray) -> pa.Array:

@@ -2,11 +2,14 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
-from pathlib import Path
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ARRAYS, HEADER, MANIFEST = "arrays", "checkpoint.json", "manifest.json"
@@ -50,7 +53,47 @@ def remove(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, str]:
-    return json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    """Returns the SHA-256 of the files of a folder, by their name in it. Raises ValueError for
+    names that lead out of it.
+    """
+    manifest = json.loads(read_regular(path / MANIFEST))
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{MANIFEST} is no JSON object")
+    for name in manifest:
+        inside = PurePosixPath(name)
+        if inside.is_absolute() or ".." in inside.parts or "\0" in name:
+            raise ValueError(f"{MANIFEST} names {name!r}, which is not in the folder")
+    return manifest
+
+
+def check_folder(path: Path) -> None:
+    """Raises ValueError unless every file of a folder is as its manifest says, and its arrays
+    have no others: a pipe among them would never answer.
+    """
+    manifest = read_manifest(path)
+    for item in sorted((path / ARRAYS).rglob("*")):
+        name = item.relative_to(path).as_posix()
+        if name not in manifest and (item.is_symlink() or not item.is_dir()):
+            raise ValueError(f"{name} is not in {MANIFEST}")
+    for name, digest in manifest.items():
+        if hash_file(path / name) != digest:
+            raise ValueError(f"{name} has changed since it was written")
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """Opens a file for reading. Raises ValueError for a pipe or a device, which may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is opened at once
+    with open(descriptor, "rb") as handle:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        yield handle
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the bytes of a file. Raises ValueError as `open_regular` does."""
+    with open_regular(path) as handle:
+        return handle.read()
 
 
 def to_json(value: Any) -> str:
@@ -60,7 +103,7 @@ def to_json(value: Any) -> str:
 
 
 def hash_file(path: Path) -> str:
-    with open(path, "rb") as handle:
+    with open_regular(path) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 

@@ -12,11 +12,13 @@ most that one folder, for the next save to remove.
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
 from fedjax_cfl.runs.leaves import describe_leaf, is_key, name_leaves, place_array, to_plain_array
 from fedjax_cfl.validation import flatten_settings
 
-# 1: its rows were not vouched for, its state had other fields; 2: nor its groups; 3: its clients
+# 1: no SHA-256 of the rows, other fields of the state; 2: no SHA-256 of the groups; 3: clients
 # shuffled their samples in another way
 FORMAT = 4
 NAME = re.compile(r"(\d+)-step-\d+")
@@ -55,10 +57,11 @@ def save(
     """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest
     checkpoint of `folder`; returns its path.
 
-    `facts` is what the run wants back, as its counters. `identity` is what a restore
-    must repeat: algorithm, model, sizes. Afterwards the last `keep` checkpoints remain.
-    Raises InputError when it cannot be written; what was there before is untouched. One
-    process of a multi-host run saves.
+    Args: `step` >= 0 is the round; `tree` has the arrays; `facts` is what the run wants back,
+    as its counters; `identity` is what a restore must repeat: algorithm, model, sizes; `keep`
+    >= 1 is how many checkpoints remain, the newest ones.
+    Raises InputError when it cannot be written; what was there before is untouched. One process
+    of a multi-host run saves.
     """
     assert keep >= 1 and step >= 0
     folder = Path(folder).absolute()
@@ -102,8 +105,8 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
     _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
     staging.mkdir()
     if stored:  # Orbax refuses an empty tree
-        with _orbax() as (ocp, checkpointer):
-            checkpointer.save(staging / ARRAYS, args=ocp.args.PyTreeSave(stored))
+        with _orbax() as (ocp, checkpointer), _plain_name(staging) as plain:
+            checkpointer.save(plain / ARRAYS, args=ocp.args.PyTreeSave(stored))
     atomic_folder.write_file(staging / HEADER, text)
     atomic_folder.write_manifest(staging)
     os.replace(staging, path)
@@ -164,6 +167,17 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     )
 
 
+def read_back(path: Path) -> None:
+    """Raises InputError unless a checkpoint that was just saved can be read."""
+    try:
+        load_arrays(path)
+    except Exception as error:  # whatever a disk, its names or a reader do
+        raise InputError(
+            f"checkpoint {path} was written and cannot be read back:"
+            f" {atomic_folder.explain(error)}; choose another run_dir"
+        ) from None
+
+
 def restore(path: str | Path, like: Any, identity: dict) -> Checkpoint:
     """Returns one checkpoint, verified. Raises InputError if it is damaged or of a
     different run.
@@ -189,11 +203,12 @@ def restore_latest(
     warn: Callable[[str], None] = warnings.warn,
     until: int | None = None,
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint (of step `until` at most) that can be read, None if
-    there are none; `warn` gets a line per skipped one.
+    """Returns the newest checkpoint that can be read, None if there are none.
 
-    Raises InputError if there are checkpoints and none can be read, or if the newest
-    readable one is of a different run.
+    Args: `like` and `identity` are those of `restore`; `warn` gets a line per skipped
+    checkpoint; `until` is the latest step that counts, None: any.
+    Raises InputError if there are checkpoints and none can be read, or if the newest readable
+    one is of a different run.
     """
     found = [
         path
@@ -238,22 +253,20 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
 
 def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
     """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
-    for name, digest in atomic_folder.read_manifest(path).items():
-        if atomic_folder.hash_file(path / name) != digest:
-            raise ValueError(f"{name} has changed since it was written")
+    atomic_folder.check_folder(path)
     if not names:
         return {}
-    with _orbax() as (ocp, checkpointer):
+    with _orbax() as (ocp, checkpointer), _plain_name(path) as plain:
         as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
         stored = checkpointer.restore(
-            path / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            plain / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
         )
     return {name: stored[n] for n, name in names.items()}
 
 
 def read_header(path: Path) -> dict[str, Any]:
     """Returns what checkpoint.json says. Raises ValueError if it has changed since."""
-    text = (path / HEADER).read_bytes()
+    text = atomic_folder.read_regular(path / HEADER)
     if hashlib.sha256(text).hexdigest() != atomic_folder.read_manifest(path)[HEADER]:
         raise ValueError(f"{HEADER} has changed since it was written")
     return json.loads(text)
@@ -283,6 +296,22 @@ def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict)
 
 
 # Orbax
+
+
+@contextlib.contextmanager
+def _plain_name(folder: Path) -> Iterator[Path]:
+    """Yields a path of a folder without *, ? and [, which Orbax would read as a pattern: where
+    there are some, a link to it.
+    """
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="fedjax-cfl-") as room:
+        if glob.escape(room) != room:
+            raise OSError(f"neither it nor TMPDIR={room} may have *, ? or [ in its name")
+        link = Path(room) / "folder"
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
 
 
 @contextlib.contextmanager

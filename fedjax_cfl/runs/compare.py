@@ -39,9 +39,10 @@ def compare(
 
     Each measure of a set is (mean, sample sd, number of values). `target` is an
     accuracy as a fraction. `baseline` names the set that the others are compared with, by
-    its label or algorithm: gain in final accuracy (mean over clients, last 5 % of the
-    tests), and speed-up, the baseline's time to keep its own final accuracy over the
-    set's, in simulated seconds or, without a clock, in rounds.
+    its label or algorithm. The comparison has two measures. The gain is that in final accuracy
+    (mean over clients, last 5 % of the tests). The speed-up is the baseline's time to keep its
+    own final accuracy, divided by the set's time to do so, in simulated seconds or, without a
+    clock, in rounds.
     """
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")

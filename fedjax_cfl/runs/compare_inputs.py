@@ -113,7 +113,7 @@ def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _read_overrides(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """Returns what the command line said, from the summary or from Hydra's own file."""
+    """Returns the overrides of the command line, from the summary or from Hydra's own file."""
     lines = summary.get("overrides")
     file = run_dir / ".hydra" / "overrides.yaml"
     if lines is None and file.is_file():

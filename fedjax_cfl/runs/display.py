@@ -118,7 +118,7 @@ def format_progress(row: dict[str, Any]) -> str:
     return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
-# said as they are, with the scores
+# shown as they are, with the scores
 SUMMARY_FIELDS = (
     "algorithm",
     "dataset",
@@ -136,7 +136,11 @@ SUMMARY_FIELDS = (
 def print_summary(
     config: dict, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
 ) -> None:
-    """Prints the final table of a run."""
+    """Prints the final table of a run, and notes about what it may hide.
+
+    Args: `config` are the settings of the run; `run_dir` is where its files are; `algorithm`
+    says whether it is clustered; `summary` is that of summary.json.
+    """
     console.print(final_table(format_summary(summary)))
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:

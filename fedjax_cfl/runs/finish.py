@@ -1,5 +1,7 @@
 """One run of a session, and the files that are written when it has ended."""
 
+import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -8,18 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from fedjax_cfl.runs import plot, results
-from fedjax_cfl.runs.assignments import finish_assignments
+from fedjax_cfl.runs import checkpoint, plot, results
+from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.record import save_final
+from fedjax_cfl.runs.record import CHECKPOINTS, save_final
 from fedjax_cfl.runs.trackers import Opener
 from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Result
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.simulation.width import choose_width
-from fedjax_cfl.types import Algorithm, FederatedData, Task
+from fedjax_cfl.types import FederatedData
 
 PACKAGES = (
     "fedjax-cfl",
@@ -35,7 +37,7 @@ MAX_LABEL_COUNTS = 2**24  # clients x classes, in clients.parquet
 
 
 class Extras(NamedTuple):
-    """What is measured besides, once, when a run has ended."""
+    """What is measured in addition, once, when a run has ended."""
 
     columns: dict[str, Any]  # [K], for clients.parquet
     tables: dict[str, dict[str, Any]]  # columns of further files, by name
@@ -43,7 +45,7 @@ class Extras(NamedTuple):
 
 
 def measure_nothing(result: Result) -> Extras:
-    """Measures nothing besides."""
+    """Measures nothing in addition."""
     return Extras({}, {}, {})
 
 
@@ -57,16 +59,64 @@ class Member(NamedTuple):
     extras: Callable[[Result], Extras] = measure_nothing
 
 
-def finish_run(
-    member: Member, choices: dict, algorithm: Algorithm, task: Task, result: Result, mesh: Mesh
-) -> dict:
-    """Writes clients.parquet, assignments.parquet, final/, summary.json and curves.png of a
+def finish_run(member: Member, choices: dict, setup: Setup, result: Result) -> dict:
+    """Writes final/, clients.parquet, assignments.parquet, curves.png and summary.json of a
     finished run; returns the summary.
+
+    The training is paid for: what fails besides the models and the summary is one line of
+    warning. Where the disk refuses, OSError is raised, and the run can be gone on with.
     """
-    run_dir = member.run_dir
-    table, served, held = jax.device_get(
-        (result.clients, algorithm.serve(result.state).model_index, result.data.replace(x=None))
+    run_dir, algorithm = member.run_dir, setup.algorithm
+    save_final(run_dir, algorithm, result.state, result.data)
+    measured = attempt("evaluate.* is not measured", lambda: member.extras(result), OSError)
+    extras = measured or Extras({}, {}, {})
+    columns = describe_clients(setup, result) | extras.columns
+    for name, table in {results.CLIENTS_FILE: columns, **extras.tables}.items():
+        write = functools.partial(results.write_clients, run_dir, table, name)
+        attempt(f"{name} is not written", write)
+    vouched = find_vouched(run_dir, int(result.state.round))
+    clients = result.data.num_clients
+    attempt(
+        f"{ASSIGNMENTS_FILE} is not written",
+        lambda: finish_assignments(run_dir, member.config, clients, vouched),
     )
+    rows = results.read_metrics(run_dir)
+    summary = build_summary(member, choices, rows, setup, result) | extras.numbers
+    attempt("curves.png is not drawn", lambda: plot.plot_curves(run_dir, summary), OSError)
+    # last: its presence says that the run is finished
+    results.write_json(run_dir / "summary.json", summary)
+    return summary
+
+
+def attempt(what: str, call: Callable[[], Any], *also: type[Exception]) -> Any:
+    """Returns what a call returns; where it fails, says `what` is missing and returns None.
+
+    An OSError is raised, unless it is one of what may fail `also`.
+    """
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # of settings of matplotlib, or a method's own code
+        if isinstance(error, OSError) and OSError not in also:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        print(f"fedjax-cfl: warning: {what}: {reason}", file=sys.stderr)
+
+
+def find_vouched(run_dir: Path, step: int) -> list[Any] | None:
+    """Returns what the checkpoint of the last round, `step`, says of the groups; None where it
+    does not.
+    """
+    for path in checkpoint.list_checkpoints(run_dir / CHECKPOINTS)[-1:]:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            header = checkpoint.read_header(path)
+            return header["facts"]["assignments"] if header["step"] == step else None
+    return None
+
+
+def describe_clients(setup: Setup, result: Result) -> dict[str, Any]:
+    """Returns the columns of clients.parquet that every run has."""
+    served = setup.algorithm.serve(result.state).model_index
+    table, served, held = jax.device_get((result.clients, served, result.data.replace(x=None)))
     columns = {
         "client": held.client_names.names if held.client_names else np.arange(held.num_clients),
         "group": served,
@@ -79,22 +129,7 @@ def finish_run(
     }
     if held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
         columns["labels"] = count_labels(held)
-    extras = member.extras(result)
-    results.write_clients(run_dir, columns | extras.columns)
-    for name, table in extras.tables.items():
-        results.write_clients(run_dir, table, name)
-    finish_assignments(run_dir, member.config, held.num_clients)
-    save_final(run_dir, algorithm, result.state, result.data)
-    rows = results.read_metrics(run_dir)
-    summary = build_summary(member, choices, rows, task, result, mesh) | extras.numbers
-    try:
-        plot.plot_curves(run_dir, summary)
-    except Exception as error:  # of the user's own settings of matplotlib, say
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        print(f"fedjax-cfl: warning: curves.png is not drawn: {reason}", file=sys.stderr)
-    # last: its presence says that the run is finished
-    results.write_json(run_dir / "summary.json", summary)
-    return summary
+    return columns
 
 
 def count_labels(held: FederatedData) -> np.ndarray:
@@ -113,10 +148,14 @@ def count_labels(held: FederatedData) -> np.ndarray:
 
 
 def build_summary(
-    member: Member, choices: dict, rows: list[dict], task: Task, result: Result, mesh: Mesh
+    member: Member, choices: dict, rows: list[dict], setup: Setup, result: Result
 ) -> dict:
-    """Returns the contents of summary.json."""
-    config = member.config
+    """Returns the contents of summary.json.
+
+    Args: `choices` are the names chosen in the groups of the configuration; `rows` are those of
+    metrics.jsonl; `result` is what the run left.
+    """
+    config, mesh = member.config, setup.mesh
     names = {
         group: choices[group]
         for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")
@@ -134,7 +173,7 @@ def build_summary(
         "planned_memory_bytes": result.memory,
         "peak_memory_bytes": memory.peak_memory_bytes(),
         "width": choose_width(
-            config["local"], task, result.data, mesh, config["clients_per_round"]
+            config["local"], setup.task, result.data, mesh, config["clients_per_round"]
         ),
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": (

@@ -1,7 +1,7 @@
 """Who moved where: groups followed through the evaluations of a run, and the flows of
 clients between them.
 
-A method numbers its groups as it likes, and may number them anew. Here a group goes on as
+A method numbers its groups as it likes, and may renumber them. Here a group goes on as
 the one of the evaluation before that shares most clients with it.
 """
 
@@ -35,9 +35,10 @@ def has_groups(groups: np.ndarray) -> bool:
 
 
 def match_groups(groups: np.ndarray) -> np.ndarray:
-    """Renumbers groups [E, S] so that a number means the same group throughout: each
-    evaluation's groups take the numbers of the one before by largest overlap in clients;
-    the rest are new, and keep the method's number if no group has had it.
+    """Returns groups [E, S], renumbered so that a number means the same group throughout.
+
+    The groups of an evaluation take the numbers of those of the one before with which they
+    share most clients. The rest are new, and keep the method's number if no group has had it.
     """
     followed = np.full_like(groups, -1)
     used: set[int] = set()
@@ -75,10 +76,12 @@ def count_pairs(
 def choose_classes(
     found: Assignments, followed: np.ndarray, labels: np.ndarray | None, most: int = 7
 ) -> Classes:
-    """Returns what to colour clients by: the true group where it is known half of the time
-    or more, else the label that most of a client's training samples have, where `labels`
-    [S, C] of the clients are known and not all the same, else the last group. The `most`
-    frequent are told apart.
+    """Returns what to colour clients by: the true group, the most frequent label or the last
+    group, the first of these that can be used.
+
+    True groups must be known for half of the entries or more; labels must be known and differ
+    between clients. `labels` [S, C] are the clients' training labels. The `most` frequent
+    classes have names of their own.
     """
     if found.concepts is not None and 2 * (found.concepts >= 0).sum() >= found.concepts.size:
         kind, prefix, numbers = "true group at the time", "true group", found.concepts

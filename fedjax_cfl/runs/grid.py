@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint, compare
-from fedjax_cfl.runs.finish import Member
+from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.session import (
     describe_machine,
@@ -23,8 +23,9 @@ from fedjax_cfl.runs.session import (
     print_met_rule,
     train_members,
 )
-from fedjax_cfl.simulation.compilation import Program
+from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.simulation.vectorize import compile_members
 from fedjax_cfl.validation import check_value, one_of
 
@@ -86,11 +87,14 @@ def run_folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:
 
 
 def common_step(run_dirs: Sequence[Path]) -> int | None:
-    """Returns the last round of which every member has a checkpoint, None if nobody has
-    any. Raises InputError if there is none.
+    """Returns the last round of which every member has a checkpoint, None where all begin.
+
+    All begin if no member has any checkpoint, or if a grid was killed while it wrote the first
+    ones: some have theirs of round 0, which are nothing to lose, and the others none. Raises
+    InputError if they have checkpoints of further rounds, but of no common one.
     """
     steps = [set(checkpoint.list_steps(run_dir / CHECKPOINTS)) for run_dir in run_dirs]
-    if not any(steps):
+    if not all(steps) and set.union(*steps) <= {0}:
         return None
     shared = set.intersection(*steps)
     if not shared:
@@ -105,7 +109,7 @@ def train_grid(
     members: list[Member],
     choices: dict,
     grid: dict[str, list],
-    parts: list[tuple],
+    setups: list[Setup],
     make: Callable,
     starts: list,
     run_dir: Path,
@@ -113,31 +117,33 @@ def train_grid(
     """Trains the members together and writes the files of each; returns the exit status
     as `session.train_run` does.
 
-    Args: `parts` (algorithm, task, data, drift, mesh) of each seed; `make(values)` ->
-    (Algorithm, Drift); `starts` of the members, or Nones.
+    Args: `choices`: the name chosen in each group of the configuration; `grid`: the values of
+    each setting; `setups` of each seed; `make(values)` -> (Algorithm, Drift); `starts` of the
+    members, or Nones.
     """
     console, config = make_console(), members[0].config
-    _, task, data, drift, mesh = parts[0]
+    first = setups[0]
     said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
     console.print(f"{headline(members[0])}: {len(members)} runs as one, {said}")
-    console.print(f"the first: {format_description(data)}, {describe_machine(mesh)}")
-    print_met_rule(console, parts[0][0], data, config)
-    sets = [part[2] for part in parts]
-    if all(_equal(data, other) for other in sets[1:]):
+    console.print(f"the first: {format_description(first.data)}, {describe_machine(first.mesh)}")
+    print_met_rule(console, first, config)
+    sets = [setup.data for setup in setups]
+    if all(_equal(first.data, other) for other in sets[1:]):
         sets = sets[:1]
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
     keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [config["seed"]])])
 
     def compile_program(plan: Plan) -> Program:
-        return compile_members(make, task, sets, keys, values, plan, drift, mesh)
+        return compile_members(make, first, sets, keys, values, plan)
 
-    each = [part for part in parts for _ in inside]
+    each = [setup for setup in setups for _ in inside]
     status, _ = train_members(
         members, choices, each, compile_program, None if starts[0] is None else starts
     )
     if not status:
-        compare.compare([run_dir], run_dir)
+        # every run has been written: what compares them can be asked for again
+        attempt("the runs are not compared", lambda: compare.compare([run_dir], run_dir), OSError)
     return status
 
 

@@ -4,7 +4,7 @@ Models are in two folders of the run directory, `final/` (the last round) and `b
 best evaluation), each a checkpoint as `runs/checkpoint.py` describes it: arrays in Orbax's
 format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves are
 `['models'][...]` [M, ...], the parameters of every model that a client may be served, and
-`['index']` [K] int32, which of them each client uses, -1: it never met the server.
+`['index']` [K] int32, which of them each client uses, -1: none.
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
@@ -26,6 +26,7 @@ from jax import lax
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.runs.record import BEST, FINAL
@@ -91,7 +92,7 @@ class LoadedRun(NamedTuple):
         total = _count_models(saved.models)
         if not 0 <= model < total:
             raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
-        one = jax.tree.map(lambda leaf: leaf[model], saved.models)
+        one = take_rows(saved.models, model)
         found = [
             np.asarray(_predict_block(self.task, one, block, count))[:count]
             for block, count in _blocks(samples)
@@ -100,15 +101,15 @@ class LoadedRun(NamedTuple):
 
     def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
         """Returns the number of the model of lowest mean cross-entropy on samples x [B, ...]
-        with labels y [B]: how a client joins that the run never met (as in IFCA).
+        with labels y [B]: how a client joins that took no part in the run (as in IFCA).
 
-        Only models that serve somebody are tried. Raises InputError for labels that the
+        Only models that serve a client are tried. Raises InputError for labels that the
         run does not have.
         """
         saved, samples = saved or self.final, self.check_samples(x)
         labels = self.check_labels(y, len(samples))
         used = np.unique(saved.model_index[saved.model_index >= 0])
-        models = jax.tree.map(lambda leaf: leaf[used], saved.models)
+        models = take_rows(saved.models, used)
         total = np.zeros(len(used))
         for number, (block, count) in enumerate(_blocks(samples)):
             own = _pad(labels[number * BLOCK : number * BLOCK + count])

@@ -33,7 +33,7 @@ def new_figure(width: float, height: float, title: str = "", fontsize: int = 13)
 
 
 def escape_plot_lines(text: str) -> str:
-    """Escapes a text whose line breaks are ours."""
+    """Returns a text with everything but its line breaks escaped for a plot."""
     return "\n".join(map(escape_plot, text.split("\n")))
 
 

@@ -10,7 +10,7 @@ from fedjax_cfl.runs.plot import make_palette
 from fedjax_cfl.runs.results import series
 
 DASHES = ("-", "--", ":", "-.")
-# evaluations: from how many on a line is steadied, and over how many
+# evaluations: above how many a line is smoothed, and over how many
 MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11
 
 
@@ -48,8 +48,11 @@ def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
 def draw_band(
     axes: Axes, x: np.ndarray, mean: np.ndarray, sd: np.ndarray, style: tuple, label: str
 ) -> Line2D:
-    """Draws a line with its band, and returns the line. A long one is steadied, and drawn as it
-    is in the background.
+    """Draws a line with its band, and returns the line. A line of more than
+    `MIN_SMOOTHED_LENGTH` values is smoothed, and drawn as it is in the background.
+
+    Args: `x`, `mean` and `sd` are each [R], and the band is mean +- sd; `style` is (colour,
+    dash), see `line_styles`; `label` is for the legend.
     """
     color, dash = style
     if len(x) > MIN_SMOOTHED_LENGTH:

@@ -69,7 +69,7 @@ def draw_costs(groups: list[dict[str, Any]]) -> Figure:
             zip(groups, line_styles(len(groups)), strict=True)
         ):
             if any(run.get(name, 0) is None for run in group["members"]):
-                continue  # nobody counted it
+                continue  # it was not counted
             x, mean, sd = mean_curve(group["members"], cost)
             lines.setdefault(position, draw_band(axes, x, mean, sd, style, group["label"]))
         style_axes(axes, "", cost.heading, "test accuracy" if cost is ROUNDS else "")

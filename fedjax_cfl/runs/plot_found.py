@@ -17,7 +17,7 @@ SHOWN_CLIENTS = 300  # of a matrix of similarities
 
 
 class Likeness(NamedTuple):
-    """How alike clients are, two and two."""
+    """How alike the clients of each pair are."""
 
     clients: np.ndarray  # [n] int, their rows of clients.parquet
     values: np.ndarray  # [n, n]

@@ -1,8 +1,8 @@
 """The files that a run writes while it goes on: rows, who is in which group, a log,
 checkpoints, the models of its best evaluation.
 
-A checkpoint vouches for the rows and groups before it: their number and SHA-256 stand in
-it, and they are on the disk first.
+A checkpoint stores the number and the SHA-256 of the rows and groups before it, which are
+flushed to the disk first: a run that goes on from it can tell whether they have changed.
 """
 
 import contextlib
@@ -43,8 +43,11 @@ class Record(NamedTuple):
 def open_record(
     config: dict, run_dir: Path, algorithm: Algorithm, identity: dict, begun: int
 ) -> Iterator[Record]:
-    """Yields what writes the files of a run that begins, or goes on, after round
-    `begun`. Raises RunError where a checkpoint cannot be written or `run_dir` has gone.
+    """Yields what writes the files of a run. Raises RunError where a checkpoint cannot be
+    written or `run_dir` has gone.
+
+    Args: `config` are the settings of the run; `identity` is that of `run_identity`, for its
+    checkpoints; `begun` is the round after which the run begins, or goes on.
     """
     every, rounds, digest = config["checkpoint"], config["rounds"], hashlib.sha256()
     saved = logged = (begun, time.monotonic())  # round, when
@@ -75,14 +78,8 @@ def open_record(
             facts = {"counters": snapshot.counters, "metrics": [written, digest.hexdigest()]}
             facts |= {"assignments": assignments.vouch()}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
-            try:
-                if pending:
-                    checkpoint.save(run_dir / BEST, *pending, {}, {}, keep=1)
-                checkpoint.save(
-                    run_dir / CHECKPOINTS, step, tree, facts, identity, keep=every["keep"]
-                )
-            except InputError as error:  # nothing was wrong with what was asked for
-                raise RunError(str(error)) from None
+            parts = step, tree, facts, identity
+            save_checkpoint(run_dir, pending, parts, every["keep"], read_back=step == begun)
             pending, saved = None, (step, time.monotonic())
 
         def wants(row) -> bool:
@@ -97,6 +94,30 @@ def open_record(
                 save(locate())
 
         yield Record(write, save, wants, save_if_due)
+
+
+def save_checkpoint(
+    run_dir: Path,
+    best: tuple[int, Any] | None,
+    parts: tuple[int, Any, dict, dict],
+    keep: int,
+    *,
+    read_back: bool,
+) -> None:
+    """Saves the models of the `best` evaluation, if there are any, and a checkpoint.
+
+    Args: `parts` are the arguments of `checkpoint.save`; `read_back`: the checkpoint is read
+    again, because the run has not been trained yet and nothing is lost. Raises RunError where
+    one of them cannot be written, or read.
+    """
+    try:
+        if best:
+            checkpoint.save(run_dir / BEST, *best, {}, {}, keep=1)
+        path = checkpoint.save(run_dir / CHECKPOINTS, *parts, keep=keep)
+        if read_back:
+            checkpoint.read_back(path)
+    except InputError as error:  # the user's input was right
+        raise RunError(str(error)) from None
 
 
 def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
@@ -119,7 +140,8 @@ def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: Federate
         facts["class_names"] = list(data.class_names)
     models = copy_models(algorithm, state)
     try:
-        checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
+        path = checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
+        checkpoint.read_back(path)
     except InputError as error:
         raise RunError(str(error)) from None
 

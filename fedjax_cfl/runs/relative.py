@@ -3,7 +3,7 @@ section 3): how much more accurate it is in the end, and how much sooner it is a
 
 Accuracies are means over clients. The target is the baseline's accuracy in the end; it is
 reached once every later test reaches it, too. Tests before all clients had a model are left out:
-those that a clustered method has met first may be the easy ones.
+those that a clustered method has assigned first may be the easy ones.
 """
 
 from pathlib import Path

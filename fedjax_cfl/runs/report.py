@@ -248,8 +248,8 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def format_estimate(
     estimate: Estimate, factor: float, digits: int, sign: str = ""
 ) -> dict[str, Any]:
-    """Returns the texts of a mean and of its interval, and whether that leaves out 0, as it
-    is shown: rounding errors are no difference.
+    """Returns the texts of a mean and of its interval, and whether the interval, rounded as it
+    is shown, excludes 0.
     """
     if not estimate.values:
         return {"mean": "-", "interval": "", "apart": False}

@@ -1,8 +1,9 @@
 """The files of a run directory, and the table made from them.
 
 `metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as
-the run goes. Every other file is written whole, under a temporary name first, so that
-no reader ever sees half a file.
+the run goes. run.log and assignments.part (see `assignments`) are appended to as well. The
+results of a finished run (summary.json, the Parquet files, curves.png) are written under a
+temporary name and then renamed, so that no reader sees half a file.
 """
 
 import contextlib
@@ -75,8 +76,10 @@ def write_json(path: str | Path, obj: Any) -> None:
 
 
 def write_clients(run_dir: str | Path, columns: dict[str, Any], name: str = CLIENTS_FILE) -> None:
-    """Writes one row per client to clients.parquet; a column with more than one axis
-    becomes a column of lists.
+    """Writes a Parquet file with one row per client, for `read_clients`.
+
+    `columns` has the values [K] of each column by its name; an array with more axes, as labels
+    [K, C], becomes a column of lists. `name` is that of the file.
     """
     arrays = {name: np.asarray(values) for name, values in columns.items()}
     table = pa.table(
@@ -157,9 +160,9 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def vouched_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> bytes:
-    """Returns the first `rows` rows. Raises InputError unless they are what the checkpoint of
-    round `step` vouches for by their SHA-256 `digest`.
+def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> bytes:
+    """Returns the first `rows` lines of metrics.jsonl. Raises InputError unless their SHA-256 is
+    `digest`, as the checkpoint of round `step` stores it.
     """
     path = Path(run_dir) / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -192,7 +195,8 @@ def read_clients(run_dir: str | Path, name: str = CLIENTS_FILE) -> dict[str, np.
     """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C]."""
     path = Path(run_dir) / name
     try:
-        columns = pyarrow.parquet.read_table(path).to_pydict()
+        with atomic_folder.open_regular(path) as handle:
+            columns = pyarrow.parquet.read_table(handle).to_pydict()
         return {name: np.asarray(column) for name, column in columns.items()}
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = atomic_folder.explain(error)
@@ -203,11 +207,32 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
     """Reads every setting of a run, nested as in conf/."""
     path = Path(run_dir) / ".hydra" / "config.yaml"
     try:
-        settings = yaml.safe_load(path.read_bytes())
+        settings = load_yaml(atomic_folder.read_regular(path))
         return settings if settings["model"]["module"] else {}
-    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+        plain = type(error) is ValueError
+        reason = getattr(error, "strerror", None) or (error if plain else type(error).__name__)
         raise InputError(f"{path}: cannot be read ({reason}), expected what a run writes") from None
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Reads values only, as safe_load does, and no aliases: a few lines of aliases of aliases
+    are more values than a memory holds, and no run writes one.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias, *name")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: bytes) -> Any:
+    """Returns the values of a YAML text. Raises ValueError for an alias."""
+    loader = PlainLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -275,8 +300,8 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `summarize_rows` does and what published tables show besides: null where
-    a target is not reached or nothing counts.
+    """Returns what `summarize_rows` does and further measures that published tables show: null
+    where a target is not reached or no test counts.
 
     `units` are models sent down and up in all, `migrations` clients that changed their
     group after a shift, `median_accuracy` is over the evaluations that count,

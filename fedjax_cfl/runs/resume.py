@@ -7,25 +7,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
-from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import FinishedRun, InputError
-from fedjax_cfl.runs.assignments import PART, vouched_assignments
+from fedjax_cfl.runs.assignments import PART, verified_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.record import CHECKPOINTS
-from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, vouched_rows
+from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, verified_rows
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
-from fedjax_cfl.types import Algorithm, FederatedData
+from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.types import FederatedData
 from fedjax_cfl.validation import flatten_settings
 
-# Settings besides those of `is_execution` that may differ between a run and its continuation:
+# Settings, in addition to those of `is_execution`, that a continuation of a run may change:
 # they do not change what has been computed already.
 RESUME_MAY_CHANGE = ("rounds", "eval_every", "eval_auxiliary", "eval_distance")
 RESUME_MAY_CHANGE += ("evaluate.finetune", "evaluate.similarity")
@@ -57,18 +56,22 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
     }
 
 
-def resume_grid(runs: Sequence[tuple], until: int | None) -> list[Snapshot | None]:
+def resume_grid(
+    runs: Sequence[tuple[dict, Path, Setup]], until: int | None
+) -> list[Snapshot | None]:
     """Returns where the runs of a grid stand, all after the same round, or Nones to begin.
 
-    Args: (config, run_dir, algorithm, data, drift, mesh) of each; `until`: the last
-    round of which all have a checkpoint, None if nobody has any. If one of these cannot be
-    read, all go further back. Raises InputError as `resume_run` does.
+    Args: (config, run_dir, setup) of each; `until`: the last round of which all have a
+    checkpoint, None if no member has any. If one of these cannot be read, all go further back.
+    Raises InputError as `resume_run` does.
     """
     if until is not None and all(has_ended(run[0], run[1], until) for run in runs):
         raise FinishedRun(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
     while True:
         starts = [resume_run(*run, until=until) for run in runs]
         rounds = {int(start.state.round) for start in starts if start}
+        if None in starts and rounds == {0}:  # killed while it wrote its first checkpoints
+            return [None] * len(starts)
         if len(rounds) < 2:
             return starts
         until = min(rounds)
@@ -91,27 +94,22 @@ def warn(line: str) -> None:
 
 
 def resume_run(
-    config: dict,
-    run_dir: Path,
-    algorithm: Algorithm,
-    data: FederatedData,
-    drift: Drift,
-    mesh: Mesh,
-    until: int | None = None,
+    config: dict, run_dir: Path, setup: Setup, until: int | None = None
 ) -> Snapshot | None:
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
 
-    That is the newest checkpoint that can be read and whose rows and groups are still there.
-    `until`: no checkpoint of a later round, and no older one than the newest left.
-    Raises InputError if the directory belongs to another run, holds a finished one, or one
-    that cannot be gone on with, or if `resume` does not allow either.
+    That is the newest checkpoint that can be read and whose rows are still there; groups that
+    have gone are warned of.
+    With `until`, only the newest readable checkpoint up to that round is tried.
+    Raises InputError if the directory belongs to another run, if the run has finished or
+    cannot be continued, or if the setting `resume` forbids it.
     """
     check_run_dir(str(run_dir), config["resume"])
-    folder, key = run_dir / CHECKPOINTS, jax.random.key(config["seed"])
+    folder, key, data = run_dir / CHECKPOINTS, jax.random.key(config["seed"]), setup.data
 
     def restore(until: int | None) -> Checkpoint | None:
-        like = state_shapes(algorithm, drift, mesh, data, key)
+        like = state_shapes(setup, key)
         arrays = make_host_arrays(like) if jax.process_count() > 1 else like
         return restore_latest(folder, arrays, run_identity(config, data), warn, until)
 
@@ -126,7 +124,7 @@ def resume_run(
     refused, kept = None, {}
     while not kept:
         try:
-            kept = find_vouched(run_dir, config, data, found)
+            kept = find_verified(run_dir, config, data, found)
         except InputError as error:
             refused = refused or error
             older = restore(found.step - 1) if until is None else None
@@ -135,7 +133,7 @@ def resume_run(
             found = older
     if refused:
         lost = str(refused).partition(";")[0]
-        warn(f"{lost}; goes on from round {found.step}, whose rows and groups are there")
+        warn(f"{lost}; goes on from round {found.step}, whose rows are there")
     for name, content in kept.items():
         with atomic_write(run_dir / name) as temporary:
             temporary.write_bytes(content)
@@ -156,24 +154,24 @@ def clear_unsaved(config: dict, run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def find_vouched(
+def find_verified(
     run_dir: Path, config: dict, data: FederatedData, found: Checkpoint
 ) -> dict[str, bytes]:
-    """Returns what is left of the files, by name, when a run goes on from a checkpoint. Raises
-    InputError if they are no longer what it vouches for.
+    """Returns what a run keeps of its files, by name, when it goes on from a checkpoint. Raises
+    InputError if its rows have changed since the checkpoint was saved.
     """
     step, facts = found.step, found.facts
-    groups = vouched_assignments(run_dir, config, data.num_clients, step, facts["assignments"])
-    return {METRICS_FILE: vouched_rows(run_dir, step, *facts["metrics"]), PART: groups}
+    rows = verified_rows(run_dir, step, *facts["metrics"])
+    try:
+        groups = verified_assignments(run_dir, config, data.num_clients, step, facts["assignments"])
+    except InputError as error:  # the training is paid for, and does not need them
+        warn(f"{str(error).partition(';')[0]}; goes on without the groups before round {step}")
+        groups = b""
+    return {METRICS_FILE: rows, PART: groups}
 
 
 def sync_resume(
-    begin: Callable[[], Snapshot | None],
-    config: dict,
-    algorithm: Algorithm,
-    data: FederatedData,
-    drift: Drift,
-    mesh: Mesh,
+    begin: Callable[[], Snapshot | None], config: dict, setup: Setup
 ) -> Snapshot | None:
     """Returns in every process what `begin`, a use of `resume_run`, returns in process
     0; what it raises ends all of them.
@@ -181,12 +179,9 @@ def sync_resume(
     Raises InputError in the other processes, too, and then without a text; and in all
     of them if they were given different settings or data.
     """
+    settings = run_identity(config, setup.data) | dict(flatten_settings(config))
     distributed.check_same(
-        {
-            name: value
-            for name, value in (run_identity(config, data) | dict(flatten_settings(config))).items()
-            if not name.startswith(PROCESS_MAY_DIFFER)
-        }
+        {name: value for name, value in settings.items() if not name.startswith(PROCESS_MAY_DIFFER)}
     )
     start, refused = None, None
     if distributed.is_primary():
@@ -200,8 +195,7 @@ def sync_resume(
         raise refused or InputError("")
     if verdict == 0 or jax.process_count() == 1:
         return start
-    key = jax.random.key(config["seed"])
-    like = state_shapes(algorithm, drift, mesh, data, key)
+    like = state_shapes(setup, jax.random.key(config["seed"]))
     mine = (start.state, start.data_state) if start else make_host_arrays(like)
     state, data_state = place(distributed.broadcast_from_primary(mine), like)
     return Snapshot(state, data_state, start.counters if start else dict(COUNTERS))

@@ -29,7 +29,14 @@ def check_run_dir(run_dir: str, resume: str) -> Path:
             raise InputError(
                 f"run_dir={run_dir}: already exists and is not a directory; choose another"
             )
-        names = {inside.name for inside in path.iterdir()} - {".lock"} if path.exists() else set()
+        found = list(path.iterdir()) if path.exists() else []
+        names = {inside.name for inside in found} - {".lock"}
+        for inside in found:  # a pipe would never answer
+            if inside.exists() and not (inside.is_file() or inside.is_dir()):
+                raise InputError(
+                    f"run_dir={run_dir}: {inside.name} in it is neither a file nor a folder;"
+                    " remove it, or choose another"
+                )
     except OSError as error:
         raise InputError(f"run_dir={run_dir}: cannot be used: {error.strerror}") from None
     if resume == "must" and "checkpoints" not in names:

@@ -29,7 +29,7 @@ def best_over(rows: Rows, rounds: set[int]) -> float | None:
 
 
 def chance_all_met(clients: int, cohort: int, rounds: int) -> float:
-    """Returns the chance that cohorts drawn at random have met every client after
+    """Returns the chance that cohorts drawn at random have included every client after
     `rounds`, with clients taken as independent (about right for many).
     """
     missed = max(0.0, 1 - cohort / clients) ** rounds  # one client, in all rounds

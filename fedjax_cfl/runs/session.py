@@ -24,39 +24,42 @@ from fedjax_cfl.runs.record import open_record
 from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.trackers import open_trackers
-from fedjax_cfl.simulation.compilation import Inputs, Program, compile_run
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
+from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.types import Algorithm, FederatedData
+from fedjax_cfl.simulation.setup import Setup
 
 # of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 
 
 def train_run(
-    member: Member, choices: dict, parts: tuple, inputs: Inputs, start: Snapshot | None
+    member: Member, choices: dict, setup: Setup, inputs: Inputs, start: Snapshot | None
 ) -> int:
-    """Runs, or goes on with, one run of the `parts` (algorithm, task, data, drift,
-    mesh), and writes its files; returns the exit status: 0, or 128 + the signal that
-    stopped it. Its programs are given the `inputs`.
+    """Runs, or goes on with, one run, and writes its files; returns the exit status: 0, or
+    128 + the signal that stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last
     checkpoint can be resumed.
+
+    Args: `choices` are the names chosen in the groups of the configuration; `inputs` are the
+    numbers that its programs are given, see `Inputs`; `start` is where it stands, None: it
+    begins.
     """
-    (algorithm, task, data, drift, mesh), config = parts, member.config
-    console = make_console()
-    console.print(f"{headline(member)}: {format_description(data)}, {describe_machine(mesh)}")
-    print_met_rule(console, algorithm, data, config)
+    config, console = member.config, make_console()
+    machine = describe_machine(setup.mesh)
+    console.print(f"{headline(member)}: {format_description(setup.data)}, {machine}")
+    print_met_rule(console, setup, config)
     key, fresh = jax.random.key(config["seed"]), start is None
 
     def compile_program(plan: Plan) -> Program:
-        return compile_run(algorithm, task, data, key, plan, drift, mesh, fresh, inputs)
+        return compile_run(setup, key, plan, fresh, inputs)
 
     status, summaries = train_members(
-        [member], choices, [parts], compile_program, None if start is None else [start]
+        [member], choices, [setup], compile_program, None if start is None else [start]
     )
     for summary in summaries:
-        print_summary(config, member.run_dir, algorithm, summary, console)
+        print_summary(config, member.run_dir, setup.algorithm, summary, console)
     return status
 
 
@@ -68,12 +71,10 @@ def headline(member: Member) -> str:
     return f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
 
 
-def print_met_rule(
-    console: Console, algorithm: Algorithm, data: FederatedData, config: dict
-) -> None:
-    """Says when a clustered method scores that only does so once everybody has been met."""
-    if algorithm.clustered and config["discard"] == "met":
-        plan = data.num_clients, config["clients_per_round"], config["rounds"]
+def print_met_rule(console: Console, setup: Setup, config: dict) -> None:
+    """Prints from when on accuracies count, if they do so only once every client has a group."""
+    if setup.algorithm.clustered and config["discard"] == "met":
+        plan = setup.data.num_clients, config["clients_per_round"], config["rounds"]
         console.print(describe_met_rule(*plan), markup=False)
 
 
@@ -94,23 +95,22 @@ def describe_machine(mesh: Mesh) -> str:
 def train_members(
     members: Sequence[Member],
     choices: dict,
-    parts: Sequence[tuple],
+    setups: Sequence[Setup],
     compile_program: Callable[[Plan], Program],
     starts: Sequence[Snapshot] | None,
 ) -> tuple[int, list[dict]]:
     """Trains runs as one program and writes the files of each, in process 0; returns
     the exit status and the summaries, none if the runs were stopped.
 
-    Args: `parts` (algorithm, task, data, drift, mesh) of each; `starts` of each, or
-    None to begin. Raises RunError.
+    Args: `choices`: the name chosen in each group of the configuration; `setups` of each;
+    `starts` of each, or None to begin. Raises RunError.
     """
     config, run_dir = members[0].config, members[0].run_dir
     plan = Plan(*(config[name] for name in PLAN_SETTINGS))
-    algorithm, task, _, _, mesh = parts[0]
     try:
         with signals.catch_signals() as asked:
             program = compile_program(plan)
-            found = record_rounds(members, parts, program, plan, starts, asked)
+            found = record_rounds(members, setups, program, plan, starts, asked)
             done = int(found[0].state.round)
             if done < plan.rounds:
                 make_console().print(f"stopped after round {done}")
@@ -118,7 +118,7 @@ def train_members(
             if not distributed.is_primary():
                 return 0, []
             return 0, [
-                finish_run(member, choices, algorithm, task, result, mesh)
+                finish_run(member, choices, setups[0], result)
                 for member, result in zip(members, found, strict=True)
             ]
     except OSError as error:
@@ -133,13 +133,16 @@ def train_members(
 
 def record_rounds(
     members: Sequence[Member],
-    parts: Sequence[tuple],
+    setups: Sequence[Setup],
     program: Program,
     plan: Plan,
     starts: Sequence[Snapshot] | None,
     asked: list[int],
 ) -> list[Result]:
-    """Runs the rounds; every row and checkpoint is written as it comes."""
+    """Runs the rounds and writes rows and checkpoints; returns each member's result.
+    Args: `starts` of each member, None: they begin; `asked` are the signals caught so far: with
+    one, all stop after the next block; the others are those of `drive`.
+    """
     begun = int(starts[0].state.round) if starts else 0
     with contextlib.ExitStack() as files:
         records, trackers, show = [], [], lambda row: None
@@ -147,14 +150,14 @@ def record_rounds(
             records = [
                 files.enter_context(
                     open_record(
-                        member.config,
+                        keep_common(member.config) if len(members) > 1 else member.config,
                         member.run_dir,
-                        algorithm,
-                        run_identity(member.config, data),
+                        setup.algorithm,
+                        run_identity(member.config, setup.data),
                         begun,
                     )
                 )
-                for member, (algorithm, _, data, _, _) in zip(members, parts, strict=True)
+                for member, setup in zip(members, setups, strict=True)
             ]
             trackers = [
                 files.enter_context(
@@ -166,7 +169,7 @@ def record_rounds(
 
         def on_start(snapshots: Snapshots) -> None:
             if not starts:  # from now on the directories are known to be these runs'
-                snapshots = take_together(snapshots)
+                snapshots = gather_snapshots(snapshots)
                 for record, locate in zip(records, snapshots, strict=bool(records)):
                     record.save(locate())
 
@@ -182,7 +185,7 @@ def record_rounds(
             stop = distributed.any_process(bool(asked))
             wanted = any(r.wants(row) for r, row in zip(records, rows, strict=bool(records)))
             if distributed.any_process(wanted) or stop:
-                snapshots = take_together(snapshots)
+                snapshots = gather_snapshots(snapshots)
                 for record, row, locate in zip(records, rows, snapshots, strict=bool(records)):
                     record.save_if_due(row, locate, stop)
             return stop
@@ -190,7 +193,15 @@ def record_rounds(
         return drive(program, plan, starts, on_start, on_rows)
 
 
-def take_together(snapshots: Snapshots) -> Snapshots:
+def keep_common(config: dict) -> dict:
+    """Returns the settings of a member of a grid that keeps two checkpoints at least: a grid
+    that is killed while its members save goes on from the last that all of them have.
+    """
+    every = config["checkpoint"]
+    return config | {"checkpoint": every | {"keep": max(2, every["keep"])}}
+
+
+def gather_snapshots(snapshots: Snapshots) -> Snapshots:
     """Returns the snapshots; of several processes taken at once, because each holds a share of
     them.
     """

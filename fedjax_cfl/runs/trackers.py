@@ -1,8 +1,7 @@
-"""Trackers: what else gets the rows of a run, besides metrics.jsonl.
+"""Trackers: what gets the rows of a run in addition to metrics.jsonl.
 
-A tracker is opened for one run and gets each row. It can fail whenever it likes: a line
-says so, it gets no further rows, and the run goes on. What the run itself needs is in its
-own files.
+A tracker is opened for one run and gets each row. If it fails, a warning is printed, it gets no
+further rows, and the run goes on. What the run itself needs is in its own files.
 """
 
 import contextlib
@@ -48,7 +47,8 @@ def open_trackers(
     def attempt(name: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:  # whatever a tracker, its disk or its network does
+        # whatever a tracker, its disk or its network does; some libraries call sys.exit
+        except (Exception, SystemExit) as error:
             trackers.pop(name, None)
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             print(

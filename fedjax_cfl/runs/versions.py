@@ -8,6 +8,6 @@ def find_version(package: str) -> str | None:
     there.
     """
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(package) or None
+    except Exception:  # not found, or damaged: a version is never worth a run
         return None

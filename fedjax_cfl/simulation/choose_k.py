@@ -38,15 +38,16 @@ def choose_k(
     by: str = "accuracy",
     mesh: Mesh | None = None,
 ) -> Choice:
-    """Tries `make(m)` for each of the candidates on the same randomly drawn clients for
-    a few rounds and returns the best m.
+    """Tries several numbers of groups on the same randomly drawn clients for a few rounds and
+    returns the best of them.
 
-    `make` gets a number of groups and selects from the drawn clients alone:
-    `select.uniform(10)` means 10 of them. Args: `by` accuracy on their test samples,
-    the higher the better | distance, the mean L2 distance of the models trained in the
-    last round from their center, the lower the better. Distances shrink with every
-    further center, also where there is no further group: look for the bend in the
-    table.
+    Args: `make(m)` -> Algorithm, which selects from the drawn clients alone:
+    `select.uniform(10)` means 10 of them; `candidates` are the numbers of groups; `rounds` is
+    the length of a trial; `clients` are drawn, all if there are no more; `by` is accuracy on
+    their test samples, the higher the better | distance, the mean L2 distance of the models
+    trained in the last round from their center, the lower the better; `mesh` of None: every
+    device JAX shows. Distances shrink with every further center, also where there is no further
+    group: look for the bend in the table.
     Raises InputError for an unknown criterion or no candidate.
     """
     check_value("by", by, one_of(*CRITERIA))

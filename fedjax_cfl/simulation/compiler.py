@@ -37,8 +37,8 @@ CACHE_SECONDS = 0.1  # what took less to compile is not kept
 
 @contextlib.contextmanager
 def parallel_compiler() -> Iterator[Callable[..., Future]]:
-    """Yields f(lowered, options) -> the future program: programs compile side by side and
-    while the next is traced, for XLA uses few cores on one.
+    """Yields f(lowered, options) -> the future of the compiled program. Programs compile side
+    by side and while the next is traced, because XLA uses few cores for one program.
 
     Several hosts compile one after another, all in the same order.
     """
@@ -83,7 +83,7 @@ def compiler_options(mesh: Mesh, task: Task | None = None) -> dict[str, bool | i
 
 
 def use_compile_cache() -> None:
-    """Keeps compiled programs in the user's cache, readable by nobody else; a folder
+    """Keeps compiled programs in the user's cache, readable by no other user; a folder
     per kind of processor. What XLA measured of a GPU's kernels to choose between them is kept
     there, too.
     """

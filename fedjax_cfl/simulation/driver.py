@@ -18,12 +18,14 @@ from jax.sharding import Mesh
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.distributed import gather_to_hosts
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import Program, compile_run
 from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.program import Program, compile_run
 from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 
 
@@ -35,8 +37,12 @@ def make_run_fn(
     eval_every: int = 1,
     drift: Drift | None = None,
 ) -> Callable:
-    """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])), T = rounds
-    / eval_every: a run as one function of a key.
+    """Returns f(key, data) -> (state, (infos [T, eval_every], metrics [T])): a run as one
+    function of a key.
+
+    Args: `mesh` has the devices that share an evaluation; `rounds` and `eval_every`: T = rounds
+    // eval_every, and rounds beyond the last evaluation are not run; `drift` of None: no data
+    change.
     """
     rounds_fn = make_rounds_fn(algorithm, drift or no_drift(), eval_every)
 
@@ -100,22 +106,23 @@ def run(
 ) -> Result:
     """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last.
 
-    `on_row` gets each evaluation's row as soon as it is known, and where the run stands
-    then; the run ends early if it returns true. `discard`: see `Plan`.
-    Raises InputError for data without test samples and for a run that does not fit into
-    memory, NonFiniteUpdate where the faults ask for it.
+    Args: `data` are on the device or on the host, see `prefetch`; `key` fixes all draws;
+    `drift` of None: no data change; `discard` is as in `Plan`; `mesh` of None: every device JAX
+    shows; `on_row` gets each evaluation's row as soon as it is known, and where the run stands
+    then; the run ends early if it returns true.
+    Raises InputError for data without test samples and for a run that does not fit into memory,
+    NonFiniteUpdate where the faults ask for it.
     """
     plan = Plan(rounds, eval_every, discard)
-    program = compile_run(
-        algorithm, task, data, key, plan, drift or no_drift(), mesh or make_mesh()
-    )
+    setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh())
+    program = compile_run(setup, key, plan)
     (result,) = drive(
         program, plan, on_rows=lambda rows, groupings, snapshots: on_row(rows[0], snapshots[0]())
     )
     return result
 
 
-Snapshots = list[Callable[[], Snapshot]]  # of each member, taken when it is asked for
+Snapshots = list[Callable[[], Snapshot]]  # of each member, taken when it is called
 
 
 def drive(
@@ -127,13 +134,13 @@ def drive(
         [list[dict[str, Any]], list[Grouping], Snapshots], bool | None
     ] = lambda rows, groupings, snapshots: None,
 ) -> list[Result]:
-    """Runs a program up to round `plan.rounds`, from `start` or from the beginning;
-    returns the results of its members, who share its seconds evenly.
+    """Runs a program up to round `plan.rounds`; returns the results of its members, who share
+    its seconds evenly.
 
-    `on_start` gets where the members stand before the first round, `on_rows` their rows
-    of each evaluation as soon as they are known, who is in which group, and where they
-    stand then; the run ends early if it returns true. Raises NonFiniteUpdate where the
-    faults ask for it.
+    Args: `start` has where each member stands, None: they begin; `on_start` gets where they
+    stand before the first round; `on_rows` gets their rows of each evaluation as soon as they
+    are known, who is in which group, and where they stand then; the run ends early if it
+    returns true. Raises NonFiniteUpdate where the faults ask for it.
     """
     carry, members = begin(program, start), range(len(program.places))
     compile_s = program.compiled.seconds / len(members)
@@ -164,7 +171,7 @@ def drive(
             counters[member] = update_counters(counters[member], row, **seconds)
             rows[member].append(row)
         blocks = []
-        groupings = [Grouping(tested[0][p], tested[-1][p]) for p in program.places]
+        groupings = [Grouping(tested.index[p], tested.concept[p]) for p in program.places]
         if on_rows([each[-1] for each in rows], groupings, snapshots):
             break
         started = time.perf_counter()
@@ -197,8 +204,8 @@ def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
 
 
 def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any]:
-    """Returns a member's own carry, without what `stack_data` added to it; all processes of
-    a run must ask.
+    """Returns a member's own carry, without what `stack_data` added to it. All processes of a
+    run must call this together.
     """
     place = program.places[member]
     if not place:
@@ -208,14 +215,20 @@ def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any
     )
 
 
-def make_result(program: Program, member: int, ends: Snapshot, rows: list, tested: Any) -> Result:
-    """Returns what a member leaves, from where it ends."""
+def make_result(
+    program: Program, member: int, ends: Snapshot, rows: list, tested: evaluate.Tested
+) -> Result:
+    """Returns what a member leaves.
+
+    Args: `member` is its number in the program; `ends` is where it ends; `rows` are those of
+    all its evaluations; `tested` is the last evaluation of the whole program.
+    """
     data, place = program.data[member], program.places[member]
     return Result(
         ends.state,
         ends.data_state.apply_to(data) if ends.data_state else data,
         rows,
-        jax.tree.map(lambda leaf: leaf[place], tested[1]),
+        take_rows(tested.evaluation.clients, place),
         {name: ends.counters[name] for name in TIMES},
         program.compiled.memory,
         program.compiled.programs,

@@ -14,6 +14,7 @@ from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.objective import cross_entropy
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
@@ -24,6 +25,31 @@ EVAL_BLOCK = 128  # test samples per forward pass
 def count_models(models: Params) -> int:
     """Returns how many models [m, ...] there are."""
     return jax.tree.leaves(models)[0].shape[0]
+
+
+class Totals(NamedTuple):
+    """What is counted over the test samples of all clients."""
+
+    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`
+    auxiliary_right: jax.Array  # [] int32, samples that the mean of the models predicts right
+    auxiliary_samples: jax.Array  # [] int32, samples that it was tested on, 0: none
+    nonfinite_models: jax.Array  # [] int32, clients tested on a model that is not finite
+    distance: jax.Array  # [] float32, the mean client distance, NaN where it is not measured
+
+
+class Evaluation(NamedTuple):
+    """What one evaluation measures."""
+
+    clients: metrics.ClientMetrics  # [K]
+    totals: Totals
+
+
+class Tested(NamedTuple):
+    """An evaluation of a run, or of several, on the host or not yet."""
+
+    index: Any  # [K] int32, the model that each client is served, -1: none
+    evaluation: Evaluation
+    concept: Any  # [K] int32, the true groups, -1 where unknown
 
 
 class Blocks(NamedTuple):
@@ -52,8 +78,11 @@ def find_model(blocks: Blocks, number: jax.Array) -> jax.Array:
 def predict_block(
     task: Task, model: Params, data: FederatedData, blocks: Blocks, number: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (place in `data.test.order`, N_test for none; predicted class; cross-entropy)
-    [EVAL_BLOCK] of one block by its `model`.
+    """Returns three arrays [EVAL_BLOCK] for one block of test samples: place in
+    `data.test.order` (N_test: no sample), predicted class, cross-entropy.
+
+    Args: `model` [...] is the one that the block belongs to, see `find_model`; `blocks` are
+    those of all test samples; `number` [] is the block's.
     """
     sort, first, count, until = blocks
     total, g = sort.size, find_model(blocks, number)
@@ -96,7 +125,7 @@ def predict_test_samples(
     def one_block(shared, models, number, row):
         data, blocks = shared
         row = row if split else find_model(blocks, number)
-        model = jax.tree.map(lambda leaf: leaf[row], models)
+        model = take_rows(models, row)
         return predict_block(task, model, data, blocks, number)
 
     def device_blocks(shared, own):
@@ -139,8 +168,8 @@ def evaluate_clients(
 def evaluate_auxiliary(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (right, all) of the predictions on the union of all test sets by the
-    plain mean of the models that serve somebody.
+    """Returns how many predictions on the union of all test sets are right, and how many
+    there are, by the plain mean of the models that serve any client.
     """
     used = jnp.any(
         served.model_index[:, None] == jnp.arange(count_models(served.models)), axis=0
@@ -172,12 +201,16 @@ def evaluate_all(
     data: FederatedData,
     with_auxiliary: bool,
 ) -> tuple[dict, metrics.ClientMetrics]:
-    """Returns one evaluation's metrics and the per-client table of the state."""
-    table, counts = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
+    """Returns one evaluation's metrics, see `finalize`, and the table of clients, of a state.
+
+    Args: the devices of `mesh` share the test samples; `data` are those of all clients;
+    `with_auxiliary`: also test the mean of the models, where there are several.
+    """
+    found = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
     return finalize(
-        served.model_index, count_models(served.models), table, counts, data.concept
-    ), table
+        served.model_index, count_models(served.models), found, data.concept
+    ), found.clients
 
 
 def evaluate_block(
@@ -189,12 +222,11 @@ def evaluate_block(
     with_auxiliary: bool,
     first: Any = None,
     with_distance: bool = False,
-) -> tuple:
-    """Returns the per-client table and, on all test samples of the clients of `data`,
-    the counts of classes, of the auxiliary model, and of the clients whose model is not
-    finite; and the mean client distance, NaN without.
+) -> Evaluation:
+    """Returns what the clients of `data` measure: all clients, or those from number `first` on.
 
-    These are by default everybody, otherwise the clients from number `first` on.
+    Args: `with_auxiliary`: also test the mean of the models, where there are several;
+    `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
     served = algorithm.serve(state)
     models, index = served
@@ -203,14 +235,12 @@ def evaluate_block(
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
     table, counts = evaluate_clients(task, mesh, ServedModels(models, index), data)
-    right = (
-        evaluate_auxiliary(task, mesh, served, data)
-        if count_models(served.models) > 1 and with_auxiliary
-        else (jnp.zeros((), jnp.int32),) * 2
-    )
+    right = samples = jnp.zeros((), jnp.int32)
+    if count_models(served.models) > 1 and with_auxiliary:
+        right, samples = evaluate_auxiliary(task, mesh, served, data)
     bad = ~is_finite(models)[jnp.maximum(index, 0)] & (index >= 0) & (data.test.size > 0)
     distance = evaluate_distance(served, data) if with_distance else jnp.float32(jnp.nan)
-    return table, (counts, right, bad.sum(dtype=jnp.int32), distance)
+    return Evaluation(table, Totals(counts, right, samples, bad.sum(dtype=jnp.int32), distance))
 
 
 def is_finite(models: Params) -> jax.Array:
@@ -221,49 +251,52 @@ def is_finite(models: Params) -> jax.Array:
     return jnp.stack(finite).all(0)
 
 
-def empty(num_clients: int, num_classes: int) -> tuple:
-    """Returns what `evaluate_block` would of nobody, for all clients."""
+def empty(num_clients: int, num_classes: int) -> Evaluation:
+    """Returns the evaluation of all clients before any of them has been tested."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
     table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
-    return table, (jnp.zeros((2, num_classes), jnp.int32), (zero, zero), zero, jnp.zeros(()))
+    totals = Totals(jnp.zeros((2, num_classes), jnp.int32), zero, zero, zero, jnp.zeros(()))
+    return Evaluation(table, totals)
 
 
-def merge(found: Any, more: Any, first: Any) -> tuple:
+def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
     """Enters an `evaluate_block` of the clients from number `first` on into that of all."""
-    (table, counts), (part, also) = found, more
+    table, part = found.clients, more.clients
     # a part may have fewer clients than room
     ids = jnp.where(part.samples > 0, first + jnp.arange(part.samples.size), table.samples.size)
-    return jax.tree.map(
-        lambda all, some: all.at[ids].set(some, mode="drop"), table, part
-    ), jax.tree.map(jnp.add, counts, also)
+    return Evaluation(
+        jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part),
+        jax.tree.map(jnp.add, found.totals, more.totals),
+    )
 
 
-def finalize(
-    index: Any, num_models: int, table: metrics.ClientMetrics, counts: Any, concept: Any
-) -> dict:
+def finalize(index: Any, num_models: int, found: Evaluation, concept: Any) -> dict:
     """Returns one evaluation's metrics from the results of all its parts: a dict
     of JAX's or of NumPy's arrays.
 
     `index` [K] are the served models, `concept` [K] the true groups; without an
     auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
-    tested on a model that is not finite, or if nobody's loss is finite: such a model
+    tested on a model that is not finite, or if no client's loss is finite: such a model
     does not predict.
     """
-    counts, (right, held), bad, distance = counts
+    clients, totals = found
     xp, has_model = index.__array_namespace__(), index >= 0
-    found = metrics.summarize_clients(table, counts)
-    found["test_loss"] = found.pop("loss")
-    found["group_sizes"] = metrics.bincount(xp.where(has_model, index, num_models), num_models + 1)[
-        :num_models
-    ]
-    found["groups"] = (found["group_sizes"] > 0).sum()
-    found["ari"] = metrics.ari(index, concept, has_model)
-    found["mean_client_distance"] = distance
-    found["evaluated_clients"] = has_model.sum()
-    found["auxiliary_accuracy"] = xp.where(held > 0, right / held.clip(1), xp.nan)
-    tested = table.samples > 0
-    bad = xp.where(xp.isfinite(table.loss).any(), bad, tested.sum())
-    for name in found:
+    row = metrics.summarize_clients(clients, totals.classes)
+    row["test_loss"] = row.pop("loss")
+    numbers = xp.where(has_model, index, num_models)
+    row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
+    row["groups"] = (row["group_sizes"] > 0).sum()
+    row["ari"] = metrics.ari(index, concept, has_model)
+    row["mean_client_distance"] = totals.distance
+    row["evaluated_clients"] = has_model.sum()
+    samples = totals.auxiliary_samples
+    several = num_models > 1  # of one model the mean says nothing new
+    row["auxiliary_accuracy"] = xp.where(
+        several & (samples > 0), totals.auxiliary_right / samples.clip(1), xp.nan
+    )
+    tested = (clients.samples > 0).sum()
+    bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, tested)
+    for name in row:
         if name.endswith(("accuracy", "f1")):
-            found[name] = xp.where(bad > 0, xp.nan, found[name])
-    return found | {"nonfinite_model_clients": bad}
+            row[name] = xp.where(bad > 0, xp.nan, row[name])
+    return row | {"nonfinite_model_clients": bad}

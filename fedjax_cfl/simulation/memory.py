@@ -49,7 +49,7 @@ def plan_memory(state: State, data: FederatedData, programs: Any) -> dict[str, i
 
 
 def work_bytes(program: Any) -> int:
-    """Returns the bytes that a compiled program needs besides its arguments and results."""
+    """Returns the bytes that a compiled program needs in addition to arguments and results."""
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes if analysis else 0
 

@@ -53,11 +53,15 @@ def client_metrics(
     num_clients: int,
     num_classes: int,
 ) -> tuple[ClientMetrics, jax.Array]:
-    """Returns the metrics of every client from samples [N] with classes `y` and
-    `prediction`, and two counts [2, C] over all clients.
+    """Returns the metrics of every client from N test samples, and two counts [2, C] over all
+    clients.
 
-    The counts are a class's true positives tp, and how often it is a label or a
-    prediction, 2 tp + fp + fn. `owner` -1 counts nowhere.
+    The counts are a class's true positives tp, and how often it is a label or a prediction, 2
+    tp + fp + fn.
+
+    Args: `correct` [N] bool; `loss` [N] is the cross-entropy; `y` and `prediction` [N] int32
+    are the label and the predicted class; `owner` [N] int32 is the client, and a sample of -1
+    counts nowhere; `num_clients` is K and `num_classes` is C.
     """
     # out of range is dropped, negative would wrap around
     owner = jnp.where(owner < 0, num_clients, owner)
@@ -86,11 +90,11 @@ def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:
     """Returns one number [] per metric over the clients that have test samples, given
     `client_metrics`' counts [2, C]; NaN if there are none.
 
-    accuracy, loss and weighted_macro_f1 weight clients by samples; macro_accuracy and
-    macro_f1 are plain means over clients; either is of each client's macro-F1 over its
+    accuracy, loss and weighted_macro_f1 weight clients by samples. macro_accuracy and
+    macro_f1 are plain means over clients. Both F1 are of each client's macro-F1 over its
     classes (FeSEM's tables call them Micro-F1 and Macro-F1). worst10_accuracy is that
-    of the worst tenth of the clients, at least one; pooled_micro_f1 and pooled_macro_f1
-    are micro-F1 and macro-F1 of all samples, whoever owns them. Of JAX's arrays or of
+    of the worst tenth of the clients, at least one. pooled_micro_f1 and pooled_macro_f1
+    are micro-F1 and macro-F1 of the samples of all clients together. Arrays may be JAX's or
     NumPy's, like `ari` and `bincount`: a run's few numbers are not worth a program.
     """
     samples = metrics.samples
@@ -137,11 +141,11 @@ def ari(a: Any, b: Any, valid: Any) -> Any:
     """Returns the adjusted Rand index [] of labels `a [K]` and `b [K]` over the clients
     `valid [K] bool`; K <= 2^24.
 
-    1 if both partitions are trivial and equal; NaN without valid clients. Negative
-    labels are not valid. Pairs are counted exactly, without a table of all pairs of
-    labels; from them 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn))
-    (Hubert and Arabie 1985) has a denominator without cancellation, no smaller than
-    either product above, and so is right to float32 rounding.
+    It is 1 if both partitions are trivial and equal, and NaN without valid clients. Negative
+    labels are not valid. Pairs are counted exactly, without a table of all pairs of labels.
+    The index is 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and
+    Arabie 1985). Its denominator has no cancellation and is no smaller than either product
+    of the numerator, so that the index is right to float32 rounding.
     """
     xp, valid = a.__array_namespace__(), valid & (a >= 0) & (b >= 0)
     a, b = (xp.where(valid, labels, np.iinfo(np.int32).max) for labels in (a, b))  # sorted last

@@ -1,5 +1,5 @@
-"""What personalised federated learning reports besides: clients that train on from their
-group's model, how alike they train, and clients that the run never met.
+"""What personalised federated learning also reports: clients that train on from their
+group's model, how alike they train, and clients that took no part in the run.
 """
 
 from typing import NamedTuple
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
@@ -16,6 +17,7 @@ from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.round.keys import TRAIN, derive_key
 from fedjax_cfl.round.local import Local, full_work
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.simulation.evaluate import count_models, evaluate_clients
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.types import (
@@ -39,12 +41,16 @@ def finetune_clients(
     data: FederatedData,
     key: Key,
     at_once: int,
+    lr_scale: ArrayLike = 1.0,
 ) -> ClientMetrics:
     """Returns what every client measures [K] on its own test samples once it has trained the
-    model that it is served for `epochs` more epochs on its own training samples.
+    model that it is served on its own training samples. Clients without a model measure
+    nothing.
 
-    `at_once` clients are trained together, so that no more models are in memory. Clients
-    without a model measure nothing. `key`: of the round whose batches they take.
+    Args: `local` is how they train, without schedule, clock and faults; `epochs` is for how
+    long; `served` says which model each has; `key` is that of the round whose batches they
+    take; `at_once` clients are trained together, so that no more models are in memory;
+    `lr_scale` [] is the factor of their step size.
     """
     local = local._replace(epochs=epochs, steps=None, schedule=None, clock=None, faults=Faults())
     local = local.resolve()
@@ -55,9 +61,9 @@ def finetune_clients(
     def score(ids, served, data, key):
         cohort = make_cohort(ids, data, local)
         real = cohort.ids < data.num_clients
-        group = served.model_index[jnp.minimum(cohort.ids, data.num_clients - 1)]
+        group = cohort.take(served.model_index)
         own = jnp.maximum(group, 0)
-        upload = train(cohort, data, (key, served.models), full_work(own))
+        upload = train(cohort, data, (key, served.models), full_work(own, lr_scale))
         tuned = jax.tree.map(lambda all, delta: all[own] + delta, served.models, upload.delta)
         client = jnp.where(real & (group >= 0), cohort.ids, data.num_clients)
         slot = jnp.full(data.num_clients, -1).at[client].set(jnp.arange(client.size), mode="drop")
@@ -80,11 +86,15 @@ def finetune_clients(
 def compare_updates(
     task: Task, local: Local, served: ServedModels, data: FederatedData, key: Key, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns clients [n] int32 that have a model and training samples, all or `most` drawn
-    by `key`, and the cosines [n, n] of their updates.
+    """Returns clients [n] int32 that have a model and training samples, and the cosines [n, n]
+    of their updates.
 
-    All train from the same model, the mean of those that they are served, for as long as in
-    a round; so their updates differ by their data alone. All updates are in memory at once.
+    All train from the same model, the mean of those that they are served, for as long as in a
+    round; so their updates differ by their data alone. All updates are in memory at once.
+
+    Args: `local` is how they train, without schedule, clock and faults; `served` says which
+    model each has; `key` draws the clients and their batches; `most` is the largest n, and
+    fewer clients are all taken.
     """
     local = local._replace(schedule=None, clock=None, faults=Faults()).resolve()
     train = over_clients(sgd(task, local), local)
@@ -99,21 +109,21 @@ def compare_updates(
         cohort = make_cohort(ids, data, local)
         upload = train(cohort, data, (key, mean), full_work(jnp.zeros_like(cohort.ids)))
         rows = jnp.argsort(cohort.rank)[: ids.size]  # in the order of `ids`
-        delta = jax.tree.map(lambda leaf: leaf[rows], upload.delta)
+        delta = take_rows(upload.delta, rows)
         return cosine(delta, delta)
 
     return ids, np.asarray(compare(ids, served, data, key)) if ids.size else np.zeros((0, 0))
 
 
 def split_clients(ids: np.ndarray, at_once: int, num_clients: int) -> np.ndarray:
-    """Returns clients in rows of `at_once` int32, the last filled up with K, nobody."""
+    """Returns clients in rows of `at_once` int32, the last filled up with K."""
     rows = -(-ids.size // at_once)
     filled = np.full(rows * at_once, num_clients, np.int32)
     filled[: ids.size] = ids
     return filled.reshape(rows, at_once)
 
 
-# clients that the run never met
+# clients that took no part in the run
 
 
 class NewClients(NamedTuple):
@@ -128,7 +138,7 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> tuple[np.n
     """Returns the clients [K - H] that take part and those [H] that are held out: a share of
     all, drawn among those with training and test samples.
 
-    Raises InputError where nobody would be left on either side.
+    Raises InputError where no client would be left on either side.
     """
     able = np.flatnonzero((np.asarray(data.train.size) > 0) & (np.asarray(data.test.size) > 0))
     count = round(share * data.num_clients)
@@ -142,7 +152,7 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> tuple[np.n
 
 
 def select_remembered(at_once: int) -> Selection:
-    """Selects the clients [at_once] that the state's selection memory names, K: nobody."""
+    """Selects the clients [at_once] that the state's selection memory names, K: none."""
     return Selection(
         init=lambda data: jnp.full(at_once, data.num_clients, jnp.int32),
         select=lambda key, memory, state, data: memory,
@@ -159,15 +169,18 @@ def assign_newcomers(
     key: Key,
     at_once: int,
 ) -> NewClients:
-    """Assigns clients to the groups of a finished run by the method's own rule, and tests
-    them on the models as the run left them.
+    """Assigns clients to the groups of a finished run by the method's own rule, and tests them
+    on the models as the run left them.
 
-    `data` are those of the clients of the run and, after them, the new ones. The rule is
-    what a round of the method does with clients that it meets for the first time, so they
-    are selected in one round that starts from `trained`, of which only the assignment is
-    kept. Where that round moves clients of the run, too, its groups are not those that were
-    trained, and the new ones stay without. `algorithm` selects by `select_remembered`, see
-    also `check_rule`.
+    The rule is what a round of the method does with clients that it selects for the first time,
+    so they are selected in one round that starts from `trained`, of which only the assignment
+    is kept. Where that round moves clients of the run, too, its groups are not those that were
+    trained, and the new ones stay without.
+
+    Args: `algorithm` selects by `select_remembered`, see also `check_rule`; the devices of
+    `mesh` share the tests; `trained` is the state that the run left; `data` are those of the
+    clients of the run and, after them, the new ones; `key` is the round's; `at_once` clients
+    are selected together.
     """
     known, total = trained.assignment.size, data.num_clients
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
@@ -193,9 +206,9 @@ def assign_newcomers(
 
 
 def check_rule(algorithm: Algorithm, data: FederatedData, key: Key) -> None:
-    """Raises InputError for a method that has no rule for clients that it has not met:
-    every client has a model of its own, or the start puts all clients into groups, and
-    who comes later is put into group 0 unseen.
+    """Raises InputError for a method that has no rule for new clients. That is so if every
+    client has a model of its own, or if the start puts all clients into groups and later ones
+    would join group 0 without a look at their data.
     """
     state = jax.eval_shape(algorithm.init, key, data)
     models = count_models(jax.eval_shape(algorithm.serve, state).models)
@@ -209,7 +222,7 @@ def check_rule(algorithm: Algorithm, data: FederatedData, key: Key) -> None:
 
 def extend_state(trained: State, fresh: State, known: int) -> State:
     """Returns a state of more clients, `fresh`, whose first `known` are as in `trained`; the
-    others have not been met.
+    others have no group yet.
     """
 
     def write(base, part):

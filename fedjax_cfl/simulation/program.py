@@ -19,12 +19,13 @@ from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.compiler import compiler_options, count_cache_hits, parallel_compiler
 from fedjax_cfl.simulation.rounds import Carry, Plan, carry_shapes, make_functions
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_arguments
 
 
 def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
-    """Raises InputError for a plan that there cannot be, or data without test samples."""
+    """Raises InputError for a plan that is not allowed, or data without test samples."""
     check_arguments(Plan, plan._asdict())
     if not all(one.test.order.size for one in data):
         raise InputError("data: nobody holds a test sample, so that nothing can be scored")
@@ -48,7 +49,7 @@ class Compiled(NamedTuple):
 
     begin: Callable[[], Carry]
     train: Callable  # (carry, data, done, count) -> (carry, infos [.., >= count])
-    test: Callable  # (carry) -> (served models' index [.., K], table, counts, concept [.., K])
+    test: Callable[[Carry], evaluate.Tested]  # leading axes as those of the program
     shapes: Any  # of the carry
     memory: dict[str, int]  # bytes that each device was planned to hold, see `plan_memory`
     seconds: float  # of compiling
@@ -71,24 +72,17 @@ class Program(NamedTuple):
 
 
 def compile_run(
-    algorithm: Algorithm,
-    task: Task,
-    data: FederatedData,
-    key: Key,
-    plan: Plan,
-    drift: Drift,
-    mesh: Mesh,
-    fresh: bool = True,
-    inputs: Inputs | None = None,
+    setup: Setup, key: Key, plan: Plan, fresh: bool = True, inputs: Inputs | None = None
 ) -> Program:
-    """Compiles one run: its start if it is `fresh`, its rounds, its evaluation.
+    """Compiles one run: its start, its rounds, its evaluation.
 
-    `inputs.build` makes the same algorithm and drift of traced values; None: the programs
-    hold all numbers.
-
-    Raises InputError for data without test samples, for data on the host that the
-    algorithm cannot use, and for a run that does not fit into memory.
+    Args: `key` fixes all draws, and the cohorts where the data are on the host; `fresh`: the
+    start is compiled, too; `inputs.build` makes the same algorithm and drift of traced values,
+    None: the programs hold all numbers.
+    Raises InputError for data without test samples, for data on the host that the algorithm
+    cannot use, and for a run that does not fit into memory.
     """
+    algorithm, task, data, drift, mesh = setup
     check_plan(plan, [data])
     prefetch.check_host_data(data, algorithm, drift)
     key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
@@ -105,7 +99,7 @@ def compile_run(
     return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
 
 
-def found_before(feed: Any, mesh: Mesh) -> Any:
+def init_evaluation(feed: Any, mesh: Mesh) -> Any:
     """Returns what tests begin with: nothing, where there is one part of the test data."""
     if not feed.streamed:
         return None
@@ -115,8 +109,10 @@ def found_before(feed: Any, mesh: Mesh) -> Any:
 def lower_programs(
     functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """Yields (name, program) of begin, train and test, see `compile_functions`, each traced
-    when it is asked for. Of the arguments only shapes, types and shardings count.
+    """Yields (name, program) of begin, train and test, each traced when the caller asks for the
+    next. Of the arguments only shapes, types and shardings count.
+
+    Args: as those of `compile_functions`.
     """
     side, whole = len(given) + 1, replicated_sharding(mesh)
     begin, train, test = functions
@@ -126,7 +122,7 @@ def lower_programs(
     yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=(*places, whole))
     yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
-    found, first = found_before(feed, mesh), 0 if feed.streamed else None
+    found, first = init_evaluation(feed, mesh), 0 if feed.streamed else None
     score = jax.jit(test, out_shardings=whole)
     yield "test", score.lower(*given, feed.shapes("test"), *shapes, found, first)
 
@@ -140,14 +136,17 @@ def compile_functions(
     task: Task,
     fresh: bool = True,
 ) -> Compiled:
-    """Compiles (begin, train, test), functions of (*given, data), (*given, data,
-    *carry, done, count) and (*given, data, *carry, found, first client).
+    """Compiles the start, the rounds and the evaluation of a run, or of several as one.
 
-    Raises InputError for what does not fit into memory.
+    Args: `functions` are begin(*given, data), train(*given, data, *carry, done, count) and
+    test(*given, data, *carry, found, first client); `algorithm` is that of any member; `given`
+    are the values of settings and the key; `feed` brings the data, a `DeviceFeed` or
+    `HostFeed`; `fresh`: begin is compiled, too. Raises InputError for what does not fit into
+    memory.
     """
     began = time.perf_counter()
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
-    lowered, futures, nothing = {}, {}, found_before(feed, mesh)
+    lowered, futures, nothing = {}, {}, init_evaluation(feed, mesh)
     with count_cache_hits() as hits, parallel_compiler() as compiled:
         for name, program in lower_programs(functions, algorithm, given, feed, mesh):
             lowered[name] = program
@@ -165,13 +164,14 @@ def compile_functions(
         state, data_state, infos = train(*given, data, *carry, done, count)
         return (state, data_state), infos
 
-    def test(carry: Carry):
+    def test(carry: Carry) -> evaluate.Tested:
         found: Any = nothing
         index: Any = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
             found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
-        return index, *found, carry[1].concept if carry[1] else np.full(index.shape, -1)
+        concept = carry[1].concept if carry[1] else np.full(index.shape, -1)
+        return evaluate.Tested(index, found, concept)
 
     planned = memory.plan_memory(shapes[0], feed.peak_shapes(), programs.values())
     memory.check_memory(planned, mesh)

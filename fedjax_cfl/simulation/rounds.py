@@ -16,6 +16,7 @@ from fedjax_cfl.round.client_models import split_sharding
 from fedjax_cfl.round.keys import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt
 
@@ -46,9 +47,9 @@ class Plan(NamedTuple):
     """How long a run is, and how it is tested: after every `eval_every` rounds and the
     last.
 
-    `discard` (D17) hides a clustered method's accuracy while its first rounds do not
-    cover everybody: `rounds` in round t = 0, 1, ... while t < K / cohort (the FlexCFL
-    code), `met` while clients have not been met, `none` never.
+    `discard` (D17) hides a clustered method's accuracy while its first rounds do not cover all
+    clients. `rounds` hides it in round t = 0, 1, ... while t < K / cohort (the FlexCFL code),
+    `met` while any client has no model yet, `none` never.
     """
 
     rounds: PositiveInt
@@ -84,7 +85,11 @@ def run_round(
     data_state: DataState,
     data: FederatedData,
 ) -> tuple[State, DataState, Info]:
-    """One shift and one round; returns (state, data_state, info)."""
+    """Makes one shift of the data and one round; returns (state, data_state, info).
+
+    Args: `key` is the run's; `data_state` is what the drift has edited so far, and `data` has
+    the samples as they were before the run.
+    """
     met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
     now, memory, shifted = drift.apply(
         derive_key(key, DRIFT), state.round, data_state.apply_to(data), data_state.memory, met
@@ -130,12 +135,11 @@ def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int) -> Callable:
     return rounds
 
 
-def state_shapes(
-    algorithm: Algorithm, drift: Drift, mesh: Mesh, data: FederatedData, key: Key
-) -> tuple[State, DataState]:
+def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     """Returns shapes, types and shardings of a run's state and moving data: what a
     checkpoint is restored into.
     """
+    algorithm, _, data, drift, mesh = setup
     streamed = prefetch.is_on_host(data)
     data = (
         prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
@@ -187,8 +191,12 @@ def make_functions(
     block: int,
     streamed: bool,
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns the functions of a run, of its values, key and data: its start; up to `block`
-    rounds; the evaluation of a part of the test data, from client `first` on.
+    """Returns (begin, train, test), functions of a run's values, key and data: its start, up to
+    `block` rounds, and the evaluation of a part of the test data from client `first` on.
+
+    Args: `build(values)` -> (Algorithm, Drift), where values may be traced; the devices of
+    `mesh` share an evaluation; `plan` says what is tested; `block` is the most rounds of one
+    call; `streamed`: data come in blocks from the host and do not drift.
     """
 
     def begin(values, key, data):

@@ -9,8 +9,9 @@ import numpy as np
 from fedjax_cfl.errors import NonFiniteUpdate, RunError
 from fedjax_cfl.round import traffic
 from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.compilation import Program
+from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.types import Algorithm, Params
 
@@ -21,9 +22,11 @@ COUNTERS = {"client_updates": 0, "local_steps": 0} | dict.fromkeys(("wall_s", *T
 def make_row(
     program: Program, plan: Plan, member: int, measured: tuple, counters: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns a member's row of an evaluation, of what was `measured`: (rounds done,
-    (traffic, clock_ms), (count, infos) of the blocks since the last one, `Program.test`'s).
+    """Returns a member's row of an evaluation.
 
+    Args: `member` is its number in the program; `measured` is (rounds done, (traffic,
+    clock_ms), (count, infos) of each block since the last evaluation, what `Compiled.test`
+    returns); `counters` are those before, see `COUNTERS`.
     Raises NonFiniteUpdate, as neither row nor checkpoint may lead past it, and RunError for a
     client of a group that does not exist.
     """
@@ -33,13 +36,12 @@ def make_row(
         jax.tree.map(lambda leaf, count=count: leaf[place][:count], infos)
         for count, infos in blocks
     ]
-    ledger, tested = jax.tree.map(lambda leaf: leaf[place], (ledger, tested))
+    ledger, tested = take_rows((ledger, tested), place)
     infos = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     raise_if_nonfinite(algorithm, state.groups, done, infos)
-    index, table, counts, concept = tested
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
-    raise_if_unknown_group(done, index, num_models)
-    found = evaluate.finalize(index, num_models, table, counts, concept)
+    check_groups_exist(done, tested.index, num_models)
+    found = evaluate.finalize(tested.index, num_models, tested.evaluation, tested.concept)
     row = metrics_row(done, ledger, state.groups, infos, found, counters)
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
@@ -63,7 +65,7 @@ def update_counters(
 def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
     """Returns whether the accuracy of a clustered method's row does not count yet."""
     if discard == "rounds":
-        # a round in which everybody is offline selects nobody
+        # a round in which all clients are offline selects none
         done = (row["round"] - 1) * selected if selected else row["client_updates"]
         return done < num_clients
     return discard == "met" and row["evaluated_clients"] < num_clients
@@ -87,8 +89,13 @@ def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: A
         )
 
 
-def raise_if_unknown_group(done: int, index: np.ndarray, num_models: int) -> None:
-    """Raises RunError for the first client whose model number, `index` [K], there is not."""
+def check_groups_exist(done: int, index: np.ndarray, num_models: int) -> None:
+    """Raises RunError if a client is served a model that does not exist, and names the first
+    such client.
+
+    Args: `done` rounds have ended; `index` [K] int32 is the model that each client is served,
+    -1: none; `num_models` is how many there are.
+    """
     unknown = np.flatnonzero(index >= num_models)
     if unknown.size:
         raise RunError(
@@ -98,7 +105,7 @@ def raise_if_unknown_group(done: int, index: np.ndarray, num_models: int) -> Non
 
 
 def mean_of_rounds(values: jax.Array) -> float:
-    """Returns the mean of a block's rounds [n]; of those with updates, NaN if there are none."""
+    """Returns the mean over the rounds [n] of a block that used an update; NaN if none did."""
     with_updates = np.asarray(values)[~np.isnan(values)]
     return float(with_updates.mean()) if with_updates.size else math.nan
 
@@ -111,8 +118,13 @@ def metrics_row(
     found: dict[str, Any],
     before: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns one row of metrics.jsonl in plain Python: the last round's losses, the
-    block's mean discrepancy, everything sent so far. `ledger`: (Traffic, clock_ms).
+    """Returns one row of metrics.jsonl in plain Python: the last round's losses, the block's
+    mean discrepancy, all that has been sent so far.
+
+    Args: `done` rounds have ended; `ledger` is (Traffic, clock_ms), so far; `groups` [m, ...]
+    are the group models or their shapes; `infos` [n] are those of the rounds since the last
+    evaluation; `found` are the metrics of this one; `before` are the counters before, see
+    `COUNTERS`.
     """
     sent, clock_ms = ledger
     model_bytes = sum(
@@ -126,7 +138,8 @@ def metrics_row(
         "train_loss": float(infos.loss[-1]),
         "train_loss_last": float(infos.last_loss[-1]),
         "discrepancy": mean_of_rounds(infos.discrepancy),
-        "group_discrepancy": infos.group_discrepancy[-1].tolist(),
+        # as many as groups that clients can be in
+        "group_discrepancy": infos.group_discrepancy[-1][: len(row["group_sizes"])].tolist(),
         "dissimilarity": mean_of_rounds(infos.dissimilarity),
         "cold_clients": int(infos.cold.sum()),
         "shifted_clients": int(infos.shifted.sum()),

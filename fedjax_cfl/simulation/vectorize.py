@@ -18,14 +18,15 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation.compilation import Program, check_plan, compile_functions
+from fedjax_cfl.simulation.program import Program, check_plan, compile_functions
 from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
 
 
 def stack_data(data: Sequence[FederatedData]) -> FederatedData:
     """Stacks data sets [D, ...] of equally many clients; the smaller ones get samples
-    that nobody holds. On the host.
+    that no client holds. On the host.
 
     Raises InputError if clients, features or classes differ.
     """
@@ -86,23 +87,22 @@ def row_numbers(data: FederatedData) -> np.ndarray:
 
 def compile_members(
     build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]],
-    task: Task,
+    setup: Setup,
     data: Sequence[FederatedData],
     keys: jax.Array,
     values: Mapping[str, Sequence[float]],
     plan: Plan,
-    drift: Drift,
-    mesh: Mesh,
 ) -> Program:
     """Compiles a grid of runs, key by key and inside a key in the order of the values.
 
     Args: `build(values)` -> (Algorithm made with `Local(vmap_runs=True)`, Drift), given
-    one member's values, scalars which may be traced; `data` one data set per key, or one
-    for all; `keys` [D] typed keys; `values` name -> [H] values of a setting, several
-    settings in step. Raises what `compile_run` raises; InputError if the data sets do
-    not fit together.
+    one member's values, scalars which may be traced; `setup` is that of any member; `data`
+    one data set per key, or one for all; `keys` [D] typed keys; `values` name -> [H] values of
+    a setting, several settings in step.
+    Raises what `compile_run` raises; InputError if the data sets do not fit together.
     """
     check_plan(plan, data)
+    _, task, _, drift, mesh = setup
     points = max(map(len, values.values()), default=1)
     places = [(s, h) for s in range(keys.size) for h in range(points)]
     settings = {name: jnp.asarray(each, jnp.float32) for name, each in values.items()}
@@ -115,7 +115,8 @@ def compile_members(
     algorithm, _ = build({name: each[0] for name, each in settings.items()})
     compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
     alone = [
-        state_shapes(algorithm, drift, mesh, own[s % len(own)], key) for s, key in enumerate(keys)
+        state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)
+        for s, key in enumerate(keys)
     ]
     data, shapes = [own[s % len(own)] for s, _ in places], [alone[s] for s, _ in places]
     return Program(algorithm, data, shapes, places, feed.train_blocks, compiled)

@@ -1,11 +1,11 @@
 """How many clients train side by side on an accelerator: `local.width=auto`.
 
-A step of all lanes takes the time of its kernels in a row, and that of each lane: what it moves
-through the memory, or what it computes. How many steps there are is found by playing the queues of
-a few rounds. More lanes than all steps / those of the longest client are idle for long and
-cost as much as busy ones. With a model so large that a lane costs more than the kernels
-themselves more lanes gain little, and the smallest number within 5 % of the best is taken, which
-leaves memory. The memory that is free bounds it.
+A step of all lanes takes the time of its kernels, one after another, and that of each lane: to
+move its numbers through the memory, or to compute, whichever is longer. The number of steps is
+found by simulating the queues of a few rounds. With more lanes than (steps of all clients) /
+(steps of the longest client), some are idle for long, and cost as much as busy ones. If a model
+is so large that a lane costs more than the kernels themselves, more lanes gain little. So the
+smallest number within 5 % of the best is taken, which saves memory. Free memory is a bound.
 """
 
 import functools
@@ -63,7 +63,7 @@ def count_steps(chosen: dict[str, Any], samples: np.ndarray) -> np.ndarray:
 
 
 class StepSeconds(NamedTuple):
-    """What a step takes: of all lanes together, and of each besides."""
+    """The seconds of a step: those of all lanes together, and those that each lane adds."""
 
     all: float
     lane: float
@@ -120,7 +120,11 @@ def step_seconds(chosen: dict[str, Any], task: Task, data: FederatedData) -> Ste
 def count_fitting(
     chosen: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh, slots: int
 ) -> int:
-    """Returns how many lanes fit: half of the memory that data and updates leave."""
+    """Returns how many lanes fit: half of the memory that data and updates leave.
+
+    Args: `chosen` are the settings `local`; `slots` is the clients of a round on each device,
+    the most that are returned.
+    """
     has = memory.available_bytes(mesh)
     if has is None:
         return slots
@@ -158,5 +162,5 @@ def lower_gradient(task: Task, x: Any, y: Any) -> jax.stages.Lowered:
 
 @functools.cache
 def step_bytes(task: Task, x: Any, y: Any) -> int:
-    """Returns the bytes that a compiled gradient needs besides model, gradient and batch."""
+    """Returns the bytes that a compiled gradient needs in addition to model, gradient and batch."""
     return memory.work_bytes(lower_gradient(task, x, y).compile())

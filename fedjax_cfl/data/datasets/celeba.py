@@ -32,7 +32,7 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
 
     Celebrities with less than two images are dropped (FeSEM); of the others `users` are
     drawn with `seed` (None: all). `test` is LEAF's own split with `keep_split`, if the
-    files have one, else None, so that a partition by user splits anew. Images are
+    files have one, else None, so that a partition by user makes the split. Images are
     resized with a bicubic filter and take 21 kB each. Files: JSON under celeba/data/
     (as LEAF makes it) or celeba/, in train/ and test/, or all_data/; images in
     raw/img_align_celeba/ beside them or in celeba/img_align_celeba/. There is no

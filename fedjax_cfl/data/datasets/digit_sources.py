@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_cfl.data.datasets import images, readers
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
 from fedjax_cfl.data.datasets.hdf5 import read_hdf5
-from fedjax_cfl.data.datasets.pool import _test_mask, check_pool
+from fedjax_cfl.data.datasets.pool import check_pool, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
@@ -104,7 +104,7 @@ def _svhn() -> Source:
     if path is not None:
         arrays = images.read_images(path[0], ("images", "labels", "split"), (32, 32, 3))
         x, y = arrays["images"], arrays["labels"]
-        return np.float32(1 / 255) * x, y, _test_mask(path[0], arrays["split"], y)
+        return np.float32(1 / 255) * x, y, read_test_mask(path[0], arrays["split"], y)
     paths = locate(*SVHN_MAT)
     if paths is None:
         raise missing_data_error("svhn (no download)", *SVHN_MAT, SVHN)

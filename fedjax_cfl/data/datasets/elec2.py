@@ -16,9 +16,11 @@ HEADER = "period,nswprice,nswdemand,vicprice,vicdemand,transfer,class".split(","
 
 
 def elec2(clients: PositiveInt = 48) -> Pool:
-    """Returns Elec2: x [N, 6] float32, the time of day, two prices, two demands and the
-    transfer, all from 0 to 1; y is 1 where the price in New South Wales is above its mean of
-    the last 24 hours; `time` is the number of the half-hour.
+    """Returns Elec2: x [N, 6] float32 and y [N], the half-hours in order of time.
+
+    The features are the time of day, two prices, two demands and the transfer, all from 0 to 1.
+    y is 1 where the price in New South Wales is above its mean of the last 24 hours. `time` is
+    the number of the half-hour.
 
     Half-hour n belongs to client n mod `clients`: 48 are the half-hours of the day, 336 those
     of the week. The file elec2/elec.csv.gz under a data root is not downloaded. Raises

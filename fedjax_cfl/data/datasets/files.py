@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets import leaf_json, readers
-from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
+from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt
@@ -54,7 +54,9 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
     names = tuple(users[np.unique(client)].tolist())  # those with samples
     classes = _count_classes(str(path), num_classes)
-    return check_pool(Pool(x, y, classes, _compact(client), test, client_names=names), str(path))
+    return check_pool(
+        Pool(x, y, classes, number_owners(client), test, client_names=names), str(path)
+    )
 
 
 def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
@@ -112,7 +114,7 @@ def _map_array(path: Path) -> np.ndarray:
 def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
     """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
     y, class_names = _number_labels(path, arrays["y"], num_classes)
-    test = _test_mask(path, arrays["split"], y) if "split" in arrays else None
+    test = read_test_mask(path, arrays["split"], y) if "split" in arrays else None
     pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
     pool = pool._replace(time=arrays.get("time"), class_names=class_names)
     if "client" not in arrays:
@@ -196,4 +198,4 @@ def _concepts(path: str, concept: np.ndarray | None, ids: np.ndarray) -> np.ndar
             f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
             f" ({len(ids)},) integers or text, one entry a client in the sorted order of the ids"
         )
-    return _compact(concept)
+    return number_owners(concept)

@@ -1,6 +1,5 @@
 """Image data sets: each function returns a checked `Pool`."""
 
-import importlib.metadata
 from pathlib import Path
 from typing import Literal
 
@@ -9,13 +8,13 @@ import numpy as np
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.download import REGISTRY, fetch, locate, missing_data_error
 from fedjax_cfl.data.datasets.files import leaf
-from fedjax_cfl.data.datasets.pool import _compact, _test_mask, check_pool
+from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import check_arguments
 
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
-DIGITS = "sklearn/datasets/data/digits.csv.gz"
+DIGITS = Path(__file__).with_name("digits.npz")  # images 0 .. 16, labels 0 .. 9
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
 CIFAR = tuple(
     f"cifar10/cifar-10-batches-bin/{part}.bin"
@@ -31,15 +30,13 @@ FASHION = (
 
 
 def digits() -> Pool:
-    """Returns scikit-learn's handwritten digits: 1,797 images 8x8 float32 in [0, 1], 10
-    classes. Nothing is downloaded.
-
-    The file is read where scikit-learn keeps it, for its import takes a second.
+    """Returns 1,797 handwritten digits, 8x8 float32 in [0, 1], 10 classes: the test part of UCI's
+    "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, CC BY 4.0), which
+    scikit-learn has as well. They come with the package: nothing is downloaded.
     """
-    file = importlib.metadata.distribution("scikit-learn").locate_file(DIGITS)
-    table = np.loadtxt(str(file), np.float32, delimiter=",")
-    x = table[:, :64].reshape(-1, 8, 8) / 16  # of 0 .. 16; the last column is the label
-    return check_pool(Pool(x, table[:, 64].astype(np.int64), 10), "digits")
+    with np.load(DIGITS, allow_pickle=False) as file:
+        x, y = file["images"].astype(np.float32) / 16, file["labels"].astype(np.int64)
+    return check_pool(Pool(x, y, 10), "digits")
 
 
 def mnist(standardize: bool = True, offline: bool = False) -> Pool:
@@ -103,7 +100,7 @@ def femnist(
     """Returns FEMNIST by writer (LEAF), 28x28, with LEAF's own split: "all" 62 classes
     (0-9, A-Z, a-z) or only the 10 "digits".
 
-    Without `keep_split`, `test` is None, so that a partition by writer splits anew.
+    Without `keep_split`, `test` is None, so that a partition by writer makes the split.
     Writers left without samples are dropped. Files under femnist/: the npz file
     femnist_leaf_sf005_uint8.npz (x is uint8), or LEAF JSON in data/{train,test} or
     leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's
@@ -114,7 +111,7 @@ def femnist(
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:
         arrays = read_images(archive[0], ("images", "labels", "user", "split"))
-        test = _test_mask(archive[0], arrays["split"], arrays["labels"])
+        test = read_test_mask(archive[0], arrays["split"], arrays["labels"])
         pool = check_pool(
             Pool(arrays["images"], arrays["labels"], 62, arrays["user"], test), str(archive[0])
         )
@@ -137,7 +134,8 @@ def femnist(
         writer, test = writer[keep], None if pool.test is None else pool.test[keep]
         pool = Pool(pool.x[keep], pool.y[keep], 10, test=test)
     return check_pool(
-        pool._replace(client=_compact(writer), test=pool.test if keep_split else None), "femnist"
+        pool._replace(client=number_owners(writer), test=pool.test if keep_split else None),
+        "femnist",
     )
 
 

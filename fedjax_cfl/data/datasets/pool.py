@@ -83,12 +83,12 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
     return values.astype(np.int32)
 
 
-def _compact(client: np.ndarray) -> np.ndarray:
+def number_owners(client: np.ndarray) -> np.ndarray:
     """Returns client numbers [N] without gaps, in the same order."""
     return np.unique(client, return_inverse=True)[1].astype(np.int32)
 
 
-def _test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
+def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
     fits = split.dtype.kind in "buif" and split.shape == y.shape
     if not fits or not np.isin(split, (0, 1)).all():

@@ -65,7 +65,7 @@ def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
 
 
 def read_at_most(file: Unpacked, most: int) -> bytearray:
-    """Returns at most `most` bytes; memory grows with what is there, not with what is asked for."""
+    """Returns at most `most` bytes; memory grows with what is there, not with `most`."""
     content = bytearray()
     while len(content) < most and (piece := file.read(min(READ_BYTES, most - len(content)))):
         content += piece

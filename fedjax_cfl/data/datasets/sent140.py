@@ -39,17 +39,19 @@ def sent140(
     lower: bool = False,
     pad: Literal["front", "end"] = "front",
 ) -> Pool:
-    """Returns the tweets of Sentiment140 (LEAF) as word vectors, x [N, 25, 300]
-    float32, y 1 where positive; `client` is the author, `time` the hour of the tweet.
+    """Returns the tweets of Sentiment140 (LEAF) as word vectors, x [N, 25, 300] float32, y 1
+    where positive; `client` is the author, `time` the hour of the tweet.
 
-    Of the authors with more than `min_tweets` tweets, `users` are drawn with `seed`
-    (None: all are taken, as when there are no more). Vectors come from the GloVe text
-    file `embedding`, zeros for an unknown word; without one they are hashed from the
-    word, which tells words apart but knows no likeness, so that accuracies are not
-    comparable with the papers'. `lower` puts the text in lower case first, `pad` puts
-    the zeros at the "front" (FlexCFL) or at the "end" (FedProx). Files: LEAF JSON under
-    sent140/, see `read_tweets`; `test` is set where they are split. There is no
-    download. Raises InputError for missing or bad files.
+    Args: authors with more than `min_tweets` tweets count, of whom `users` are drawn with
+    `seed` (None: all are taken, as when there are no more); `embedding` is a GloVe text file
+    with the vectors, zeros for an unknown word, None: vectors are hashed from the words;
+    `lower` puts the text in lower case first; `pad` puts the zeros at the "front" (FlexCFL) or
+    at the "end" (FedProx).
+
+    Hashed vectors differ for different words, but similar words are not near each other:
+    accuracies are not comparable with the papers'. Files: LEAF JSON under sent140/, see
+    `read_tweets`; `test` is set where they are split. There is no download. Raises InputError
+    for missing or bad files.
     """
     tweets, y, client, test, time = read_tweets(users, min_tweets, seed)
     pool = Pool(embed_texts(tweets, embedding, lower, pad), y, 2, client, test, time=time)
@@ -74,8 +76,8 @@ def read_tweets(
     sizes = np.array(
         [sum(len(part[name][0]) for part in parts if name in part) for name in names], int
     )
-    # LEAF trains on int(0.9 n) of n tweets: whoever had more than 30 has more than 3 in the
-    # test tenth, and nobody else.
+    # LEAF trains on int(0.9 n) of n tweets: users who had more than 30 have more than 3 in the
+    # test tenth, and no others do.
     least = min_tweets // STAND_IN_DIVISOR if files[0][0].name.startswith(STAND_IN) else min_tweets
     enough = np.flatnonzero(sizes > least)
     if not len(enough):

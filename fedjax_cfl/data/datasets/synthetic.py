@@ -26,6 +26,10 @@ def synthetic(
     int(lognormal(4, 2)) + 50 samples. With `iid`, one W and b ~ N(0, 1) for all and v =
     0. Unless `match_total` is None, the sizes are redrawn until they sum to it within 1
     % (75,349: FedGroup, Table 2).
+
+    Args: `alpha` and `beta` >= 0 are the standard deviations of u and B, 0: all devices share
+    them; `clients` is the number of devices; `match_total` is at least 50 for each device;
+    `seed` fixes all draws; `iid`: one model for all.
     """
     check_arguments(synthetic, locals(), "dataset.source")
     rng = np.random.RandomState(seed)

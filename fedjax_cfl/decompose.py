@@ -1,0 +1,78 @@
+"""Decompositions of one matrix that stay one at a time where runs are mapped over.
+
+On a CPU, LAPACK's kernels split a BATCH of matrices over the threads in which the programs of
+all devices run, and wait for them. Where every thread is itself a device's program that waits
+so, nobody goes on: a grid of runs (`seeds=3`) hangs for ever. Mapped by `jax.vmap`, what is here
+becomes a loop over matrices instead; of one matrix it is what `jax.numpy.linalg` does, to the
+bit.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.types import Key
+
+
+@jax.custom_batching.sequential_vmap
+def _eigh(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    values, vectors = jnp.linalg.eigh(matrix)
+    return values, vectors
+
+
+@jax.custom_batching.sequential_vmap
+def _svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    return left, values, right
+
+
+@jax.custom_batching.sequential_vmap
+def _svdvals(matrix: jax.Array) -> jax.Array:
+    return jnp.linalg.svd(matrix, compute_uv=False)
+
+
+@jax.custom_batching.sequential_vmap
+def _qr(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, r = jnp.linalg.qr(matrix)
+    return q, r
+
+
+def eigh(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the eigenvalues [n], ascending, and eigenvectors [n, n] of a symmetric matrix."""
+    return _eigh(_one(matrix))
+
+
+def svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (U [n, k], singular values [k], V' [k, p]) of a matrix [n, p], k = min(n, p)."""
+    return _svd(_one(matrix))
+
+
+def svdvals(matrix: jax.Array) -> jax.Array:
+    """Returns the singular values [min(n, p)] of a matrix [n, p], the largest first."""
+    return _svdvals(_one(matrix))
+
+
+def qr(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (Q [n, k], R [k, p]) of a matrix [n, p], k = min(n, p)."""
+    return _qr(_one(matrix))
+
+
+def one_at_a_time(init: Callable) -> Callable:
+    """Returns an initializer (key, shape, dtype) that decomposes a matrix, as an orthogonal one
+    does, so that several models are drawn one after another.
+    """
+
+    def draw(key: Key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+        return jax.custom_batching.sequential_vmap(lambda key: init(key, shape, dtype))(key)
+
+    return draw
+
+
+def _one(matrix: jax.Array) -> jax.Array:
+    """Returns the matrix. Raises ValueError for a batch: `jax.vmap` maps over one."""
+    if jnp.ndim(matrix) != 2:
+        raise ValueError(
+            f"one matrix, [rows, columns], is decomposed; map over {jnp.shape(matrix)}"
+        )
+    return matrix

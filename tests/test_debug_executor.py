@@ -1,0 +1,73 @@
+"""Every file of conf/algorithm in a Python loop, outside of `jit`: what a person sees who steps
+through a method is what the compiled round computes.
+"""
+
+import copy
+from pathlib import Path
+
+import hydra
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl.cli import build as parts
+from fedjax_cfl.cli.overrides import CONF, check_overrides
+
+ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+SETTINGS = {
+    "dataset": "npz",
+    "partition": "by_user",
+    "model": "mclr",
+    "devices": 1,
+    "clients_per_round": 4,
+    "dataset.groups": 2,
+    "dataset.alpha": 2,
+    "local.epochs": 1,
+    "local.batch_size": 10,
+}
+# searches, generators and networks of many steps
+SHORTER = {
+    "md_icfl": ("algorithm.search_steps=3",),
+    "ifca_restarts": ("algorithm.restarts=2", "algorithm.restart_rounds=1"),
+    "default": (),
+}
+
+
+@pytest.fixture(scope="module")
+def source(toy_pool, tmp_path_factory) -> Path:
+    """The toy data as a file."""
+    path, split = tmp_path_factory.mktemp("toy") / "toy.npz", toy_pool.test.astype(int)
+    np.savez(path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=split)
+    return path
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_python_loop_computes_what_the_compiled_round_does(name, source, monkeypatch):
+    monkeypatch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
+    given = [f"{setting}={value}" for setting, value in SETTINGS.items()]
+    given += [f"dataset.source.path={source}", f"algorithm={name}"]
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        known = check_overrides(given)["algorithm"]
+        shorter = SHORTER.get(name, SHORTER["default"])
+        shorter += ("algorithm.pretrain=iters:2",) if "pretrain" in known else ()
+        config = check_overrides([*given, *shorter])
+    setup, key = parts.build(config), jax.random.key(0)
+
+    def play(executor: str):
+        own = copy.deepcopy(config)
+        own["local"]["executor"] = executor
+        algorithm = parts.build_algorithm(own, setup.task, setup.data, setup.mesh)
+        if executor == "debug":
+            with jax.disable_jit():
+                return algorithm.round(key, algorithm.init(key, setup.data), setup.data)
+        begin, go = jax.jit(algorithm.init), jax.jit(algorithm.round)
+        return go(key, begin(key, setup.data), setup.data)
+
+    found, want = jax.tree.leaves_with_path(play("debug")), jax.tree.leaves(play("sequential"))
+    for (path, one), other in zip(found, want, strict=True):
+        if not jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
+            text = jax.tree_util.keystr(path)
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5, err_msg=text)
