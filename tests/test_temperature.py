@@ -29,6 +29,7 @@ from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.keys import MIGRATE, derive_key
 from fedjax_cfl.round.pretrain import train_aside
 from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(7)
@@ -234,7 +235,7 @@ def founded_anew(task, local, alpha):
     """Returns the `migrate` that founds two groups anew in round 3, from 2 alpha clients."""
     founding = ColdStart(alpha, cluster_by_edc(), train_steps(11), recluster=[3])
     trial = train_aside(sgd(task, founding.pretrain(local)), local)
-    found = make_found_groups(trial, local, founding, 2)
+    found = make_found_groups(trial, local, founding, count_groups(2, None))
     return recluster_at(found, trial, local, founding, None, None)
 
 
