@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_cfl.data import drift
-from fedjax_cfl.data.federated import federate, update_client_index
+from fedjax_cfl.data.federated import federate, move_client_index, update_client_index
 from fedjax_cfl.data.incremental import incremental
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -412,3 +412,21 @@ def test_bad_settings_are_one_line(make, message):
     with pytest.raises(InputError, match=message) as raised:
         make()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_exchange_of_clients_is_a_regrouping(seed, toy):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.random(toy.owner.size) < 0.2)
+    owner = jnp.where(hidden, -1, toy.owner)
+    heir = jnp.asarray(rng.permutation(toy.num_clients), jnp.int32)
+    after = jnp.where(owner < 0, owner, heir[owner])
+    for view in (toy.train, toy.test):
+        now = update_client_index(view, owner)
+        for found, expected in zip(
+            jax.tree.leaves(move_client_index(now, owner, heir)),
+            jax.tree.leaves(update_client_index(view, after)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, expected)
+            assert found.dtype == expected.dtype

@@ -19,7 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.data.federated import label_counts, train_label_counts, update_client_index
+from fedjax_cfl.data.federated import (
+    label_counts,
+    move_client_index,
+    train_label_counts,
+    update_client_index,
+)
 from fedjax_cfl.data.shuffle import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, check_arguments
@@ -86,13 +91,7 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
         shifted = heir != clients
         # the truth about a client's data moves with them
         data = data.replace(concept=data.concept[heir])
-        return (
-            edit_owners(
-                data, jnp.any(shifted), lambda owner: jnp.where(owner < 0, owner, heir[owner])
-            ),
-            memory,
-            shifted,
-        )
+        return exchange_clients(data, jnp.any(shifted), heir), memory, shifted
 
     return Drift(keep_nothing, apply)
 
@@ -204,6 +203,19 @@ def edit_owners(
 
     owner, train, test = lax.cond(
         moves, rebuilt, lambda *same: same, data.owner, data.train, data.test
+    )
+    return data.replace(owner=owner, train=train, test=test)
+
+
+def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> FederatedData:
+    """Gives all samples of each client k to client heir[k] [K], a permutation, if `moves`."""
+
+    def exchanged(owner, train, test):
+        new = jnp.where(owner < 0, owner, heir[owner])
+        return new, *(move_client_index(view, owner, heir) for view in (train, test))
+
+    owner, train, test = lax.cond(
+        moves, exchanged, lambda *same: same, data.owner, data.train, data.test
     )
     return data.replace(owner=owner, train=train, test=test)
 

@@ -196,6 +196,22 @@ def update_client_index(view: ClientIndex, owner: jax.Array) -> ClientIndex:
     return ClientIndex(order, jnp.cumsum(size, dtype=size.dtype) - size, size)
 
 
+def move_client_index(view: ClientIndex, owner: jax.Array, heir: jax.Array) -> ClientIndex:
+    """Regroups a view whose clients exchange all their samples: those of client k, by `owner`
+    [N] int32 so far, become those of heir[k] [K] int32, a permutation.
+
+    It is what `update_client_index` gives for the new owners, without a sort: samples of a client
+    stay together, in the same order, and hidden ones at the end.
+    """
+    size = jnp.zeros_like(view.size).at[heir].set(view.size, unique_indices=True)
+    start = jnp.cumsum(size, dtype=size.dtype) - size
+    before, place = owner[view.order], jnp.arange(view.order.size, dtype=view.order.dtype)
+    moved = start[heir[before]] + place - view.start[before]
+    place = jnp.where(before < 0, place, moved)
+    order = jnp.zeros_like(view.order).at[place].set(view.order, unique_indices=True)
+    return ClientIndex(order, start, size)
+
+
 def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes: int) -> jax.Array:
     """Counts the labels of each client's samples in a view: owner [N] (-1 = hidden), y
     [N] -> [K, C] int32.
