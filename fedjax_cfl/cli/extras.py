@@ -13,7 +13,7 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result
-from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.metrics import ClientMetrics, weighted_mean
 from fedjax_cfl.simulation.personalize import (
     assign_newcomers,
     compare_updates,
@@ -84,9 +84,7 @@ def build_extras(config: dict[str, Any], setup: Setup) -> Callable[[Result], Ext
 
 
 def mean_accuracy(table: ClientMetrics) -> float:
-    """Returns the accuracy over all test samples of the clients that have a model; NaN
-    where there are none.
+    """Returns the accuracy over all test samples of the clients that have a model, added up as
+    that of the run itself; NaN where there are none.
     """
-    tested = table.samples > 0
-    weight = table.samples[tested]
-    return float(np.sum(table.accuracy[tested] * weight) / weight.sum()) if tested.any() else np.nan
+    return float(weighted_mean(np.asarray(table.accuracy), np.asarray(table.samples)))
