@@ -2,7 +2,7 @@
 
 On a CPU, LAPACK's kernels split a BATCH of matrices over the threads in which the programs of
 all devices run, and wait for them. Where every thread is itself a device's program that waits
-so, nobody goes on: a grid of runs (`seeds=3`) hangs for ever. Mapped by `jax.vmap`, what is here
+so, none can go on: a grid of runs (`seeds=3`) hangs for ever. Mapped by `jax.vmap`, what is here
 becomes a loop over matrices instead; of one matrix it is what `jax.numpy.linalg` does, to the
 bit.
 """

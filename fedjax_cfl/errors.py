@@ -1,9 +1,10 @@
 """The one exception for bad input: its text is a single line that names the field, the
-value and what is allowed.
+value and what is allowed. And warnings, a line each.
 """
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -49,3 +50,8 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> ar
 
     parser.error = refuse
     return parser.parse_args(arguments)
+
+
+def warn(line: str) -> None:
+    """Prints a warning on stderr: something is missing or lost, and the run goes on."""
+    print(f"fedjax-cfl: warning: {line}", file=sys.stderr)

@@ -68,7 +68,7 @@ def write(folder: Path, config: dict, rounds: range, clients: int = 12) -> list:
         for t in rounds:
             rng = np.random.default_rng(t)
             log.append(t, Grouping(*rng.integers(-1, 3, (2, clients)).astype(np.int32)))
-        return log.vouch()
+        return log.fingerprint()
 
 
 def test_a_sample_says_whose_groups_it_has(tmp_path):
@@ -86,8 +86,8 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
     np.testing.assert_array_equal(few.concepts, everybody.concepts[:, few.clients])
 
 
-def cut(folder, vouched):
-    kept = assignments.verified_assignments(folder, CONFIG, 12, 3, vouched)
+def cut(folder, fingerprint):
+    kept = assignments.verified_assignments(folder, CONFIG, 12, 3, fingerprint)
     (folder / assignments.PART).write_bytes(kept)
 
 
@@ -98,12 +98,12 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
         folder.mkdir()
     write(whole, CONFIG, range(1, 6))
     assignments.finish_assignments(whole, CONFIG, 12)
-    vouched = write(torn, CONFIG, range(1, 4))
+    fingerprint = write(torn, CONFIG, range(1, 4))
     write(torn, CONFIG, range(4, 5))
     with (torn / assignments.PART).open("ab") as part:
         part.write(b"half a record")
     if finished:
-        cut(torn, vouched)
+        cut(torn, fingerprint)
         assignments.finish_assignments(torn, CONFIG, 12)
     (tmp_path / "other").mkdir()
     write(tmp_path / "other", CONFIG, range(2, 5))  # as many, of other rounds
@@ -116,9 +116,9 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
         if bad is not None:
             path.write_bytes(bad)
         with pytest.raises(InputError, match="has lost or changed groups"):
-            cut(torn, vouched)
+            cut(torn, fingerprint)
     path.write_bytes(held)
-    cut(torn, vouched)
+    cut(torn, fingerprint)
     write(torn, CONFIG, range(4, 6))
     assignments.finish_assignments(torn, CONFIG, 12)
     ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))

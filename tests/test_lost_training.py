@@ -50,9 +50,9 @@ def test_groups_are_kept_whatever_happens_to_their_file(kind, tmp_path, capsys):
             log.append(round, grouping(round))
             if round == 2:
                 damage(kind, tmp_path / PART)
-        vouched = log.vouch()
-    assert (tmp_path / PART).stat().st_size == vouched[0] * 4 * 9
-    assignments.finish_assignments(tmp_path, CONFIG, 4, vouched)
+        fingerprint = log.fingerprint()
+    assert (tmp_path / PART).stat().st_size == fingerprint[0] * 4 * 9
+    assignments.finish_assignments(tmp_path, CONFIG, 4, fingerprint)
     found = assignments.read_assignments(tmp_path)
     assert found is not None
     assert found.rounds.tolist() == ([1, 3] if kind == "cut" else [1, 2, 3])
@@ -65,9 +65,9 @@ def test_groups_are_kept_whatever_happens_to_their_file(kind, tmp_path, capsys):
 def test_groups_that_are_gone_at_the_end_are_warned_of(kind, tmp_path, capsys):
     with assignments.open_assignments(tmp_path, CONFIG, 4) as log:
         log.append(1, grouping(1))
-        vouched = log.vouch()
+        fingerprint = log.fingerprint()
     damage(kind, tmp_path / PART)
-    assignments.finish_assignments(tmp_path, CONFIG, 4, vouched)
+    assignments.finish_assignments(tmp_path, CONFIG, 4, fingerprint)
     assert not (tmp_path / PART).exists()
     kept = kind == "longer"
     assert (assignments.read_assignments(tmp_path) is not None) == kept

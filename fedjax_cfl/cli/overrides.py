@@ -65,7 +65,7 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str]
 
 def _suggest_room(asked: list[Override], choices: list[list[str]], config: dict) -> None:
     """Says how the runs of a sweep over the number of groups share what is compiled, where its
-    method can and nobody has asked for it.
+    method can and `max_m` is not given.
     """
     for override, values in zip(asked, choices, strict=True):
         several = override.key_or_group == "algorithm.m" and len(values) > 1

@@ -22,7 +22,11 @@ class GroupCount(NamedTuple):
 
     size: int
     used: ArrayLike  # [] int32
-    is_padded: bool  # False: used = size
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there may be groups that are not in use."""
+        return not (isinstance(self.used, int) and self.used == self.size)
 
     @property
     def active(self) -> jax.Array:
@@ -34,23 +38,21 @@ class GroupCount(NamedTuple):
         known when a program is compiled.
         """
         known = self.used if isinstance(self.used, int) else self.size
-        return ServedModels(jax.tree.map(lambda leaf: leaf[:known], state.groups), state.assignment)
+        return ServedModels(take_rows(state.groups, slice(known)), state.assignment)
 
 
 def count_groups(m: ArrayLike, max_m: int | None) -> GroupCount:
     """Returns how many groups a method with the settings `m` and `max_m` has.
 
-    Raises InputError where m is an array and `max_m` is not given, or is less than m.
+    Raises InputError where m is an array and `max_m` is not given, and where it is less than m.
     """
     if max_m is None:
         if not isinstance(m, int):
             raise InputError("algorithm.m: may be an array only with algorithm.max_m, their most")
-        return GroupCount(m, m, False)
-    if isinstance(m, int):
-        if m > max_m:
-            raise InputError(f"algorithm.max_m={max_m}: must be at least algorithm.m={m}")
-        return GroupCount(max_m, m, True)
-    return GroupCount(max_m, jnp.asarray(m, jnp.int32), True)
+        return GroupCount(m, m)
+    if isinstance(m, int) and m > max_m:
+        raise InputError(f"algorithm.max_m={max_m}: must be at least algorithm.m={m}")
+    return GroupCount(max_m, m if isinstance(m, int) else jnp.asarray(m, jnp.int32))
 
 
 def random_groups(task: Task, num_groups: int) -> StartFn:

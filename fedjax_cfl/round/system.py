@@ -114,8 +114,7 @@ class System(NamedTuple):
         served = cohort.ids < clients
         answered = served & (counts.dropped == 0)
         if log.poll is not None:
-            has = log.poll.traffic.units_down[jnp.minimum(cohort.ids, clients - 1), 1] > 0
-            served &= ~has
+            served &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
         if not ships_model:
             served = jnp.zeros_like(served)
         duration = timing.wait_before(clock, state, log.migration, log.poll, model_bytes)

@@ -11,7 +11,7 @@ from fedjax_cfl.types import Params
 
 
 def take_rows(tree: Any, rows: Any) -> Any:
-    """Returns the `rows` of every leaf of a tree: an index or indices of its first axis."""
+    """Returns the `rows` of every leaf of a tree: an index, indices or a slice of its axis 0."""
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.simulation.driver import Grouping
@@ -41,7 +40,7 @@ class AssignmentLog(NamedTuple):
 
     append: Callable[[int, Grouping], None]  # (round, grouping): at once
     # () -> [number of records, their SHA-256]; flushes them to the disk first
-    vouch: Callable[[], list[Any]]
+    fingerprint: Callable[[], list[Any]]
 
 
 # writing
@@ -98,12 +97,12 @@ def open_assignments(run_dir: Path, config: dict, num_clients: int) -> Iterator[
             digest.update(record)
             written += 1
 
-        def vouch() -> list[Any]:
+        def fingerprint() -> list[Any]:
             repair()
             os.fsync(handle.fileno())
             return [written, digest.hexdigest()]
 
-        yield AssignmentLog(append, vouch)
+        yield AssignmentLog(append, fingerprint)
 
 
 def is_whole(handle: IO[bytes], path: Path, size: int) -> bool:
@@ -116,11 +115,7 @@ def is_whole(handle: IO[bytes], path: Path, size: int) -> bool:
 
 def warn_lost(run_dir: Path, what: str) -> None:
     """Prints that assignments.part is not what the run has written to it."""
-    print(
-        f"fedjax-cfl: warning: run_dir={run_dir}: {PART} was removed or changed while the run went"
-        f" on; {what}",
-        file=sys.stderr,
-    )
+    warn(f"run_dir={run_dir}: {PART} was removed or changed while the run went on; {what}")
 
 
 def record_size(clients: np.ndarray) -> int:
@@ -129,16 +124,16 @@ def record_size(clients: np.ndarray) -> int:
 
 
 def verified_assignments(
-    run_dir: Path, config: dict, num_clients: int, step: int, vouched: list[Any]
+    run_dir: Path, config: dict, num_clients: int, step: int, fingerprint: list[Any]
 ) -> bytes:
     """Returns the records of assignments.part that a run keeps when it goes on from a
     checkpoint. Raises InputError if they are missing or have changed since the checkpoint was
     saved.
 
     Args: `config` are the settings of the run; `num_clients` is K; `step` is the checkpoint's
-    round; `vouched` is what it stores of them, [number of records, their SHA-256].
+    round; `fingerprint` is what it stores of them, [number of records, their SHA-256].
     """
-    (records, digest), clients = vouched, clients_of(config, num_clients)
+    (records, digest), clients = fingerprint, clients_of(config, num_clients)
     path = run_dir / PART
     if path.is_file():
         held = path.read_bytes()
@@ -162,20 +157,20 @@ def _pack(found: Assignments) -> bytes:
 
 
 def finish_assignments(
-    run_dir: Path, config: dict, num_clients: int, vouched: list[Any] | None = None
+    run_dir: Path, config: dict, num_clients: int, fingerprint: list[Any] | None = None
 ) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [S] of the smallest
     integers that hold them.
 
-    Of a part that is not as the last checkpoint has `vouched` for, nothing is kept, with a
-    warning.
+    Of a part that is not as the last checkpoint has it, by its `fingerprint`, nothing is kept,
+    with a warning.
     """
     clients, path = clients_of(config, num_clients), run_dir / PART
     held = path.read_bytes() if path.is_file() else b""
-    if vouched is not None:
-        held = held[: vouched[0] * record_size(clients)]
-        if hashlib.sha256(held).hexdigest() != vouched[1] and clients.size:
+    if fingerprint is not None:
+        held = held[: fingerprint[0] * record_size(clients)]
+        if hashlib.sha256(held).hexdigest() != fingerprint[1] and clients.size:
             warn_lost(run_dir, f"{ASSIGNMENTS_FILE} is not written")
             path.unlink(missing_ok=True)
             return

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_cfl.errors import warn
 from fedjax_cfl.runs import checkpoint, plot, results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
 from fedjax_cfl.runs.labels import name_parts
@@ -68,41 +69,46 @@ def finish_run(member: Member, choices: dict, setup: Setup, result: Result) -> d
     """
     run_dir, algorithm = member.run_dir, setup.algorithm
     save_final(run_dir, algorithm, result.state, result.data)
-    measured = attempt("evaluate.* is not measured", lambda: member.extras(result), OSError)
+    measured = attempt(
+        "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
+    )
     extras = measured or Extras({}, {}, {})
     columns = describe_clients(setup, result) | extras.columns
     for name, table in {results.CLIENTS_FILE: columns, **extras.tables}.items():
         write = functools.partial(results.write_clients, run_dir, table, name)
         attempt(f"{name} is not written", write)
-    vouched = find_vouched(run_dir, int(result.state.round))
+    fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
     attempt(
         f"{ASSIGNMENTS_FILE} is not written",
-        lambda: finish_assignments(run_dir, member.config, clients, vouched),
+        lambda: finish_assignments(run_dir, member.config, clients, fingerprint),
     )
     rows = results.read_metrics(run_dir)
     summary = build_summary(member, choices, rows, setup, result) | extras.numbers
-    attempt("curves.png is not drawn", lambda: plot.plot_curves(run_dir, summary), OSError)
+    attempt(
+        "curves.png is not drawn", lambda: plot.plot_curves(run_dir, summary), without_disk=True
+    )
     # last: its presence says that the run is finished
     results.write_json(run_dir / "summary.json", summary)
     return summary
 
 
-def attempt(what: str, call: Callable[[], Any], *also: type[Exception]) -> Any:
-    """Returns what a call returns; where it fails, says `what` is missing and returns None.
+def attempt(what: str, call: Callable[[], Any], *, without_disk: bool = False) -> Any:
+    """Returns what a call returns. Where it fails, warns of `what` with the reason and returns
+    None.
 
-    An OSError is raised, unless it is one of what may fail `also`.
+    An OSError is raised, unless the run can end `without_disk`.
     """
     try:
         return call()
     except (Exception, SystemExit) as error:  # of settings of matplotlib, or a method's own code
-        if isinstance(error, OSError) and OSError not in also:
+        if isinstance(error, OSError) and not without_disk:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        print(f"fedjax-cfl: warning: {what}: {reason}", file=sys.stderr)
+        warn(f"{what}: {reason}")
 
 
-def find_vouched(run_dir: Path, step: int) -> list[Any] | None:
+def find_fingerprint(run_dir: Path, step: int) -> list[Any] | None:
     """Returns what the checkpoint of the last round, `step`, says of the groups; None where it
     does not.
     """

@@ -143,7 +143,11 @@ def train_grid(
     )
     if not status:
         # every run has been written: what compares them can be asked for again
-        attempt("the runs are not compared", lambda: compare.compare([run_dir], run_dir), OSError)
+        attempt(
+            "the runs are not compared",
+            lambda: compare.compare([run_dir], run_dir),
+            without_disk=True,
+        )
     return status
 
 

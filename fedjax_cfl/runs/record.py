@@ -76,7 +76,7 @@ def open_record(
             nonlocal pending, saved
             os.fsync(handle.fileno())
             facts = {"counters": snapshot.counters, "metrics": [written, digest.hexdigest()]}
-            facts |= {"assignments": assignments.vouch()}
+            facts |= {"assignments": assignments.fingerprint()}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
             parts = step, tree, facts, identity
             save_checkpoint(run_dir, pending, parts, every["keep"], read_back=step == begun)

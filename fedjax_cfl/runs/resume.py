@@ -1,6 +1,5 @@
 """Going on with a run: what must be the same, and where it stands."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl import distributed
-from fedjax_cfl.errors import FinishedRun, InputError
+from fedjax_cfl.errors import FinishedRun, InputError, warn
 from fedjax_cfl.runs.assignments import PART, verified_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
 from fedjax_cfl.runs.labels import is_execution
@@ -86,11 +85,6 @@ def has_ended(config: dict, run_dir: Path, step: int) -> bool:
     except InputError as error:
         warn(f"{error}; it is written again")
         return False
-
-
-def warn(line: str) -> None:
-    """Prints a warning."""
-    print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
 
 
 def resume_run(

@@ -8,13 +8,12 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.validation import flatten_settings
 
@@ -51,10 +50,7 @@ def open_trackers(
         except (Exception, SystemExit) as error:
             trackers.pop(name, None)
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            print(
-                f"fedjax-cfl: warning: logger {name} failed and gets no more rows: {reason}",
-                file=sys.stderr,
-            )
+            warn(f"logger {name} failed and gets no more rows: {reason}")
 
     def log(row: dict[str, Any]) -> None:
         numbers = list_numbers(row)
