@@ -226,7 +226,8 @@ def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
         draw(axes, rows)
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=10)
+            # white behind it: where every place has a line, it must be readable still
+            axes.legend(framealpha=0.7, edgecolor="none", fontsize=10)
     return figure
 
 
