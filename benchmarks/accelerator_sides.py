@@ -55,7 +55,7 @@ def make_algorithm(cell: Cell, data: Any, mesh: Any, width: int | None, table: n
         "first_layer": "auto",
     }
     width = width or choose_width(settings, task, data, mesh, cell.cohort)
-    local = cfl.Local(cell.lr, cell.epochs, cell.batch, width, mesh)
+    local = cfl.Local(cell.lr, cell.epochs, cell.batch, execution=cfl.make_execution(mesh, width))
     chosen = cfl.select.from_table(table)
     if cell.method == "flexcfl":
         return task, local, cfl.algorithms.flexcfl(task, local, chosen, m=5)
@@ -120,7 +120,7 @@ def run_ours(cell: Cell, given: argparse.Namespace) -> dict:
         "device": "cpu" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind,
         "driver": ask_nvidia("driver_version"),
         "versions": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {sys.version.split()[0]}",
-        "width": local.width,
+        "width": local.execution.width,
         "gflops": round(flops / 1e9, 2),
         "ceiling_gflops": round(ceiling / 1e9, 1),
         "roofline": f"{flops / ceiling:.1%}",

@@ -37,9 +37,9 @@ from workloads import CLASSES, CLIENTS, COHORT, FEATURES, population
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import drift, stream
-from fedjax_cfl.round import select_by_group
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
+from fedjax_cfl.system import select_by_group
 
 PERIOD, MU = 10, 0.01
 
@@ -75,10 +75,10 @@ def begin(algorithm: cfl.Algorithm, shift, data: cfl.FederatedData) -> Side:
 
 def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> None:
     """Prints one line: medians of both methods' quiet rounds and events, and their ratios."""
-    shift = stream.gradual(epsilon=0.4, intervals=rounds, period=PERIOD, retained=3 * PERIOD)
+    shift = stream.gradual(epsilon=0.4, window=stream.Window(rounds, PERIOD, 3 * PERIOD))
     data = drift.bound_client_samples(data, shift)
     task = cfl.as_task(model, (FEATURES,), CLASSES)
-    local = cfl.Local(0.05, 1, 20, mesh=mesh, steps=20).resolve()
+    local = cfl.Local(0.05, 1, 20, steps=20, execution=cfl.make_execution(mesh))
     select, zoo = select_by_group.random_by_group(COHORT), cfl.algorithms
     sides = [
         begin(zoo.fedprox(task, local, select, mu=MU), shift, data),

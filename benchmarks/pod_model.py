@@ -3,8 +3,8 @@
 A MODEL OF A ROUND, NO MEASUREMENT: no TPU has run any of it. FedAvg's local training on 4 to 256
 chips of TPU v5e, for cohorts of 1,000 to 100,000 clients. It adds up
 
-- steps: each chip trains its clients in the lanes of `round/lanes.py`, as many as cost least for
-  that round; clients are dealt over the chips as `round/cohort.py` deals them, with the sizes of
+- steps: each chip trains its clients in the lanes of `client/lanes.py`, as many as cost least for
+  that round; clients are dealt over the chips as `client/cohort.py` deals them, with the sizes of
   real clients, so that a chip is as slow as its longest client;
 - a step of w lanes: the most of the TPU compiler's own estimate of cycles, of its count of
   operations over the peak and of its count of bytes over the memory's bandwidth, from

@@ -44,11 +44,11 @@ from program import make_parser
 from workloads import BATCH, CLASSES, CLIENTS, EPOCHS, FEATURES, LR, population
 
 import fedjax_cfl as cfl
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data import drift
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
@@ -149,7 +149,7 @@ def main() -> None:
     mesh = cfl.make_mesh()
     data = federation(mesh)
     task = cfl.as_task(cfl.models.MLP(num_classes=CLASSES), (FEATURES,), CLASSES)
-    trains = cfl.Local(LR, EPOCHS, BATCH, mesh=mesh).resolve()
+    trains = cfl.Local(LR, EPOCHS, BATCH, execution=cfl.make_execution(mesh))
     select, zoo = cfl.select.rr_then_random(COHORT), cfl.algorithms
     flexcfl = zoo.flexcfl(task, trains, select, m=GROUPS)
     lines = [

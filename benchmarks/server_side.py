@@ -44,13 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from program import make_parser
-
-from fedjax_cfl.clustering import distances
-from fedjax_cfl.clustering.features import edc
-from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.metric_kmeans import by_silhouette
-from fedjax_cfl.clustering.recluster import always, never
-from fedjax_cfl.papers.fielding_server import (
+from reproduce.fielding_server import (
     RESNET18,
     draw_layer,
     draw_shares,
@@ -58,6 +52,12 @@ from fedjax_cfl.papers.fielding_server import (
     time_event,
     time_label_clustering,
 )
+
+from fedjax_cfl.clustering import distances
+from fedjax_cfl.clustering.features import edc
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.clustering.metric_kmeans import by_silhouette
+from fedjax_cfl.clustering.recluster import always, never
 
 RESTARTS, MOST = 10, 10
 

@@ -5,13 +5,15 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_cfl as cfl
-from fedjax_cfl.clustering.assign import every_round, met_groups, training_loss
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import every_round, met_groups
 from fedjax_cfl.data.drift import Drift
-from fedjax_cfl.round.cohort import over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, make_report
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system.reports import make_report
 
 ROUNDS = 30
 cfl.use_cpu_cores()
@@ -19,8 +21,7 @@ cfl.use_cpu_cores()
 
 def sticky_ifca(task, local, select, *, m: int, gain: float = 0.1):
     """IFCA whose clients change groups only for a loss that is lower by the share `gain`."""
-    local = local.resolve()
-    losses = over_clients(training_loss(task), local)
+    losses = over_clients(training_loss(task), local.execution)
 
     def choose(key, state, data, cohort):
         loss = losses(cohort, data, state.groups)  # [S, m]: every client, every model

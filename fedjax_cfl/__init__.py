@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models
+    from fedjax_cfl.client import Execution, Local, make_execution
     from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.models import as_task
-    from fedjax_cfl.round import Faults, Local, federated, select
+    from fedjax_cfl.round import federated
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
     from fedjax_cfl.simulation import choose_k, make_run_fn, run
+    from fedjax_cfl.system import Faults, System, select
     from fedjax_cfl.types import (
         Algorithm,
         ClientIndex,
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "ClientIndex",
+    "Execution",
     "Faults",
     "FederatedData",
     "Info",
@@ -43,6 +46,7 @@ __all__ = [
     "Pool",
     "ServedModels",
     "State",
+    "System",
     "Task",
     "Upload",
     "algorithms",
@@ -54,6 +58,7 @@ __all__ = [
     "federate",
     "federated",
     "load_run",
+    "make_execution",
     "make_mesh",
     "make_run_fn",
     "models",
@@ -65,13 +70,15 @@ __all__ = [
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
+    "client": ("Execution", "Local", "make_execution"),
     "data": ("concept", "datasets", "drift", "federate", "partition", "perturb", "stream"),
     "errors": ("InputError",),
     "models": ("as_task",),
-    "round": ("Faults", "Local", "federated", "select"),
+    "round": ("federated",),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
     "simulation": ("choose_k", "make_run_fn", "run"),
+    "system": ("Faults", "System", "select"),
 }
 
 

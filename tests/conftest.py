@@ -41,10 +41,10 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.traffic import add_traffic
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.compiler import use_compile_cache
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.traffic import add_traffic
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
 # what is imported stays: tracing makes so many objects that looking through all of them takes a
@@ -86,6 +86,15 @@ SIZES = (
 )
 TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has none
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2
+
+
+def with_execution(local, **settings):
+    """Returns `local` with other lanes, another executor or another mesh; on the same devices
+    unless `mesh` is given.
+    """
+    return local.replace(
+        execution=cfl.make_execution(**({"mesh": local.execution.mesh} | settings))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +143,9 @@ def mlp():
 @pytest.fixture(scope="session")
 def local():
     """Two epochs, batches of 5 with a short last one, one client after another on one device."""
-    return cfl.Local(lr=0.2, epochs=2, batch_size=5, width=1, mesh=cfl.make_mesh(1))
+    return cfl.Local(
+        lr=0.2, epochs=2, batch_size=5, execution=cfl.make_execution(cfl.make_mesh(1), 1)
+    )
 
 
 def nightly(*values, id=None):
@@ -227,7 +238,7 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
 
 def call(monkeypatch, line: str, devices: int = 2) -> int:
     """Runs the command line in this process, without drawing; returns its exit status."""
-    monkeypatch.setattr("fedjax_cfl.runs.plot.plot_curves", lambda run_dir, summary: None)
+    monkeypatch.setattr("fedjax_cfl.analysis.plot.plot_curves", lambda run_dir, summary: None)
     # other tests may have started JAX already
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
     monkeypatch.setattr("sys.argv", ["fedjax-cfl", *shlex.split(line)])

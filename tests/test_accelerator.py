@@ -14,8 +14,8 @@ import pytest
 import workloads
 
 import fedjax_cfl as cfl
+from fedjax_cfl.client.cohort import balance_over_devices
 from fedjax_cfl.papers.cells import load_table, match_names
-from fedjax_cfl.round.cohort import balance_over_devices
 
 
 def as_task(name):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import ledger, matrix
 
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.round.aggregate import (
     add_inter_group,
     cohort_mean,
@@ -17,7 +18,6 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
-from fedjax_cfl.round.local import Local
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)

@@ -17,10 +17,10 @@ from fedjax_cfl.clustering.assign import (
     nearest_direction,
     random_group,
 )
-from fedjax_cfl.round import traffic
-from fedjax_cfl.round.counts import make_count
-from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.hooks import make_report
+from fedjax_cfl.system import traffic
+from fedjax_cfl.system.counts import make_count
+from fedjax_cfl.system.faults import no_faults
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)

@@ -8,8 +8,9 @@ import pytest
 from conftest import call
 
 import fedjax_cfl as cfl
+from fedjax_cfl.analysis import flows, plot_found, plot_groups
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import assignments, flows, plot_found, plot_groups
+from fedjax_cfl.runs import assignments
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.simulation.driver import Grouping
 
@@ -59,12 +60,12 @@ def test_damage_is_one_line(folder, tmp_path):
             read_assignments(tmp_path)
 
 
-CONFIG = {"assignments": 5, "seed": 3}
+FIVE = assignments.sample_clients(12, 5, seed=3)
 
 
-def write(folder: Path, config: dict, rounds: range, clients: int = 12) -> list:
+def write(folder: Path, kept: np.ndarray, rounds: range, clients: int = 12) -> list:
     """Appends made-up groups; returns what a checkpoint after them says."""
-    with assignments.open_assignments(folder, config, clients) as log:
+    with assignments.open_assignments(folder, kept) as log:
         for t in rounds:
             rng = np.random.default_rng(t)
             log.append(t, Grouping(*rng.integers(-1, 3, (2, clients)).astype(np.int32)))
@@ -75,9 +76,9 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
     found = []
     for name, most in (("all", 12), ("few", 5), ("none", 0)):
         (tmp_path / name).mkdir()
-        config = CONFIG | {"assignments": most}
-        write(tmp_path / name, config, range(1, 4))
-        assignments.finish_assignments(tmp_path / name, config, 12)
+        kept = assignments.sample_clients(12, most, seed=3)
+        write(tmp_path / name, kept, range(1, 4))
+        assignments.finish_assignments(tmp_path / name, kept, 12)
         found.append(read_assignments(tmp_path / name))
     everybody, few, none = found
     assert none is None and everybody.clients.tolist() == list(range(12))
@@ -87,7 +88,7 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
 
 
 def cut(folder, fingerprint):
-    kept = assignments.verified_assignments(folder, CONFIG, 12, 3, fingerprint)
+    kept = assignments.verified_assignments(folder, FIVE, 3, fingerprint)
     (folder / assignments.PART).write_bytes(kept)
 
 
@@ -96,19 +97,19 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     for folder in (whole, torn):
         folder.mkdir()
-    write(whole, CONFIG, range(1, 6))
-    assignments.finish_assignments(whole, CONFIG, 12)
-    fingerprint = write(torn, CONFIG, range(1, 4))
-    write(torn, CONFIG, range(4, 5))
+    write(whole, FIVE, range(1, 6))
+    assignments.finish_assignments(whole, FIVE, 12)
+    fingerprint = write(torn, FIVE, range(1, 4))
+    write(torn, FIVE, range(4, 5))
     with (torn / assignments.PART).open("ab") as part:
         part.write(b"half a record")
     if finished:
         cut(torn, fingerprint)
-        assignments.finish_assignments(torn, CONFIG, 12)
+        assignments.finish_assignments(torn, FIVE, 12)
     (tmp_path / "other").mkdir()
-    write(tmp_path / "other", CONFIG, range(2, 5))  # as many, of other rounds
+    write(tmp_path / "other", FIVE, range(2, 5))  # as many, of other rounds
     if finished:
-        assignments.finish_assignments(tmp_path / "other", CONFIG, 12)
+        assignments.finish_assignments(tmp_path / "other", FIVE, 12)
     path = torn / (assignments.ASSIGNMENTS_FILE if finished else assignments.PART)
     held = path.read_bytes()
     for bad in (None, (tmp_path / "other" / path.name).read_bytes()):
@@ -119,8 +120,8 @@ def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finish
             cut(torn, fingerprint)
     path.write_bytes(held)
     cut(torn, fingerprint)
-    write(torn, CONFIG, range(4, 6))
-    assignments.finish_assignments(torn, CONFIG, 12)
+    write(torn, FIVE, range(4, 6))
+    assignments.finish_assignments(torn, FIVE, 12)
     ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))
     assert ours.read_bytes() == theirs.read_bytes()
     assert read_assignments(torn).rounds.tolist() == [1, 2, 3, 4, 5]

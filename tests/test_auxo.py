@@ -9,12 +9,12 @@ import pytest
 from conftest import build
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms import auxo_scores
+from fedjax_cfl.algorithms.auxo import scores as auxo_scores
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select, select_by_group
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.system import select, select_by_group
 
-auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the function, too
+auxo = importlib.import_module("fedjax_cfl.algorithms.auxo.auxo")  # the name of the function, too
 
 
 def twin_score(signature, fit, labels, first, several):

@@ -11,22 +11,22 @@ from conftest import matrix
 from test_layers import close, normal
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.auxo_scores import last_tenth
-from fedjax_cfl.algorithms.fedfomo_mix import l1_norm
-from fedjax_cfl.algorithms.fesem import nearest_center
-from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.algorithms.auxo.scores import last_tenth
+from fedjax_cfl.algorithms.fedfomo.mix import l1_norm
+from fedjax_cfl.algorithms.fesem.fesem import nearest_center
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.losses import cross_entropy, training_loss
+from fedjax_cfl.client.objective import erm, proximal, pull_back
+from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.distances import gram, manhattan
 from fedjax_cfl.clustering.features import edc, edc_randomized
 from fedjax_cfl.models import BatchNorm, CelebaCNN, GroupNorm, count_params, model_bytes
 from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.faults import guard_nonfinite
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.objective import cross_entropy, erm, proximal, pull_back
-from fedjax_cfl.round.select import full_participation
-from fedjax_cfl.round.sgd import gradient_step, sgd
-from fedjax_cfl.round.tree import squared_norms
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.system.faults import guard_nonfinite
+from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.tree import squared_norms
 from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels, Upload
 
 SHAPE, BATCH, CLIENT = (4, 5, 3), 10, 1  # CLIENT is the one looked at
@@ -62,22 +62,26 @@ def measure(task, models):
     """Returns f(others) -> CLIENT's update by SGD and by one gradient, its training losses, and
     its test losses; one program.
     """
-    local = cfl.Local(0.1, 1, BATCH, 1, cfl.make_mesh(1))
+    local = cfl.Local(0.1, 1, BATCH, execution=cfl.make_execution(cfl.make_mesh(1), 1))
     cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.arange(3, dtype=jnp.int32))
 
     @jax.jit
     def run(data):
         work = full_work(jnp.zeros(3, jnp.int32))
         uploads = [
-            over_clients(way, local)(cohort, data, (KEY, models), work)
+            over_clients(way, local.execution)(cohort, data, (KEY, models), work)
             for way in (sgd(task, local), gradient_step(task, local))
         ]
         losses = [
-            over_clients(training_loss(task, with_l2), local)(cohort, data, models)
+            over_clients(training_loss(task, with_l2), local.execution)(cohort, data, models)
             for with_l2 in (False, True)
         ]
         served = ServedModels(models, jnp.zeros(3, jnp.int32))
-        return uploads, losses, evaluate.predict_test_samples(task, local.mesh, served, data)[1]
+        return (
+            uploads,
+            losses,
+            evaluate.predict_test_samples(task, local.execution.mesh, served, data)[1],
+        )
 
     def measure(others):
         data = faces(others)
@@ -164,8 +168,10 @@ def train_by_hand(start, x, y, steps, local, mu):
 def test_a_client_keeps_running_statistics_as_flax_does(running):
     """In padded batches; neither penalty nor momentum nor weight decay touches them."""
     data, mesh = faces(1.0), cfl.make_mesh(1)
-    local = cfl.Local(0.1, 3, BATCH, 1, mesh, momentum=0.5, weight_decay=0.1)
-    plain = cfl.Local(0.1, 1, BATCH, 1, mesh)
+    local = cfl.Local(
+        0.1, 3, BATCH, momentum=0.5, weight_decay=0.1, execution=cfl.make_execution(mesh, 1)
+    )
+    plain = cfl.Local(0.1, 1, BATCH, execution=cfl.make_execution(mesh, 1))
     start = change_statistics(running.init(KEY), lambda leaf: leaf + 0.5)
     models = jax.tree.map(lambda leaf: leaf[None], start)
     ids = jnp.arange(3, dtype=jnp.int32)
@@ -177,7 +183,7 @@ def test_a_client_keeps_running_statistics_as_flax_does(running):
     view = jax.device_get(data.train)
     own = view.order[view.start[CLIENT] :][: view.size[CLIENT]]  # fewer than a batch
     for solve, local, steps, mu in ways:
-        run = over_clients(solve, local)
+        run = over_clients(solve, local.execution)
         upload = jax.jit(lambda run=run: run(Cohort(ids, ids), data, (KEY, models), work))()
         found = jax.tree.map(lambda leaf, old: leaf[CLIENT] + old, upload.delta, start)
         expected = train_by_hand(start, data.x[own], data.y[own], steps, local, mu)
@@ -188,7 +194,7 @@ def test_a_client_keeps_running_statistics_as_flax_does(running):
 
 def test_running_statistics_are_averaged_by_samples_whatever_the_server_does(running):
     data, select = faces(1.0), full_participation()
-    local = cfl.Local(0.1, 1, BATCH, 1, cfl.make_mesh(1))
+    local = cfl.Local(0.1, 1, BATCH, execution=cfl.make_execution(cfl.make_mesh(1), 1))
     method = cfl.algorithms.fedadam(running, local, select, server_lr=0.05)
     alone = cfl.algorithms.nonfed(running, local, select)
     state, own = method.init(KEY, data), alone.init(KEY, data)

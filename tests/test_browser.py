@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_cfl.analysis.report import report
 from fedjax_cfl.runs import results
-from fedjax_cfl.runs.report import report
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="no browser: PyQt6-WebEngine is not installed")
 pytestmark = pytest.mark.nightly

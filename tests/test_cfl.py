@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix, spent
+from conftest import build, matrix, spent, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_assign import met
 from test_fesem import planted, play
@@ -17,11 +17,12 @@ from test_fesem import planted, play
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.system import select
+from fedjax_cfl.system.faults import Faults
+from fedjax_cfl.system.system import System
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -110,7 +111,9 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
         assert sent(before, after) == (CLIENTS, CLIENTS)
     algorithm = cfl(linear, local, select.full_participation(), m=4)
     row = jax.jit(
-        lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, concepts, True)[0]
+        lambda state: evaluate.evaluate_all(
+            algorithm, linear, local.execution.mesh, state, concepts, True
+        )[0]
     )(final)
     assert row["group_sizes"].tolist() == [6, 6, 6, 0] and float(row["accuracy"]) > 0.95
     assert np.isfinite(
@@ -204,9 +207,9 @@ def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, loc
 
 def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     """Client 2 has no data; half of the others drop out every round."""
-    unsure = local._replace(faults=Faults(dropout=0.5))
+    unsure = System(select.full_participation(), Faults(dropout=0.5))
     free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
-    states = play(build(cfl, linear, unsure, select.full_participation(), m=4, **free), toy, 5)
+    states = play(build(cfl, linear, local, unsure, m=4, **free), toy, 5)
     chex.assert_tree_all_finite(states[-1])
     assert states[-1].active.all() and states[-1].assignment[2] == 0
     assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
@@ -311,7 +314,7 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
 
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting):
-    spread = local._replace(width=2, mesh=make_mesh(4))
+    spread = with_execution(local, mesh=make_mesh(4), width=2)
     many = play(build(cfl, linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)
     one = cutting(concepts, 8)[0]
     assert many[-1].active.sum() == 3

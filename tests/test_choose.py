@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from test_fesem import planted
 
-from fedjax_cfl.algorithms.fesem import fesem
+from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
 from fedjax_cfl.simulation import choose_k as cfl
 from fedjax_cfl.simulation.choose_k import draw_clients, pick_best
+from fedjax_cfl.system import select
 
 KEY = jax.random.key(1)
 
@@ -28,7 +28,7 @@ def test_three_groups_of_permuted_labels_are_found(linear, local):
         made.append(m)
         return fesem(linear, local, select.rr_then_random(10), m=m)
 
-    choice = cfl(make, linear, data, KEY, (4, 1, 3, 2), clients=30, mesh=local.mesh)
+    choice = cfl(make, linear, data, KEY, (4, 1, 3, 2), clients=30, mesh=local.execution.mesh)
     assert choice.m == 3 and made == [row["m"] for row in choice.table] == [1, 2, 3, 4]
     accuracy, distance = ([row[name] for row in choice.table] for name in ("accuracy", "distance"))
     assert accuracy[2] > 0.95 > 0.8 > accuracy[1] > accuracy[0]

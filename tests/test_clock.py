@@ -9,13 +9,14 @@ import pytest
 from conftest import build, call, nightly, spent
 from flax import struct
 
+import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms import power_of_choice
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import availability, device_clock, select, select_by_group, timing
-from fedjax_cfl.round.clock import device_profiles, find_duration
-from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.keys import SELECT, derive_key
+from fedjax_cfl.keys import SELECT, derive_key
+from fedjax_cfl.system import availability, power_of_choice, select, select_by_group, timing
+from fedjax_cfl.system import devices as device_clock
+from fedjax_cfl.system.clock import CohortSizes, device_profiles, find_duration
+from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.types import Cohort, Traffic
 
 
@@ -41,7 +42,7 @@ def test_seconds_of_a_client_by_hand(tmp_path):
     """3 * 20 steps * 20 samples * 42 ms = 50.4 s, and 1 MiB at 512 kbit/s is 16 s."""
     path = tmp_path / "devices.csv"
     path.write_text("computation,communication\n7,1\n42,512\n21,1024\n")
-    clock = device_clock.fedscale_clock(4, 20, 4, path=str(path))
+    clock = device_clock.fedscale_clock(CohortSizes(4, 20, 4), path=str(path))
     ids = jnp.arange(4)
     upload = SimpleNamespace(steps=jnp.full(4, 20))
     seconds = clock.seconds(Cohort(ids, ids), upload, jnp.full(4, 2.0**20))
@@ -94,7 +95,7 @@ def test_tables_that_cannot_be_are_refused_in_one_line(tmp_path, name, text, sai
 )
 def test_bad_settings_are_refused(settings, said):
     with pytest.raises(InputError, match=said):
-        device_clock.fedscale_clock(3, 5, 3, **settings)
+        device_clock.fedscale_clock(CohortSizes(3, 5, 3), **settings)
 
 
 def test_rounds_grow_with_participants_and_over_commitment_never_lengthens_them():
@@ -107,11 +108,11 @@ def test_rounds_grow_with_participants_and_over_commitment_never_lengthens_them(
         duration, late = find_duration(seconds, everyone, wait_for)
         assert duration <= whole[-1]
         assert late.sum() == max(26 - wait_for, 0)
-    assert device_clock.fedscale_clock(30, 5, 26, overcommit=1.3).wait_for == 20
+    assert device_clock.fedscale_clock(CohortSizes(30, 5, 26), overcommit=1.3).wait_for == 20
     assert (
-        device_clock.fedscale_clock(30, 5, 33, overcommit=1.1).wait_for == 30
+        device_clock.fedscale_clock(CohortSizes(30, 5, 33), overcommit=1.1).wait_for == 30
     )  # 29.999... in floats
-    assert device_clock.fedscale_clock(30, 5, 26).wait_for is None
+    assert device_clock.fedscale_clock(CohortSizes(30, 5, 26)).wait_for is None
 
 
 def counts_of(milliseconds):
@@ -175,20 +176,22 @@ def test_intervals_that_cannot_be_are_refused_in_one_line(tmp_path, text, repeat
     path.write_text(text)
     given = availability.Availability(str(path), repeat)
     with pytest.raises(InputError, match=said) as error:
-        device_clock.fedscale_clock(3, 5, 3, online=given)
+        device_clock.fedscale_clock(CohortSizes(3, 5, 3), online=given)
     assert "\n" not in str(error.value)
 
 
 def test_a_period_without_a_table_is_refused():
     with pytest.raises(InputError, match=r"clock.repeat=3.0: needs a table, clock.availability"):
-        device_clock.fedscale_clock(3, 5, 3, online=availability.Availability(None, 3.0))
+        device_clock.fedscale_clock(
+            CohortSizes(3, 5, 3), online=availability.Availability(None, 3.0)
+        )
 
 
 def test_clients_of_a_table_serve_all(tmp_path):
     """Client 1 has no line; clients 2 and 3 have those of 0 and 1."""
     (tmp_path / "online.csv").write_text("client,begin,end\n2,5,10\n0,0,4\n2,1,2\n")
     given = availability.Availability(str(tmp_path / "online.csv"), 20.0)
-    clock = device_clock.fedscale_clock(5, 5, 3, online=given)
+    clock = device_clock.fedscale_clock(CohortSizes(5, 5, 3), online=given)
     found = clock.presence(jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
     np.testing.assert_allclose(found.stay, [0, 0, 3.5, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
@@ -203,7 +206,7 @@ def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local
     hours[:, 0, 1] = np.where(np.arange(14) < 5, 3600, 0)
     clock = device_profiles(np.zeros(14), np.ones(14))
     clock = clock._replace(presence=availability.online_by_intervals(hours, 7200.0))
-    algorithm = algorithms.fedavg(linear, local._replace(clock=clock), selection(6))
+    algorithm = algorithms.fedavg(linear, local, cfl.System(selection(6), clock=clock))
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
     step = jax.jit(algorithm.round)
     day = step(jax.random.key(0), state, toy)[1]
@@ -232,8 +235,8 @@ def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
         algorithm = build(
             algorithms.fielding,
             linear,
-            local._replace(clock=clock),
-            select.full_participation(),
+            local,
+            cfl.System(select.full_participation(), clock=clock),
             m=2,
             cluster="k_center",
             trigger="never",
@@ -264,7 +267,7 @@ def test_a_round_waits_for_the_losses_of_all_candidates(variant, toy, linear, lo
     found = []
     for own in (clock, timed):
         chosen = make(linear, local, 3, 9)
-        algorithm = algorithms.fedavg(linear, local._replace(clock=own), chosen)
+        algorithm = algorithms.fedavg(linear, local, cfl.System(chosen, clock=own))
         state = jax.jit(algorithm.init)(key, toy)
         after, info = jax.jit(algorithm.round)(key, state, toy)
         found.append((float(info.seconds), spent(state, after)))

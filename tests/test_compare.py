@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedjax_cfl import formatting
+from fedjax_cfl.analysis import compare, compare_inputs, plot
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import compare, compare_inputs, plot
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
 

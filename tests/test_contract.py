@@ -100,7 +100,7 @@ def build(toy_pool, tmp_path_factory):
         algorithm, task, data, _, mesh = setup
         if members:
             made_of = resolved, task, data, mesh
-            make = functools.partial(parts.build_algorithm, *made_of, vmap_runs=True)
+            make = functools.partial(parts.build_algorithm, *made_of, runs_as_one=True)
             algorithm = make, parts.find_inputs(resolved, setup).values
         return algorithm, task, data, mesh
 
@@ -219,7 +219,7 @@ def test_a_round_never_retraces(case):
     assert case.init._cache_size() == 1
 
 
-DRIFT = stream.gradual(intervals=6, period=1, retained=2)
+DRIFT = stream.gradual(window=stream.Window(intervals=6, period=1, retained=2))
 
 
 def begin_and_go_on(algorithm, key, data):

@@ -12,12 +12,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import build, jit_as_users_do, nightly
+from conftest import build, jit_as_users_do, nightly, with_execution
 from jax.experimental.compilation_cache import compilation_cache
 
 import fedjax_cfl as cfl
+from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.main import main
-from fedjax_cfl.runs import plot
 from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
 FAULTS = (
@@ -113,8 +113,8 @@ FOUNDED = OPTIONS | {"alpha": 2, "pretrain": "iters:3"}
 def test_optimised_as_users_have_it(method, options, toy, mlp, local):
     """Nearly all other tests run what XLA makes without optimisation."""
     faults = cfl.Faults(nan=0.3, dropout=0.2, straggler=0.3, byzantine=0.2, attack="noise")
-    local = local._replace(width=3, faults=faults, first_layer="dual")
-    algorithm = build(method, mlp, local, cfl.select.uniform(6), **options)
+    local = with_execution(local, width=3, first_layer="dual")
+    algorithm = build(method, mlp, local, cfl.System(cfl.select.uniform(6), faults), **options)
 
     def first_round(key, data):
         return algorithm.round(key, algorithm.init(key, data), data)

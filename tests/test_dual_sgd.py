@@ -11,12 +11,12 @@ import pytest
 from conftest import nightly
 
 import fedjax_cfl as cfl
+from fedjax_cfl.client import dual_sgd
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.sgd import client_cost, sgd
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import dual_sgd
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.objective import erm, proximal
-from fedjax_cfl.round.sgd import client_cost, sgd
 from fedjax_cfl.types import Cohort
 
 SIZES = (1, 3, 11, 40, 64, 65, 130, 0)
@@ -39,8 +39,14 @@ def noise():
 
 
 def trained(task, noise, way, objective=None, width=1, epochs=5, lr=0.1, **options):
-    local = cfl.Local(lr, epochs, 10, width, cfl.make_mesh(1), first_layer=way, **options)
-    solve = over_clients(sgd(task, local, objective), local)
+    local = cfl.Local(
+        lr,
+        epochs,
+        10,
+        **options,
+        execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=way),
+    )
+    solve = over_clients(sgd(task, local, objective), local.execution)
     models = jax.vmap(task.init)(jax.random.split(KEY, 2))
     clients = jnp.arange(len(SIZES))
     work = full_work(clients % 2)._replace(step_fraction=jnp.where(clients == 3, 0.4, 1.0))
@@ -110,11 +116,13 @@ def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, mom
 def test_momentum_and_weight_decay_are_those_of_optax(noise, way, momentum, weight_decay):
     """One client, full batches: heavy-ball SGD with decayed weights."""
     task = cfl.as_task(cfl.models.MCLR(4), (6, 5), 4)
-    local = cfl.Local(0.1, 6, 1000, 1, cfl.make_mesh(1), first_layer=way)
-    local = local._replace(momentum=momentum, weight_decay=weight_decay)
+    local = cfl.Local(
+        0.1, 6, 1000, execution=cfl.make_execution(cfl.make_mesh(1), 1, first_layer=way)
+    )
+    local = local.replace(momentum=momentum, weight_decay=weight_decay)
     start = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
     one = jnp.array([2])
-    upload = jax.jit(over_clients(sgd(task, local), local))(
+    upload = jax.jit(over_clients(sgd(task, local), local.execution))(
         Cohort(one, 0 * one), noise, (KEY, start), full_work(0 * one)
     )
     begin, size = int(noise.train.start[2]), int(noise.train.size[2])
@@ -150,8 +158,10 @@ def test_a_pull_that_differs_between_clients(noise):
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
 
     def solve(way, objective):
-        local = cfl.Local(0.1, 3, 10, 1, cfl.make_mesh(1), first_layer=way)
-        train = over_clients(sgd(task, local, objective), local)
+        local = cfl.Local(
+            0.1, 3, 10, execution=cfl.make_execution(cfl.make_mesh(1), 1, first_layer=way)
+        )
+        train = over_clients(sgd(task, local, objective), local.execution)
         clients = jnp.arange(len(SIZES))
         models = jax.tree.map(lambda leaf: leaf[None], task.init(KEY))
         work = full_work(0 * clients)._replace(client_extra=clients / 4)
@@ -188,7 +198,9 @@ def test_compiles_few_sizes():
     task = cfl.as_task(cfl.models.MLP(4, hidden=(128,)), (784,), 4)
 
     def sizes(wanted, capacity, width=1):
-        local = cfl.Local(0.1, 1, 10, width, cfl.make_mesh(1), first_layer=wanted).resolve()
+        local = cfl.Local(
+            0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=wanted)
+        )
         return dual_sgd.dual_sizes(task, erm(task), local, capacity, lambda size: size)
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
@@ -220,7 +232,9 @@ def test_models_without_a_dense_first_layer_train_directly(way):
     task = cfl.as_task(cfl.models.MnistCNN(4), (8, 8), 4)
     assert task.first_layer is None
     for width in (1, 64):
-        local = cfl.Local(0.1, 1, 10, width, cfl.make_mesh(1), first_layer=way).resolve()
+        local = cfl.Local(
+            0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=way)
+        )
         assert dual_sgd.dual_sizes(task, erm(task), local, 32, lambda size: size) == []
 
 
@@ -229,9 +243,9 @@ def test_says_what_cannot_be():
     with pytest.raises(
         InputError, match=r"local\.first_layer=dual: the model's first layer is not dense"
     ):
-        sgd(task, cfl.Local(0.1, 1, 10, first_layer="dual"))
+        sgd(task, cfl.Local(0.1, 1, 10, execution=cfl.make_execution(first_layer="dual")))
     with pytest.raises(InputError, match=r"local\.first_layer"):
-        cfl.Local(0.1, 1, 10, first_layer="sideways").resolve()
+        cfl.Local(0.1, 1, 10, execution=cfl.make_execution(first_layer="sideways"))
 
 
 def test_a_model_must_name_a_layer_on_the_flat_sample():

@@ -13,22 +13,24 @@ from conftest import build, matrix, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms.flexcfl import flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import RunError
-from fedjax_cfl.round import client_models, select
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.round import client_models
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, make_report
-from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.simulation.rows import discards_accuracy
+from fedjax_cfl.system import select
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)
@@ -201,7 +203,7 @@ def test_discard_rule(toy, linear, local, rule, hidden):
         KEY,
         rounds=5,
         discard=rule,
-        mesh=local.mesh,
+        mesh=local.execution.mesh,
     )
     assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
@@ -214,7 +216,7 @@ def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
     hooks = Hooks(sgd(linear, local), random_groups(linear, 3), assign=choose)
     algorithm = federated(linear, local, select.rr_then_random(5), hooks)
     with pytest.raises(RunError, match=r"round 2: client 5 is in group 3; the method has 3, .*"):
-        cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
+        cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.execution.mesh)
 
 
 def test_a_round_in_which_nobody_is_online_discards_nothing():
@@ -225,7 +227,7 @@ def test_a_round_in_which_nobody_is_online_discards_nothing():
 
 def test_single_models_are_never_discarded(toy, linear, local):
     algorithm = idle(linear, local, select.rr_then_random(5))._replace(clustered=False)
-    result = cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.mesh)
+    result = cfl.run(algorithm, linear, toy, KEY, rounds=2, mesh=local.execution.mesh)
     assert all(row["accuracy"] is not None for row in result.rows)
 
 
@@ -248,7 +250,7 @@ def test_info_by_numpy(toy, linear, local):
     before = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, before, toy)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    train = jax.jit(over_clients(sgd(linear, local), local))
+    train = jax.jit(over_clients(sgd(linear, local), local.execution))
     upload = train(
         cohort, toy, (derive_key(KEY, TRAIN, 0), before.groups), full_work(after.assignment)
     )
@@ -286,7 +288,7 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
     choose = select.rr_then_random(5)
     options = {"m": 2, "alpha": 2, "pretrain": "iters:3"}
     plain, algorithm = (
-        build(flexcfl, linear, local._replace(keep_received=kept), choose, **options)
+        build(flexcfl, linear, local, cfl.System(choose, keep_received=kept), **options)
         for kept in (False, True)
     )
     drift = cfl.drift.swap_all(p=0.5)
@@ -344,9 +346,10 @@ def test_received_models_of_rounds_that_change_groups(
     """In rounds that cut or cluster everybody: what a client received is what it trained
     from, and nobody else's memory changes.
     """
-    kept, pick = local._replace(keep_received=True), select.rr_then_random(5)
+    pick = select.rr_then_random(5)
     pick = select.full_participation() if method is algorithms.cfl else pick
-    algorithm = build(method, linear, kept, pick, m=3, **options)
+    kept = cfl.System(pick, keep_received=True)
+    algorithm = build(method, linear, local, kept, m=3, **options)
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     expected, joined = matrix(state.received), 0
     for number in range(4):
@@ -370,8 +373,8 @@ def test_received_models_where_groups_are_founded_anew(toy, linear, local):
     """
     key = jax.random.key(13)  # under which clients change groups
     options = {"m": 2, "alpha": 3, "pretrain": "iters:11", "recluster": [2], "detector": None}
-    kept, everybody = local._replace(keep_received=True), select.full_participation()
-    algorithm = build(flexcfl, linear, kept, everybody, **options)
+    kept = cfl.System(select.full_participation(), keep_received=True)
+    algorithm = build(flexcfl, linear, local, kept, **options)
     state, one_round = jax.jit(algorithm.init)(key, toy), jax.jit(algorithm.round)
     for number in range(3):
         before, (state, _) = state, one_round(key, state, toy)

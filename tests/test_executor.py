@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix, nightly, others_nightly, shuffled
+from conftest import matrix, nightly, others_nightly, shuffled, with_execution
 
 import fedjax_cfl as cfl
+from fedjax_cfl.client.cohort import over_clients, run_clients
+from fedjax_cfl.client.execution import make_execution
+from fedjax_cfl.client.executor import Cases, Loop, just, then
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.objective import add_linear_term, erm, proximal
+from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.cohort import over_clients, run_clients
-from fedjax_cfl.round.executor import Cases, Loop, just, then
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.objective import add_linear_term, erm, proximal
-from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.types import Cohort
 
 STEPS = {
@@ -30,10 +31,10 @@ WAYS = [("debug", None), ("sequential", None), *(("lanes", width) for width in (
 
 
 def run(solve, real, executor, width=None):
-    local = Local(0.1, 1, 5, width, cfl.make_mesh(1), executor=executor).resolve()
-    assert local.executor == executor
+    execution = make_execution(cfl.make_mesh(1), width, executor)
+    assert execution.executor == executor
     go = run_clients if executor == "debug" else jax.jit(run_clients, static_argnums=(0, 2))
-    return go(solve, real, local)
+    return go(solve, real, execution)
 
 
 def count_up(steps):
@@ -183,10 +184,13 @@ SOLVERS = {
         MLP, local, add_linear_term(lambda extra: jax.tree.map(jnp.ones_like, MODEL), erm(MLP))
     ),
     "momentum and decay": lambda local: sgd(
-        MLP, local._replace(momentum=0.7, weight_decay=0.01, lr=0.02)
+        MLP, local.replace(momentum=0.7, weight_decay=0.01, lr=0.02)
     ),
-    "steps and filled batches": lambda local: sgd(MLP, local._replace(steps=37, fill_batches=True)),
-    "sample space": lambda local: sgd(MLP, local._replace(first_layer="dual")),
+    "steps and filled batches": lambda local: sgd(MLP, local.replace(steps=37, fill_batches=True)),
+    "sample space": lambda local: sgd(
+        MLP,
+        with_execution(local, first_layer="dual"),
+    ),
     "full gradient": lambda local: gradient_step(MLP, local),
 }
 MODEL = MLP.init(jax.random.key(5))
@@ -195,12 +199,14 @@ MODEL = MLP.init(jax.random.key(5))
 @functools.cache
 def program(name, executor, width, devices):
     """Returns f(data) -> Upload, compiled once for all data of a shape."""
-    local = Local(0.1, 2, 10, width, cfl.make_mesh(devices), executor=executor).resolve()
+    local = Local(
+        0.1, 2, 10, execution=make_execution(cfl.make_mesh(devices), width, executor=executor)
+    )
     slots = 9 + -9 % devices  # with an empty one
     ids = jnp.minimum(jnp.arange(slots), len(SIZES)).astype(jnp.int32)
     work = full_work(ids % 2, 0.5)._replace(step_fraction=jnp.where(ids == 5, 0.4, 1.0))
     models = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), MODEL)
-    solve = over_clients(SOLVERS[name](local), local)
+    solve = over_clients(SOLVERS[name](local), local.execution)
     shared = jax.random.key(4), models
     cohort = Cohort(ids=ids, rank=ids)
 
@@ -264,9 +270,9 @@ def test_what_is_not_a_number_stays_with_its_client(skewed, width):
 @pytest.mark.parametrize("epochs", [nightly(1), 2])
 def test_reported_losses_have_the_penalty_of_the_start_and_of_the_end(skewed, epochs):
     """One batch for the whole client: its first loss is that of the received model."""
-    local = Local(0.1, epochs, 40, 1, cfl.make_mesh(1)).resolve()
+    local = Local(0.1, epochs, 40, execution=make_execution(cfl.make_mesh(1), 1))
     ids = jnp.array([7], jnp.int32)
-    solve = over_clients(sgd(MLP, local, proximal(0.3, erm(MLP))), local)
+    solve = over_clients(sgd(MLP, local, proximal(0.3, erm(MLP))), local.execution)
     models = jax.tree.map(lambda leaf: leaf[None], MODEL)
     upload = solve(Cohort(ids, ids * 0), skewed, (jax.random.key(0), models), full_work(ids * 0))
     held = skewed.train.order[skewed.train.start[7] :][:31]
@@ -293,9 +299,9 @@ def test_steps_take_the_samples_of_the_shuffle(skewed):
         seen.append(np.asarray(x)[np.asarray(owner) >= 0])
         return MLP.loss(params, x, y)
 
-    local = Local(0.1, 2, 20, None, cfl.make_mesh(1), executor="debug").resolve()
+    local = Local(0.1, 2, 20, execution=make_execution(cfl.make_mesh(1), executor="debug"))
     ids, key = jnp.array([7], jnp.int32), jax.random.key(3)
-    solve = over_clients(sgd(MLP, local, objective), local)
+    solve = over_clients(sgd(MLP, local, objective), local.execution)
     models = jax.tree.map(lambda leaf: leaf[None], MODEL)
     with jax.disable_jit():  # what the objective sees are numbers, but for those of the gradient
         solve(Cohort(ids, ids * 0), skewed, (key, models), full_work(ids * 0))
@@ -327,12 +333,12 @@ def test_steps_take_the_samples_of_the_shuffle(skewed):
 def test_settings_that_contradict_each_other(settings, line):
     mesh = cfl.make_mesh(settings.pop("mesh", 1))
     with pytest.raises(InputError) as refused:
-        Local(0.1, 1, 5, mesh=mesh, **settings).resolve()
+        make_execution(mesh, **settings)
     assert str(refused.value).startswith(line)
 
 
 def test_a_python_loop_is_refused_within_jit(toy, linear):
-    local = Local(0.1, 1, 5, None, cfl.make_mesh(1), executor="debug")
+    local = Local(0.1, 1, 5, execution=make_execution(cfl.make_mesh(1), executor="debug"))
     algorithm = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(3))
     with pytest.raises(InputError, match="runs outside of jit only; call"):
         cfl.run(algorithm, linear, toy, jax.random.key(0), rounds=1)
@@ -346,7 +352,7 @@ def test_rounds_in_a_python_loop(toy, linear, method):
     settings = {} if method == "fedavg" else {"m": 2}
 
     def play(executor):
-        local = Local(0.2, 1, 10, None, cfl.make_mesh(1), executor=executor)
+        local = Local(0.2, 1, 10, execution=make_execution(cfl.make_mesh(1), executor=executor))
         factory = getattr(cfl.algorithms, method)
         algorithm = factory(linear, local, cfl.select.uniform(4), **settings)
         key = jax.random.key(1)

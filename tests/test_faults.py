@@ -9,28 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, nightly, others_nightly
+from conftest import build, ledger, nightly, others_nightly, with_execution
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.cfl import cfl as cfl_method
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedadam
-from fedjax_cfl.algorithms.fesem import fesem
+from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.algorithms.flexcfl import draw_founders, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import draw_founders, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
-from fedjax_cfl.round import faults, select
+from fedjax_cfl.keys import FAULTS, START, derive_key
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.round.keys import FAULTS, START, derive_key
-from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import count_groups
+from fedjax_cfl.system import faults, select
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(5)
@@ -43,9 +43,9 @@ ROUNDING = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
 @functools.cache
-def everybodys_rounds(task, local):
+def everybodys_rounds(task, local, failing):
     """Returns the program of three rounds of FedAvg, which several tests run."""
-    return compiled(fedavg(task, local, select.from_table(EVERYBODY)), ROUNDS)
+    return compiled(fedavg(task, local, cfl.System(select.from_table(EVERYBODY), failing)), ROUNDS)
 
 
 def compiled(algorithm, rounds):
@@ -60,15 +60,13 @@ def compiled(algorithm, rounds):
     return jax.jit(run)
 
 
-def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, **options):
+def go(task, local, data, method=fedavg, table=EVERYBODY, rounds=ROUNDS, failing=None, **options):
     """Returns (first state, last state, infos) of some rounds."""
+    failing = failing or Faults()
     if method is fedavg and table is EVERYBODY and rounds == ROUNDS and not options:
-        return everybodys_rounds(task, local)(data)
-    return compiled(build(method, task, local, select.from_table(table), **options), rounds)(data)
-
-
-def with_faults(local, **options):
-    return local._replace(faults=Faults(**options))
+        return everybodys_rounds(task, local, failing)(data)
+    system = cfl.System(select.from_table(table), failing)
+    return compiled(build(method, task, local, system, **options), rounds)(data)
 
 
 def cohort_of(*ids):
@@ -104,13 +102,13 @@ MIXED = {"dropout": 0.3, "straggler": 0.5, "nan": 0.2, "byzantine": 0.3, "attack
 
 @pytest.fixture(scope="module")
 def mixed(linear, local, toy):
-    return go(linear, with_faults(local, **MIXED), toy)
+    return go(linear, local, toy, failing=Faults(**MIXED))
 
 
 @pytest.mark.parametrize(("devices", "width"), [nightly(1, 5), (4, 2)])
 def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
-    local = with_faults(local._replace(mesh=cfl.make_mesh(devices), width=width), **MIXED)
-    _, state, infos = go(linear, local, toy)
+    local = with_execution(local, mesh=cfl.make_mesh(devices), width=width)
+    _, state, infos = go(linear, local, toy, failing=Faults(**MIXED))
     chex.assert_trees_all_equal(
         (infos.fault_counts, infos.steps, state.traffic),
         (mixed[2].fault_counts, mixed[2].steps, mixed[1].traffic),
@@ -171,30 +169,26 @@ def test_exactly_so_many_clients_are_hostile(share):
 )
 def test_nonsense_is_refused(wrong, linear, local):
     with pytest.raises(InputError, match=f"faults.{next(iter(wrong))}="):
-        fedavg(linear, with_faults(local, **wrong), select.from_table(EVERYBODY))
+        fedavg(linear, local, cfl.System(select.from_table(EVERYBODY), Faults(**wrong)))
 
 
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
     usual = go(linear, local, toy)
     never = go(
         linear,
-        with_faults(
-            local,
-            dropout=1e-9,
-            straggler=1e-9,
-            nan=1e-9,
-            byzantine=1e-9,
-            attack="noise",
-            nonfinite="zero",
-        ),
+        local,
         toy,
+        failing=Faults(
+            dropout=1e-9, straggler=1e-9, nan=1e-9, byzantine=1e-9, attack="noise", nonfinite="zero"
+        ),
     )
     zero = go(
         linear,
-        with_faults(
-            local, dropout=0.0, byzantine=0.0, attack="label_flip", scale=9.0, nonfinite="raise"
-        ),
+        local,
         toy,
+        failing=Faults(
+            dropout=0.0, byzantine=0.0, attack="label_flip", scale=9.0, nonfinite="raise"
+        ),
     )
     chex.assert_trees_all_equal(never, usual)
     chex.assert_trees_all_equal(zero, usual)
@@ -220,8 +214,8 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         return jax.jit(algorithm.round)(KEY, state, toy)
 
     (state, info), (other, _) = (
-        one(method(linear, trouble, select.from_table(EVERYBODY)))
-        for method, trouble in ((fedavg, with_faults(local, dropout=chance)), (by_hand, local))
+        one(method(linear, local, cfl.System(select.from_table(EVERYBODY), failing)))
+        for method, failing in ((fedavg, Faults(dropout=chance)), (by_hand, Faults()))
     )
     assert 0 < info.fault_counts.dropped < REAL
     assert ledger(state.traffic).units_up == CLIENTS - info.fault_counts.dropped
@@ -239,7 +233,7 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
 )
 def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy):
     options = {"m": 2} if method is ifca else {}
-    first, last, infos = go(linear, with_faults(local, **lost), toy, method, **options)
+    first, last, infos = go(linear, local, toy, method, failing=Faults(**lost), **options)
     chex.assert_trees_all_equal((last.groups, last.server), (first.groups, first.server))
     np.testing.assert_array_equal(
         infos.fault_counts.dropped if "dropout" in lost else infos.fault_counts.nonfinite, REAL
@@ -263,7 +257,7 @@ def test_screening_by_hand():
 
 
 def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
-    _, state, infos = go(linear, with_faults(local, nan=1.0, nonfinite="zero"), toy)
+    _, state, infos = go(linear, local, toy, failing=Faults(nan=1.0, nonfinite="zero"))
     np.testing.assert_array_equal(infos.clients, REAL)
     np.testing.assert_array_equal(infos.idle_groups, 0)
     chex.assert_tree_all_finite(state)
@@ -275,8 +269,8 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
     table = np.array([[2, 2, 2], [9, 1, 11]])  # nobody has data in round 1
     algorithm = fedavg(
         linear,
-        with_faults(local._replace(width=width), nan=1.0, nonfinite="raise"),
-        select.from_table(table),
+        with_execution(local, width=width),
+        cfl.System(select.from_table(table), Faults(nan=1.0, nonfinite="raise")),
     )
     seen = []
     with pytest.raises(
@@ -288,14 +282,14 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
             toy,
             KEY,
             rounds=2,
-            mesh=local.mesh,
+            mesh=local.execution.mesh,
             on_row=lambda row, snapshot: seen.append(row["round"]),
         )
     assert seen == [1], "the row of the round that failed is not written"
 
 
 def test_a_diverging_client_is_screened_too(linear, local, toy):
-    _, state, infos = go(linear, local._replace(lr=1e38), toy)
+    _, state, infos = go(linear, local.replace(lr=1e38), toy)
     assert infos.fault_counts.nonfinite.sum() > 0
     chex.assert_tree_all_finite(state)
 
@@ -334,13 +328,13 @@ def test_noise_is_as_long_as_the_update_and_belongs_to_the_client():
 
 
 def test_label_flip_trains_on_the_opposite_label(linear, local, toy):
-    fault_model = with_faults(local, byzantine=1.0, attack="label_flip")
+    fault_model = Faults(byzantine=1.0, attack="label_flip")
     opposite = toy.replace(y=toy.num_classes - 1 - toy.y)
-    _, state, infos = go(linear, fault_model, toy)
+    _, state, infos = go(linear, local, toy, failing=fault_model)
     chex.assert_trees_all_equal(state.groups, go(linear, local, opposite)[1].groups)
     np.testing.assert_array_equal(infos.fault_counts.byzantine, REAL)
-    algorithm = fedavg(linear, fault_model, select.from_table(EVERYBODY))
-    result = cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.mesh)
+    algorithm = fedavg(linear, local, cfl.System(select.from_table(EVERYBODY), fault_model))
+    result = cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.execution.mesh)
     np.testing.assert_array_equal(result.data.y, toy.y)
     assert result.rows[-1]["accuracy"] < 0.2, "scored by the true labels"
 
@@ -355,7 +349,10 @@ def test_only_hostile_owners_see_other_labels(toy):
 
 
 def test_a_straggler_does_less_and_is_kept(linear, local, toy):
-    usual, slow = go(linear, local, toy)[2], go(linear, with_faults(local, straggler=1.0), toy)[2]
+    usual, slow = (
+        go(linear, local, toy)[2],
+        go(linear, local, toy, failing=Faults(straggler=1.0))[2],
+    )
     taken, full = ([count_to_int(steps) for steps in infos.steps] for infos in (slow, usual))
     assert all(0 < few < all_of_them for few, all_of_them in zip(taken, full, strict=True))
     np.testing.assert_array_equal(slow.clients, REAL)
@@ -391,7 +388,7 @@ def test_degenerate_rounds_stay_finite(name, linear, local, toy):
 
     def run(lr, data, later):
         cohorts = select.from_table(EVERYBODY[:, 3:12])
-        algorithm = build(method, linear, local._replace(lr=lr), cohorts, **options)
+        algorithm = build(method, linear, local.replace(lr=lr), cohorts, **options)
         state = algorithm.init(KEY, data)
         return jax.lax.scan(
             lambda state, _: algorithm.round(KEY, state, later), state, length=ROUNDS
@@ -494,7 +491,7 @@ def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
 
 def test_a_founder_at_fault_stops_the_run(linear, local, toy):
     huge = with_huge_inputs(toy, 5)
-    strict = with_faults(local, nonfinite="raise")
-    algorithm = build(fesem, linear, strict, select.uniform(1), m=2)
+    strict = cfl.System(select.uniform(1), Faults(nonfinite="raise"))
+    algorithm = build(fesem, linear, local, strict, m=2)
     with pytest.raises(NonFiniteUpdate, match=r"^round 1: client 5 sent a non-finite update of "):
-        cfl.run(algorithm, linear, huge, KEY, rounds=1, mesh=local.mesh)
+        cfl.run(algorithm, linear, huge, KEY, rounds=1, mesh=local.execution.mesh)

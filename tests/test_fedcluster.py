@@ -15,7 +15,7 @@ from test_fesem import planted
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
+from fedjax_cfl.system import select
 
 KEY = jax.random.key(5)
 CLIENTS, CONCEPTS, COHORT, ROUNDS = 18, 3, 6, 2

@@ -11,7 +11,7 @@ from conftest import build, nightly, spent
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
+from fedjax_cfl.system import select
 
 # the name of the function, too
 feddrift = importlib.import_module("fedjax_cfl.algorithms.feddrift")
@@ -150,7 +150,7 @@ def test_clients_whose_labels_were_renamed_open_models(name, toy, steps, linear,
     last = states[-1]
     assert last.memory.isolated[1] == 0 and last.assignment[2] == 0
     assert last.assignment[9] != 0
-    losses = feddrift.losses_of_all(linear, local.resolve())(steps[-1], states[33].groups)
+    losses = feddrift.losses_of_all(linear, local)(steps[-1], states[33].groups)
     assert np.isinf(losses[2]).all() and np.isfinite(np.delete(losses, 2, 0)).all()
 
 

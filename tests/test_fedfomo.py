@@ -9,12 +9,12 @@ import pytest
 from conftest import CLASSES, FEATURES, build, spent
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fedfomo import fedfomo
-from fedjax_cfl.algorithms.fedfomo_mix import pick_peers
+from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedfomo.mix import pick_peers
 from fedjax_cfl.data import stream
 from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.select import from_table, full_participation
+from fedjax_cfl.system.select import from_table, full_participation
 
 KEY = jax.random.key(5)
 CLIENTS, LR, EPOCHS = 5, 0.5, 3
@@ -45,7 +45,9 @@ def five():
 @pytest.fixture(scope="module")
 def whole_batches():
     """Every step is one over all samples, so that their order says nothing."""
-    return cfl.Local(lr=LR, epochs=EPOCHS, batch_size=64, width=1, mesh=cfl.make_mesh(1))
+    return cfl.Local(
+        lr=LR, epochs=EPOCHS, batch_size=64, execution=cfl.make_execution(cfl.make_mesh(1), 1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +220,14 @@ def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task
 
 
 def test_what_clients_received_is_no_one_model(softmax_task, whole_batches):
-    local = whole_batches._replace(keep_received=True)
+    kept = cfl.System(full_participation(), keep_received=True)
     with pytest.raises(InputError, match=r"test_on=received: .* expected group"):
-        fedfomo(softmax_task, local, full_participation())
+        fedfomo(softmax_task, whole_batches, kept)
 
 
 def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
-    local = whole_batches._replace(faults=cfl.Faults(dropout=1.0))
-    algorithm = fedfomo(softmax_task, local, full_participation(), models=3)
+    silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))
+    algorithm = fedfomo(softmax_task, whole_batches, silent, models=3)
     state = algorithm.init(KEY, five)
     after, _ = jax.jit(algorithm.round)(KEY, state, five)
     for one, other in (
@@ -265,7 +267,7 @@ def test_held_out_samples_are_a_fifth_and_the_others_are_trained_on(toy):
 
 def test_clients_of_a_stream_hold_out_samples_of_their_own(toy):
     """Hidden samples stay behind those that are shown, in both parts."""
-    shift = stream.bucket(intervals=6, period=1, retained=2)
+    shift = stream.bucket(stream.Window(intervals=6, period=1, retained=2))
     data, memory = jax.jit(shift.init)(jax.random.key(1), toy)
     met = jnp.ones(toy.num_clients, bool)
     now, _, _ = jax.jit(shift.apply)(jax.random.key(1), 0, data, memory, met)

@@ -14,10 +14,10 @@ from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms import fesem_start
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.fesem import (
+from fedjax_cfl.algorithms.fesem import start as fesem_start
+from fedjax_cfl.algorithms.fesem.fesem import (
     fesem,
     keep_models,
     last_layer_distance,
@@ -25,14 +25,14 @@ from fedjax_cfl.algorithms.fesem import (
     pull_by_size,
     stored_mean,
 )
-from fedjax_cfl.algorithms.fesem_start import ClientModels, embed_deltas
+from fedjax_cfl.algorithms.fesem.start import ClientModels, embed_deltas
+from fedjax_cfl.client.local import full_work
 from fedjax_cfl.clustering.shift_detection import tv
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
+from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.keys import SELECT, START, TRAIN, derive_key
-from fedjax_cfl.round.local import full_work
+from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -207,7 +207,7 @@ def test_migration_changes_nothing(toy, linear, local):
             rounds=6,
             drift=drift.swap_all(0.5),
             discard="none",
-            mesh=local.mesh,
+            mesh=local.execution.mesh,
         )
 
     still, moving = run(None), run(tv)
@@ -256,7 +256,7 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
     The steps are small: next to models of so few parameters one round is otherwise
     farther than another random center.
     """
-    slow = local._replace(lr=0.01)
+    slow = local.replace(lr=0.01)
     begun, *_, last = play(build(fesem, linear, slow, COHORT, m=3, **REF), planted(), 5)
     assert (begun.assignment == -1).all()
     group = int(last.assignment[0])
@@ -275,8 +275,8 @@ def test_empty_group_keeps_its_center(linear, local):
 
 
 def test_lost_clients_leave_their_models(toy, linear, local):
-    lost = local._replace(faults=cfl.Faults(dropout=1.0))
-    begun, *_, last = play(fesem(linear, lost, COHORT, m=2), toy, 2)
+    lost = cfl.System(COHORT, cfl.Faults(dropout=1.0))
+    begun, *_, last = play(fesem(linear, local, lost, m=2), toy, 2)
     chex.assert_trees_all_equal(begun.memory, last.memory)
 
 
@@ -428,7 +428,7 @@ def test_models_sent(start, extra):
     """
     task, local = (
         cfl.as_task(cfl.models.MCLR(2), (1,), 2),
-        cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1)),
+        cfl.Local(0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), 1)),
     )
     options = {"start": start, "restarts": 1, "detector": "tv"}
     algorithm = build(fesem, task, local, select.rr_then_random(20), m=3, **options)

@@ -8,12 +8,13 @@ import os
 import jax
 import numpy as np
 import pytest
-from conftest import jit_as_users_do
+from conftest import jit_as_users_do, with_execution
 from matplotlib.image import imread
 from PIL import Image
+from reproduce import fesem_fig3
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fesem_start import ClientModels
+from fedjax_cfl.algorithms.fesem.start import ClientModels
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.celeba import celeba
@@ -22,7 +23,7 @@ from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import convolution, norms
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import fesem_fig3, figures, report, report_plot
+from fedjax_cfl.papers import figures, report, report_plot
 from fedjax_cfl.papers.cells import load_table, row_columns
 from fedjax_cfl.papers.records import collect_records
 from fedjax_cfl.runs.checkpoint import save
@@ -285,11 +286,13 @@ def test_celeba_cnn_learns_smiles(faces):
     data = cfl.federate(pool, partition.by_user(pool, test_fraction=0.2))
     task, local = (
         cfl.as_task(cfl.models.CelebaCNN(2), (84, 84, 3), 2),
-        cfl.Local(lr=0.003, epochs=1, batch_size=4, width=1),
+        cfl.Local(lr=0.003, epochs=1, batch_size=4, execution=cfl.make_execution(width=1)),
     )
     algorithm, key = (
         cfl.algorithms.fedavg(
-            task, local._replace(mesh=cfl.make_mesh(1)), cfl.select.full_participation()
+            task,
+            with_execution(local, mesh=cfl.make_mesh(1)),
+            cfl.select.full_participation(),
         ),
         jax.random.key(0),
     )
@@ -395,7 +398,7 @@ def test_map_is_drawn_from_the_last_checkpoint(tmp_path, toy, linear, local):
     assert len(shown.points) == known.sum() < len(known) and shown.sizes.sum() == known.sum()
     assert 0 < shown.explained[1] <= shown.explained[0] <= 1
     np.testing.assert_array_equal(shown.group, np.asarray(state.assignment)[known])
-    fesem_fig3.draw_maps(SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
+    fesem_fig3.draw_figures(None, None, SHARED, {("A", "SEM"): [folder]}, tmp_path / "figure.png")
     assert imread(tmp_path / "figure.png").std() > 0.01
     with pytest.raises(InputError, match="no checkpoint with stored local models"):
         fesem_fig3.read_map(tmp_path)

@@ -15,20 +15,21 @@ from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fesem import fesem, stored_mean
-from fedjax_cfl.algorithms.fesem_ma import (
+from fedjax_cfl.algorithms.fesem.fesem import fesem, stored_mean
+from fedjax_cfl.algorithms.fesem.fesem_ma import (
     MatchedModels,
     class_weighted_mean,
     fesem_ma,
     match_to_center,
     mean_over_cohort,
 )
-from fedjax_cfl.algorithms.matching import (
+from fedjax_cfl.algorithms.fesem.matching import (
     align_to_center,
     find_layers,
     permute_hidden_units,
     solve_assignment,
 )
+from fedjax_cfl.client.executor import just, run_one
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.zoo import (
     MCLR,
@@ -41,8 +42,7 @@ from fedjax_cfl.models.zoo import (
     MnistCNN,
     StackedLSTM,
 )
-from fedjax_cfl.round import select
-from fedjax_cfl.round.executor import just, run_one
+from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -199,7 +199,7 @@ def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, mean_over):
 
 def test_planted_groups_are_found(mlp, local):
     data = planted()
-    states = play(fesem_ma(mlp, local._replace(epochs=5), COHORT, m=3), data, 3)
+    states = play(fesem_ma(mlp, local.replace(epochs=5), COHORT, m=3), data, 3)
     for state in states:
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
     assert ledger(states[0].traffic) == Traffic(18, 18, 0, 18 * 4)

@@ -14,7 +14,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select_by_group
+from fedjax_cfl.system import select_by_group
 
 __all__ = ["planted"]
 

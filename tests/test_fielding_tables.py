@@ -8,12 +8,13 @@ from pathlib import Path
 import hydra
 import numpy as np
 import pytest
+from reproduce import fielding_server
 
+from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.papers import cells, fielding_server, report, report_plot, runner
+from fedjax_cfl.papers import cells, report, report_plot, runner
 from fedjax_cfl.papers.records import collect_records
 from fedjax_cfl.papers.report_plot import choose_across
-from fedjax_cfl.runs.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (

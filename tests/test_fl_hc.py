@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_cfl import CLIENTS, KEY, SAME, TRUTH, concepts, sent
 from test_fesem import play
@@ -15,9 +15,10 @@ from test_fesem import play
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
-from fedjax_cfl.round.faults import Faults
 from fedjax_cfl.sharding import make_mesh
+from fedjax_cfl.system import select
+from fedjax_cfl.system.faults import Faults
+from fedjax_cfl.system.system import System
 
 __all__ = ["concepts"]
 
@@ -107,9 +108,9 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
 @pytest.mark.parametrize("newcomers", ["largest", "nearest"])
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
-    unsure = local._replace(faults=Faults(dropout=0.3))
+    unsure = System(select.uniform(6), Faults(dropout=0.3))
     options = {"warm_up": 1, "newcomers": newcomers, "metric": "L1"}
-    states = play(build(fl_hc, linear, unsure, select.uniform(6), m=3, **options), toy, 3)
+    states = play(build(fl_hc, linear, local, unsure, m=3, **options), toy, 3)
     assert ((states[2].assignment >= 0).all()) == (newcomers == "largest")
     chex.assert_tree_all_finite(states[-1])
 
@@ -130,7 +131,7 @@ def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
 
 
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, clustered_once):
-    spread = local._replace(width=2, mesh=make_mesh(4))
+    spread = with_execution(local, mesh=make_mesh(4), width=2)
     method = fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest")
     many = play(method, concepts, 4)[-1]
     assert many.active.sum() == 3

@@ -24,9 +24,9 @@ from test_reference import (
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering.migrate import charge_swapped
-from fedjax_cfl.round import select
-from fedjax_cfl.round.keys import ASSIGN, MIGRATE, SELECT, TRAIN, derive_key
+from fedjax_cfl.keys import ASSIGN, MIGRATE, SELECT, TRAIN, derive_key
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
+from fedjax_cfl.system import select
 
 M, ALPHA, STEPS, COHORT, ROUNDS = 2, 3, 11, 5, 6
 DRIFT = cfl.drift.swap_all(p=0.6)

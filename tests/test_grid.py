@@ -10,9 +10,10 @@ import pytest
 from conftest import call, lasting_rows, nightly
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli.grid import grid_axes
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+from fedjax_cfl.runs.grid import list_points
 from fedjax_cfl.simulation.vectorize import stack_data
 
 SMALL = (
@@ -208,7 +209,9 @@ def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     )
 
     def after(members: bool, lr, key):
-        local = cfl.Local(lr, 2, 4, width, mesh, vmap_runs=members)
+        local = cfl.Local(
+            lr, 2, 4, execution=cfl.make_execution(mesh, width)._replace(runs_as_one=members)
+        )
         algorithm = cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
         return algorithm.round(key, algorithm.init(key, toy), toy)[0]
 
@@ -233,7 +236,7 @@ def test_the_first_axis_is_outermost():
         "coordinator": None,
         "resident": "device",
     }
-    assert grid.grid_points(grid.grid_axes(config)) == [
+    assert list_points(grid_axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},
         {"seed": 2, "algorithm.eta_g": 0.0},

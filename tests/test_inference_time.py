@@ -12,12 +12,13 @@ from conftest import build
 from test_cfl import ONCE, concepts
 from test_clock import SimpleState
 
+import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
-from fedjax_cfl.round import select, timing
-from fedjax_cfl.round.clock import device_profiles
-from fedjax_cfl.round.device_clock import asking_seconds
-from fedjax_cfl.round.hooks import make_report
+from fedjax_cfl.system import select, timing
+from fedjax_cfl.system.clock import device_profiles
+from fedjax_cfl.system.devices import asking_seconds
+from fedjax_cfl.system.reports import make_report
 
 KEY = jax.random.key(3)
 SAMPLE = np.random.default_rng(8).uniform(0.1, 2, 18)  # seconds of a client
@@ -45,7 +46,8 @@ def timed(linear, local):
         clock = device_profiles(np.zeros(clients), np.full(clients, 1e30))._replace(
             ask_seconds=asking_seconds(np.full(clients, 1e30), SAMPLE[:clients])
         )
-        algorithm = build(factory, linear, local._replace(clock=clock), selection, **settings)
+        system = cfl.System(selection, clock=clock)
+        algorithm = build(factory, linear, local, system, **settings)
         one_round = jax.jit(algorithm.round)
         states, seconds = [begun or jax.jit(algorithm.init)(KEY, datas[0])], []
         for data in datas:
@@ -149,9 +151,8 @@ def test_what_is_sent_for_a_round_takes_time(method, settings, models, words, to
     """Client 2 is the slowest: three models a second."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(linear.init(KEY)))
     clock = device_profiles(np.zeros(14), size * np.arange(1.0, 15.0))
-    pick = select.from_table(np.array([[2, 5, 11]]))
-    local = local._replace(clock=clock)
-    algorithm = build(getattr(algorithms, method), linear, local, pick, **settings)
+    timed = cfl.System(select.from_table(np.array([[2, 5, 11]])), clock=clock)
+    algorithm = build(getattr(algorithms, method), linear, local, timed, **settings)
     state = jax.jit(algorithm.init)(KEY, toy)
     for units, extra in zip(models, words, strict=True):
         state, info = jax.jit(algorithm.round)(KEY, state, toy)

@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, nightly, others_nightly
+from conftest import build, nightly, others_nightly, with_execution
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.flexcfl import fedgroup
+from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.algorithms.power_of_choice import rpow_d
 from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.data.federated import gather
-from fedjax_cfl.round import select
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import gradient_step, sgd
 from fedjax_cfl.simulation.choose_k import draw_clients
 from fedjax_cfl.simulation.vectorize import stack_data
+from fedjax_cfl.system import select
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.power_of_choice import rpow_d
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(5)
@@ -101,7 +101,10 @@ def pairs(*often, rest):
 @pytest.mark.parametrize(("method", "width"), pairs((3,), rest=[(4096,)]), indirect=["method"])
 def test_width(usual, method, toy, mlp, local, width):
     """Seven clients, by threes and all at once."""
-    assert_same(compiled(method, mlp, local._replace(width=width))(TABLE, toy), usual)
+    assert_same(
+        compiled(method, mlp, with_execution(local, width=width))(TABLE, toy),
+        usual,
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,9 @@ def test_width(usual, method, toy, mlp, local, width):
 def test_devices(usual, method, toy, mlp, local, devices, width):
     """Seven clients: two side by side, and a device without any."""
     assert_same(
-        compiled(method, mlp, local._replace(mesh=cfl.make_mesh(devices), width=width))(TABLE, toy),
+        compiled(method, mlp, with_execution(local, mesh=cfl.make_mesh(devices), width=width))(
+            TABLE, toy
+        ),
         usual,
     )
 
@@ -136,7 +141,7 @@ def by_loss(toy, mlp, local):
 
 @pytest.mark.parametrize(("devices", "width"), [(1, 3), (4, 4096)])
 def test_power_of_choice_on_devices(by_loss, toy, mlp, local, devices, width):
-    spread = local._replace(mesh=cfl.make_mesh(devices), width=width)
+    spread = with_execution(local, mesh=cfl.make_mesh(devices), width=width)
     state, infos = jax.jit(chosen_by_loss(mlp, spread))(KEY, toy)
     known = jnp.isfinite(state.selection)
     assert known.sum() > 8
@@ -153,7 +158,9 @@ def test_power_of_choice_goes_on_where_it_stood(by_loss, toy, mlp, local):
 
 def test_power_of_choice_in_a_grid(toy, mlp, local):
     keys = jax.random.split(KEY, 3)
-    mapped = chosen_by_loss(mlp, local._replace(vmap_runs=True))
+    mapped = chosen_by_loss(
+        mlp, local.replace(execution=local.execution._replace(runs_as_one=True))
+    )
     together = jax.jit(jax.vmap(mapped, (0, None)))(keys, toy)
     alone = jax.jit(chosen_by_loss(mlp, local))
     for number, key in enumerate(keys):
@@ -202,10 +209,15 @@ def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
 @pytest.mark.parametrize("first_layer", ["direct", "dual"])
 def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
     """Evaluation, the memory plan and a sample of clients read them too."""
-    algorithm = fedavg(mlp, local._replace(first_layer=first_layer), select.uniform(6))
+    algorithm = fedavg(
+        mlp,
+        with_execution(local, first_layer=first_layer),
+        select.uniform(6),
+    )
     indexed, copies = shared(toy)
     one, other = (
-        cfl.run(algorithm, mlp, data, KEY, rounds=2, mesh=local.mesh) for data in (indexed, copies)
+        cfl.run(algorithm, mlp, data, KEY, rounds=2, mesh=local.execution.mesh)
+        for data in (indexed, copies)
     )
     chex.assert_trees_all_equal(one.state, other.state)
     for row, same in zip(one.rows, other.rows, strict=True):
@@ -251,7 +263,7 @@ def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
 def everyone(toy, mlp, local):
     """Trains the clients in given slots: f(ids [14]) -> Upload [14]."""
     models = jax.vmap(mlp.init)(jax.random.split(KEY, 2))
-    train = over_clients(sgd(mlp, local), local)
+    train = over_clients(sgd(mlp, local), local.execution)
 
     def go(ids, gid):
         cohort = Cohort(ids=ids, rank=jnp.arange(ids.size))
@@ -271,7 +283,7 @@ def test_a_broken_client_spoils_nobody_else(toy, mlp, local, solver):
     """A sample that is not finite may not reach the masked places of another client's batches."""
     broken = toy.replace(x=jnp.where((toy.owner == 11)[:, None], jnp.nan, toy.x))
     models = jax.tree.map(lambda leaf: leaf[None], jax.jit(mlp.init)(KEY))
-    train = over_clients(solver(mlp, local), local)
+    train = over_clients(solver(mlp, local), local.execution)
     ids = jnp.arange(CLIENTS)
     go = jax.jit(
         lambda data: train(Cohort(ids=ids, rank=ids), data, (KEY, models), full_work(0 * ids))

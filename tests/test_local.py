@@ -10,9 +10,10 @@ import pytest
 from conftest import shuffled
 
 import fedjax_cfl as cfl
-from fedjax_cfl.round.cohort import over_clients
-from fedjax_cfl.round.local import Local, full_work, plan_steps
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.execution import make_execution
+from fedjax_cfl.client.local import Local, full_work, plan_steps
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.types import Cohort
 
 BATCH, STEPS = 10, 12
@@ -38,9 +39,9 @@ def test_stream_of_batches(count):
     plan = plan_steps(local, jnp.int32(count), jnp.float32(1.0), words)
     assert int(plan.steps) == STEPS
     orders = [shuffled(words, count, number) for number in range(STEPS + 1)]
-    passes = local._replace(steps=None, epochs=STEPS).resolve()
+    passes = local.replace(steps=None, epochs=STEPS)
     table = plan.make_table(jnp.int32(count), passes, 40)
-    assert table is not None and plan.make_table(jnp.int32(count), local.resolve(), 40) is None
+    assert table is not None and plan.make_table(jnp.int32(count), local, 40) is None
     for step, expected in enumerate(reference_stream(count)):
         for stored in (None, table):
             drawn, real = plan.draw_samples(jnp.int32(step), jnp.int32(count), local, stored)
@@ -65,10 +66,15 @@ def test_same_models_however_they_are_trained(width, other):
 
     def trained(way, width, fill):
         local = Local(
-            0.1, 1, BATCH, width, cfl.make_mesh(1), first_layer=way, steps=STEPS, fill_batches=fill
+            0.1,
+            1,
+            BATCH,
+            steps=STEPS,
+            fill_batches=fill,
+            execution=make_execution(cfl.make_mesh(1), width, first_layer=way),
         )
         cohort, work = Cohort(ids=clients, rank=clients), full_work(clients % 2)
-        solve = over_clients(sgd(task, local), local)
+        solve = over_clients(sgd(task, local), local.execution)
         return jax.jit(lambda: solve(cohort, data, (jax.random.key(4), models), work))()
 
     filled = trained("direct", 1, True)

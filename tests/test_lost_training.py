@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
+from fedjax_cfl.analysis import compare
 from fedjax_cfl.cli import doctor, extras
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import assignments, checkpoint, compare, finish, grid, session, trackers
+from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session, trackers
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, PART
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import read_metrics, read_summary
@@ -22,7 +23,7 @@ from fedjax_cfl.simulation.driver import Grouping
 
 SMALL = "dataset=digits dataset.clients=6 clients_per_round=2 local.epochs=1 algorithm=ifca"
 SMALL += " algorithm.m=2 model=mclr eval_auxiliary=false devices=1 discard=none"
-CONFIG = {"assignments": 100, "seed": 0}
+ALL = np.arange(4)
 
 
 def grouping(round: int) -> Grouping:
@@ -45,14 +46,14 @@ def damage(kind: str, path) -> None:
 
 @pytest.mark.parametrize("kind", ["removed", "replaced", "longer", "cut"])
 def test_groups_are_kept_whatever_happens_to_their_file(kind, tmp_path, capsys):
-    with assignments.open_assignments(tmp_path, CONFIG, 4) as log:
+    with assignments.open_assignments(tmp_path, ALL) as log:
         for round in (1, 2, 3):
             log.append(round, grouping(round))
             if round == 2:
                 damage(kind, tmp_path / PART)
         fingerprint = log.fingerprint()
     assert (tmp_path / PART).stat().st_size == fingerprint[0] * 4 * 9
-    assignments.finish_assignments(tmp_path, CONFIG, 4, fingerprint)
+    assignments.finish_assignments(tmp_path, ALL, 4, fingerprint)
     found = assignments.read_assignments(tmp_path)
     assert found is not None
     assert found.rounds.tolist() == ([1, 3] if kind == "cut" else [1, 2, 3])
@@ -63,11 +64,11 @@ def test_groups_are_kept_whatever_happens_to_their_file(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["removed", "longer", "cut"])
 def test_groups_that_are_gone_at_the_end_are_warned_of(kind, tmp_path, capsys):
-    with assignments.open_assignments(tmp_path, CONFIG, 4) as log:
+    with assignments.open_assignments(tmp_path, ALL) as log:
         log.append(1, grouping(1))
         fingerprint = log.fingerprint()
     damage(kind, tmp_path / PART)
-    assignments.finish_assignments(tmp_path, CONFIG, 4, fingerprint)
+    assignments.finish_assignments(tmp_path, ALL, 4, fingerprint)
     assert not (tmp_path / PART).exists()
     kept = kind == "longer"
     assert (assignments.read_assignments(tmp_path) is not None) == kept

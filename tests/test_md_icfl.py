@@ -9,17 +9,17 @@ from conftest import FEATURES, matrix, nightly, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK, md_icfl
-from fedjax_cfl.clustering.model_distance import class_distances, nearest_group
-from fedjax_cfl.clustering.synthesis import back_search, generator
+from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, md_icfl
+from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
+from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
+from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.data.federated import train_label_shares
+from fedjax_cfl.keys import REGROUP, derive_keys
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.keys import REGROUP, derive_keys
-from fedjax_cfl.round.select import full_participation, uniform
 from fedjax_cfl.round.start import common_model
-from fedjax_cfl.round.traffic import count_bytes
 from fedjax_cfl.simulation.metrics import ari
+from fedjax_cfl.system.select import full_participation, uniform
+from fedjax_cfl.system.traffic import count_bytes
 
 KEY = jax.random.key(3)
 QUICK = {"samples": 4, "search_steps": 20}
@@ -39,7 +39,7 @@ def quick(task, local, m, privacy=WEAK, select=None, **settings):
 @pytest.fixture(scope="module")
 def measured(linear, toy, local, models):
     """Distances [S, m, C] of clients that moved from group id % 3, and all they come from."""
-    cohort = make_cohort(jnp.arange(toy.num_clients), toy, local)
+    cohort = make_cohort(jnp.arange(toy.num_clients), toy, local.execution)
     start = (cohort.ids % 3).astype(jnp.int32)
     delta = jax.tree.map(
         lambda leaf: jax.random.normal(KEY, (cohort.ids.size, *leaf.shape[1:])), models
@@ -110,7 +110,9 @@ def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, traine
     """From pre-trained group models of a common start, if clients train long enough to forget
     where they started.
     """
-    local = cfl.Local(lr=0.1, epochs=200, batch_size=15, width=1, mesh=cfl.make_mesh(1))
+    local = cfl.Local(
+        lr=0.1, epochs=200, batch_size=15, execution=cfl.make_execution(cfl.make_mesh(1), 1)
+    )
     method = md_icfl(reader, local, full_participation(), m=TURNS, sampling=sampling)
     state = method.init(KEY, rotated).replace(groups=trained)
     truth = jnp.arange(4 * TURNS) // 4
@@ -121,7 +123,7 @@ def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, traine
 
 def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, models):
     """Clients that end in another group than they started from bring their model along."""
-    local = local._replace(epochs=30)
+    local = local.replace(epochs=30)
     algorithm = quick(linear, local, 3)
     state = algorithm.init(KEY, toy).replace(groups=models)
     after, _ = jax.jit(algorithm.round)(KEY, state, toy)
@@ -144,16 +146,16 @@ def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, model
     """Every odd client has one label, so that others count for nothing (eq. 4)."""
     owner = np.asarray(toy.owner)
     y = np.where(owner % 2, owner // 2 % toy.num_classes, toy.y).astype(np.int32)
-    skewed, local = toy.replace(y=jnp.asarray(y)), local._replace(epochs=30)
+    skewed, local = toy.replace(y=jnp.asarray(y)), local.replace(epochs=30)
     algorithm = quick(linear, local, 3, privacy)
     state = algorithm.init(KEY, skewed).replace(groups=models)
     after, _ = jax.jit(algorithm.round)(KEY, state, skewed)
     own = jax.tree.map(lambda leaf: leaf[state.assignment], models)
     alone = cfl.algorithms.nonfed(linear, local, full_participation())
     trained, _ = jax.jit(alone.round)(KEY, alone.init(KEY, skewed).replace(groups=own), skewed)
-    sampler = back_search(**QUICK)(linear, local.resolve())
+    sampler = back_search(**QUICK)(linear, local)
     samples, _ = sampler.sample(derive_keys(KEY, 0)[REGROUP], (), models, skewed)
-    cohort = make_cohort(jnp.arange(skewed.num_clients), skewed, local)
+    cohort = make_cohort(jnp.arange(skewed.num_clients), skewed, local.execution)
     ids = np.minimum(cohort.ids, skewed.num_clients - 1)
     delta = jax.tree.map(lambda new, old: (new - old)[ids], trained.groups, own)
     present = state.assignment[ids]
@@ -166,8 +168,8 @@ def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, model
 
 
 def test_a_client_that_never_answers_stays(linear, toy, local):
-    silent = local._replace(faults=cfl.Faults(dropout=1.0))
-    algorithm = quick(linear, silent, 3)
+    silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))
+    algorithm = quick(linear, local, 3, select=silent)
     state = algorithm.init(KEY, toy)
     after, _ = jax.jit(algorithm.round)(KEY, state, toy)
     assert after.assignment.tolist() == state.assignment.tolist()

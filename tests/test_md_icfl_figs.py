@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.pyplot import imread
+from reproduce import md_icfl_figs
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers import md_icfl_figs
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.runs.checkpoint import save
 
@@ -38,7 +38,9 @@ def run(data, tmp_path_factory):
     first and the second half, nobody is in group 3.
     """
     task = cfl.as_task(cfl.models.MLP(10, hidden=(16,)), (8, 8), 10, l2=0.0)
-    local = cfl.Local(lr=0.1, epochs=1, batch_size=10, width=1, mesh=cfl.make_mesh(1))
+    local = cfl.Local(
+        lr=0.1, epochs=1, batch_size=10, execution=cfl.make_execution(cfl.make_mesh(1), 1)
+    )
     trained = md_icfl_figs.train_new_models(jax.random.key(5), task, data, local, TURNS)
     halves = [jax.tree.map(lambda leaf, g=g: leaf[g, 0], trained) for g in (1, 0, 0)]
     method = cfl.algorithms.nonfed(task, local, cfl.select.full_participation())

@@ -21,7 +21,7 @@ def fesem(mlp, local):
 
 
 def test_counts_what_a_run_holds(fesem, mlp, toy, local):
-    found = cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh).memory
+    found = cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.execution.mesh).memory
     parameters = 34
     assert found["models"] == 2 * parameters * 4
     assert found["client_memory"] == 14 * (parameters * 4 + 1)  # W_i and whether it is known
@@ -39,7 +39,9 @@ def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
     with pytest.raises(
         InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use "
     ) as error:
-        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.mesh, on_row=begin)
+        cfl.run(
+            fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.execution.mesh, on_row=begin
+        )
     assert not begun and "\n" not in str(error.value)
 
 
@@ -50,7 +52,7 @@ def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
 def test_names_the_knob_of_the_largest_part(part, knob, local):
     planned = dict.fromkeys(("data", "models", "client_memory", "work"), 1) | {part: 2**60}
     with pytest.raises(InputError, match=knob):
-        memory.check_memory(planned, local.mesh)
+        memory.check_memory(planned, local.execution.mesh)
 
 
 def test_keys_take_nothing_and_a_split_array_its_share():

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from conftest import ledger, nightly
 
-from fedjax_cfl.algorithms import power_of_choice
-from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import oort, select_by_group
-from fedjax_cfl.round.cohort import make_cohort, over_clients
+from fedjax_cfl.system import oort, power_of_choice, select_by_group
 from fedjax_cfl.types import Cohort
 
 CLIENTS, SLOTS = 40, 9
@@ -213,8 +212,8 @@ def test_power_of_choice_takes_the_highest_losses_of_each_group(
     first = () if variant == "rpow_d" else (linear, local)
     selection = make(*first, 3, 13)
     memory = selection.init(toy)
-    cohort = make_cohort(jnp.arange(14, dtype=jnp.int32), toy, local.resolve())
-    each = over_clients(training_loss(linear), local.resolve())(cohort, toy, models)
+    cohort = make_cohort(jnp.arange(14, dtype=jnp.int32), toy, local.execution)
+    each = over_clients(training_loss(linear), local.execution)(cohort, toy, models)
     loss = np.zeros(14)
     loss[np.asarray(cohort.ids)] = np.asarray(each)[
         np.arange(cohort.ids.size), np.asarray(cohort.ids) % 3
@@ -261,9 +260,9 @@ def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, m
 
 def test_a_batch_that_is_everything_has_the_whole_loss(toy, linear, local, models):
     """Of one sample, a mini-batch drawn with replacement is the whole set."""
-    cohort = make_cohort(jnp.array([6], jnp.int32), toy, local.resolve())
-    whole = over_clients(training_loss(linear), local.resolve())(cohort, toy, models)
-    batch = over_clients(power_of_choice.batch_loss(linear, 5), local.resolve())(
+    cohort = make_cohort(jnp.array([6], jnp.int32), toy, local.execution)
+    whole = over_clients(training_loss(linear), local.execution)(cohort, toy, models)
+    batch = over_clients(power_of_choice.batch_loss(linear, 5), local.execution)(
         cohort, toy, (jax.random.key(0), models)
     )
     np.testing.assert_allclose(whole, batch, rtol=1e-5)

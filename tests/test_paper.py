@@ -14,15 +14,16 @@ import pytest
 from conftest import call
 from matplotlib.image import imread
 from omegaconf import OmegaConf
+from reproduce import fedgroup_fig5
 from rich.console import Console
 
+from fedjax_cfl.analysis import plot_bands
 from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import fedgroup_fig5, processes, report, runner
+from fedjax_cfl.papers import processes, report, runner
 from fedjax_cfl.papers.cells import Cell, has_run, load_table
 from fedjax_cfl.papers.records import collect_records
-from fedjax_cfl.runs import plot_bands
 from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set

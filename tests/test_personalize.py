@@ -7,11 +7,11 @@ import pytest
 from conftest import build, call
 
 import fedjax_cfl as cfl
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.runs.results import SIMILARITY_FILE, read_clients, read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.personalize import (
@@ -39,7 +39,7 @@ def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
     found = finetune_clients(linear, local, 4, served, toy, key, at_once=5)
     again = finetune_clients(linear, local, 4, served, toy, key, at_once=14)
     np.testing.assert_allclose(found.accuracy, again.accuracy, equal_nan=True)
-    plain = evaluate_clients(linear, local.mesh, served, toy)[0]
+    plain = evaluate_clients(linear, local.execution.mesh, served, toy)[0]
     np.testing.assert_array_equal(found.samples, plain.samples)
     assert np.isnan(found.accuracy[(index < 0)]).all()
     tested = np.asarray(plain.samples) > 0
@@ -59,7 +59,7 @@ def test_updates_are_compared_from_the_mean_of_the_models(toy, linear, local, mo
     able = (index >= 0) & (np.asarray(toy.train.size) > 0)
     np.testing.assert_array_equal(clients, np.flatnonzero(able))
     mean = jax.tree.map(lambda leaf: leaf[index[able]].mean(0)[None], models)
-    resolved = local.resolve()
+    resolved = local
     train = over_clients(sgd(linear, resolved), resolved)
     flat = []
     for client in clients:

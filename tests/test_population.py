@@ -61,7 +61,7 @@ def test_rows_clients_and_models_are_those_of_data_on_the_devices(
     monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 1)  # several blocks between evaluations
     algorithm = methods(linear, local)[name]()
     device, host = (
-        cfl.run(algorithm, linear, data, jax.random.key(3), mesh=local.mesh, **QUICK)
+        cfl.run(algorithm, linear, data, jax.random.key(3), mesh=local.execution.mesh, **QUICK)
         for data in both
     )
     assert len(device.rows) == 3
@@ -83,9 +83,15 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
             save(tmp_path, 2, (snapshot.state, snapshot.data_state), snapshot.counters, {})
 
     whole = cfl.run(
-        algorithm, linear, both[1], jax.random.key(1), mesh=local.mesh, on_row=keep, **QUICK
+        algorithm,
+        linear,
+        both[1],
+        jax.random.key(1),
+        mesh=local.execution.mesh,
+        on_row=keep,
+        **QUICK,
     )
-    setup = Setup(algorithm, linear, both[1], cfl.drift.none(), local.mesh)
+    setup = Setup(algorithm, linear, both[1], cfl.drift.none(), local.execution.mesh)
     like = state_shapes(setup, jax.random.key(1))
     found = restore_latest(tmp_path, like, {})
     plan = Plan(**QUICK)
@@ -103,7 +109,9 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
     algorithm = methods(linear, local)["fedavg"]()
 
     def blocks(done: int, rounds: int):
-        feed = prefetch.HostFeed(both[1], algorithm, jax.random.key(1), rounds, 8, local.mesh)
+        feed = prefetch.HostFeed(
+            both[1], algorithm, jax.random.key(1), rounds, 8, local.execution.mesh
+        )
         return [
             count
             for count, block in feed.train_blocks(done)
@@ -119,7 +127,7 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
 def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monkeypatch):
     """Also past an evaluation, of which there is one after every round here."""
     feed = prefetch.HostFeed(
-        both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.mesh
+        both[1], methods(linear, local)["fedavg"](), jax.random.key(1), 3, 1, local.execution.mesh
     )
     fetched, began = feed._fetch, [threading.Event() for _ in range(3)]
 
@@ -165,12 +173,20 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
         InputError,
         match="resident=host: this algorithm reads the samples of clients outside its cohort",
     ):
-        cfl.run(flexcfl, linear, both[1], key, mesh=local.mesh, rounds=1)
+        cfl.run(flexcfl, linear, both[1], key, mesh=local.execution.mesh, rounds=1)
     fedavg = cfl.algorithms.fedavg(linear, local, select)
     with pytest.raises(
         InputError, match="resident=host: a drift edits who holds which sample of all"
     ):
-        cfl.run(fedavg, linear, both[1], key, mesh=local.mesh, rounds=1, drift=cfl.drift.swap_all())
+        cfl.run(
+            fedavg,
+            linear,
+            both[1],
+            key,
+            mesh=local.execution.mesh,
+            rounds=1,
+            drift=cfl.drift.swap_all(),
+        )
     with pytest.raises(InputError, match="resident=host: a concept edits all samples at once"):
         cfl.federate(
             cfl.Pool(np.zeros((2, 1), np.uint8), np.zeros(2, np.int32), 2),

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import build, ledger, others_nightly
+from conftest import build, ledger, others_nightly, with_execution
 from omegaconf import OmegaConf
 
 from fedjax_cfl.algorithms import fedopt
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedopt import fedadam, fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.cli.overrides import CONF
-from fedjax_cfl.round import select
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.system import select
+from fedjax_cfl.system.counts import count_to_int
 
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)
@@ -104,11 +104,11 @@ def test_stragglers_do_less(toy, linear, local, averaged):
 def test_a_schedule_is_another_step_size_in_every_round(toy, linear, local, method):
     """Rounds 0 .. 2 at 1, 0.5 and 0.25 of the step size, one after another."""
     schedule = optax.exponential_decay(1.0, 1, 0.5)
-    scheduled = play(method(linear, local._replace(schedule=schedule), COHORT), toy)
+    scheduled = play(method(linear, local.replace(schedule=schedule), COHORT), toy)
 
     @jax.jit
     def step(lr, state):
-        return method(linear, local._replace(lr=lr), COHORT).round(KEY, state, toy)
+        return method(linear, local.replace(lr=lr), COHORT).round(KEY, state, toy)
 
     usual = method(linear, local, COHORT)
     state, infos = play(usual, toy, 0)
@@ -120,12 +120,20 @@ def test_a_schedule_is_another_step_size_in_every_round(toy, linear, local, meth
 
 
 def test_a_schedule_is_that_of_the_sample_space_too(toy, mlp, local):
-    half = local._replace(schedule=optax.constant_schedule(0.5))
+    half = local.replace(schedule=optax.constant_schedule(0.5))
     direct, dual = (
-        play(fedavg(mlp, half._replace(first_layer=way), COHORT), toy) for way in ("direct", "dual")
+        play(
+            fedavg(
+                mlp,
+                with_execution(half, first_layer=way),
+                COHORT,
+            ),
+            toy,
+        )
+        for way in ("direct", "dual")
     )
     assert_same(dual, direct, rtol=1e-4, atol=1e-5)
-    assert_same(direct, play(fedavg(mlp, local._replace(lr=local.lr / 2), COHORT), toy))
+    assert_same(direct, play(fedavg(mlp, local.replace(lr=local.lr / 2), COHORT), toy))
 
 
 def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
@@ -153,7 +161,7 @@ def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
 
 @pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
-    whole_set = local._replace(epochs=1, batch_size=batch_size)
+    whole_set = local.replace(epochs=1, batch_size=batch_size)
     assert_same(
         play(fedavg(linear, whole_set, COHORT), toy), play(fedsgd(linear, local, COHORT), toy)
     )
@@ -163,7 +171,7 @@ def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
     """Toy client 2 has no data: present it divides nothing."""
     gradients = {"solve": "gradient_step", "aggregate": "all_participants"}
     state, infos = play(build(ifca, linear, local, COHORT, m=1, **gradients), toy)
-    plain = local._replace(epochs=1, batch_size=64)
+    plain = local.replace(epochs=1, batch_size=64)
     assert_same((state, infos), play(fedavg(linear, plain, COHORT, aggregate=uniform_mean), toy))
 
 

@@ -11,21 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, shuffled
+from conftest import build, ledger, shuffled, with_execution
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms.power_of_choice import draw_candidates, rpow_d
-from fedjax_cfl.round import select
-from fedjax_cfl.round.availability import online_by_intervals
-from fedjax_cfl.round.clock import device_profiles, find_duration
-from fedjax_cfl.round.counts import count_to_int
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.keys import ASSIGN, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, Start, make_report
-from fedjax_cfl.round.keys import ASSIGN, SELECT, START, TRAIN, derive_key
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks, Start
 from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system import select
+from fedjax_cfl.system.availability import online_by_intervals
+from fedjax_cfl.system.clock import device_profiles, find_duration
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.power_of_choice import draw_candidates, rpow_d
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import System
 
 KEY = jax.random.key(2)
 ROUNDS, COHORT, L2 = 3, 6, 0.001
@@ -193,7 +195,10 @@ def test_gradient_is_that_of_the_task(toy, linear):
 @pytest.mark.parametrize("width", [1, 4])
 def test_fedavg(toy, linear, local, width):
     pick = select.uniform(COHORT)
-    first, last = played(algorithms.fedavg(linear, local._replace(width=width), pick), toy)
+    first, last = played(
+        algorithms.fedavg(linear, with_execution(local, width=width), pick),
+        toy,
+    )
     assert_models_close(last.groups, [fedavg(models_of(first.groups)[0], toy, pick, local)])
     assert np.abs(models_of(last.groups)[0].flat() - models_of(first.groups)[0].flat()).max() > 0.1
 
@@ -371,7 +376,7 @@ def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
     step_seconds, bandwidth = rng.uniform(0.01, 0.5, 14), rng.uniform(50, 400, 14)
     clock = device_profiles(step_seconds.astype(np.float32), bandwidth.astype(np.float32), 4)
     pick = select.uniform(COHORT)
-    algorithm = algorithms.fedavg(linear, local._replace(clock=clock), pick)
+    algorithm = algorithms.fedavg(linear, local, System(pick, clock=clock))
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     model, milliseconds, late = models_of(state.groups)[0], 0, 0
     for round in range(ROUNDS + 2):
@@ -416,8 +421,8 @@ def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, 
         models = jax.vmap(linear.init)(jax.random.split(key, 2))
         return Start(models, jnp.arange(14) % 2)
 
-    timed = local._replace(clock=clock)
-    algorithm = federated(linear, timed, pick, Hooks(sgd(linear, timed), start, assign=assign))
+    timed = System(pick, clock=clock)
+    algorithm = federated(linear, local, timed, Hooks(sgd(linear, local), start, assign=assign))
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     models, times, lost, empty, silent = models_of(state.groups), np.zeros(2), 0, 0, 0
     for round in range(8):
@@ -488,7 +493,7 @@ def test_a_round_ends_with_the_last_answer_if_fewer_come():
 def test_local_steps_cycle_through_epochs(toy, linear, local):
     """Seven mini-batch steps of every client, however many samples it has."""
     pick = select.uniform(COHORT)
-    algorithm = algorithms.fedavg(linear, local._replace(steps=7), pick)
+    algorithm = algorithms.fedavg(linear, local.replace(steps=7), pick)
     state = jax.jit(algorithm.init)(KEY, toy)
     model, one_round = models_of(state.groups)[0], jax.jit(algorithm.round)
     for round in range(ROUNDS):

@@ -14,10 +14,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from fedjax_cfl.analysis import compare, plot
 from fedjax_cfl.cli import doctor
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import compare, display, plot
+from fedjax_cfl.runs import display
 from fedjax_cfl.runs.display import final_table, progress
 from fedjax_cfl.runs.results import (
     append_row,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn.metrics import silhouette_score
 
-from fedjax_cfl.clustering import represent
+from fedjax_cfl.algorithms.fielding import represent
 from fedjax_cfl.data.federated import gather, train_label_shares
 
 

@@ -16,11 +16,12 @@ import pytest
 from conftest import call
 from PIL import Image
 
+from fedjax_cfl.analysis import statistics
+from fedjax_cfl.analysis.plot_costs import draw_costs, last_cost
+from fedjax_cfl.analysis.plot_groups import draw_alluvial
+from fedjax_cfl.analysis.report import DPI, format_estimate, load_costs, read_groups, report, to_png
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import results, statistics
-from fedjax_cfl.runs.plot_costs import draw_costs, last_cost
-from fedjax_cfl.runs.plot_groups import draw_alluvial
-from fedjax_cfl.runs.report import DPI, format_estimate, load_costs, read_groups, report, to_png
+from fedjax_cfl.runs import results
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"

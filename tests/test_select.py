@@ -13,13 +13,13 @@ from conftest import build
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedprox import partial_epochs
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.algorithms.power_of_choice import rpow_d
+from fedjax_cfl.client.cohort import balance_over_devices, make_cohort, over_clients
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
-from fedjax_cfl.round.clock import device_profiles
-from fedjax_cfl.round.cohort import balance_over_devices, make_cohort, over_clients
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.system import select
+from fedjax_cfl.system.clock import device_profiles
+from fedjax_cfl.system.power_of_choice import rpow_d
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(11)
@@ -113,7 +113,7 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
-    three = local._replace(epochs=3)
+    three = local.replace(epochs=3)
     train = jax.jit(over_clients(sgd(linear, three), three))
     ids = jnp.arange(14)
     work = full_work(0 * ids)._replace(step_fraction=jnp.full(14, 2 / 3))
@@ -128,10 +128,10 @@ def test_stragglers_take_their_share_of_steps(toy, linear, local):
 @pytest.mark.parametrize(("width", "slots"), [(1, 10), (2, 6), (4, 6)])
 def test_empty_slots_are_not_visited(toy, width, slots):
     """Five clients on two devices."""
-    local = cfl.Local(0.1, 1, 5, width, cfl.make_mesh(2)).resolve()
-    cohort = make_cohort(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local)
+    local = cfl.Local(0.1, 1, 5, execution=cfl.make_execution(cfl.make_mesh(2), width))
+    cohort = make_cohort(jnp.array([1, 6, 2, 4, 14], jnp.int32), toy, local.execution)
     assert cohort.ids.size == slots
-    seen = jax.jit(over_clients(lambda client, data, shared, mine: client + 1, local))(
+    seen = jax.jit(over_clients(lambda client, data, shared, mine: client + 1, local.execution))(
         cohort, toy, ()
     )
     real = cohort.ids < 14

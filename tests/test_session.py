@@ -22,8 +22,9 @@ import pyarrow.parquet
 import pytest
 from conftest import VARYING, nightly, others_nightly
 
+from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.main import main
-from fedjax_cfl.runs import checkpoint, plot, results, signals
+from fedjax_cfl.runs import checkpoint, results, signals
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE
 from fedjax_cfl.runs.checkpoint import list_checkpoints, save
 from fedjax_cfl.runs.results import METRICS_FILE, read_summary

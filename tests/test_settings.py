@@ -235,12 +235,12 @@ def test_python_is_answered_as_the_command_line(toy, linear, local):
         ({"rounds": 0}, "rounds=0: must be a whole number >= 1"),
         ({"eval_every": 0}, "eval_every=0: must be a whole number >= 1"),
         ({"discard": "never"}, "discard=never: must be one of rounds, met, none"),
-        ({"local": local._replace(epochs=0)}, "local.epochs=0: must be a whole number from 1 to"),
+        ({"local": local.replace(epochs=0)}, "local.epochs=0: must be a whole number from 1 to"),
         (
-            {"local": local._replace(batch_size=0)},
+            {"local": local.replace(batch_size=0)},
             "local.batch_size=0: must be a whole number >= 1",
         ),
-        ({"local": local._replace(lr=-1.0)}, "local.lr=-1.0: must be a finite number > 0"),
+        ({"local": local.replace(lr=-1.0)}, "local.lr=-1.0: must be a finite number > 0"),
         (
             {"select": cfl.select.uniform(99)},
             f"clients_per_round=99: must be at most {toy.num_clients}, the number of clients",

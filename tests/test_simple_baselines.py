@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, matrix
+from conftest import ledger, matrix, with_execution
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
@@ -31,20 +31,20 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
+from fedjax_cfl.client.cohort import make_cohort
+from fedjax_cfl.client.local import full_work
+from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import faults, select
+from fedjax_cfl.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import (
     count_trimmed,
     trimmed_group_mean,
     uniform_mean,
     weighted_mean,
 )
-from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
-from fedjax_cfl.round.local import full_work
-from fedjax_cfl.round.objective import cross_entropy
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.system import faults, select
 from fedjax_cfl.types import State
 
 K = 14  # clients of the toy problem
@@ -182,7 +182,11 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy, linear, local):
 
 def test_feddane_has_no_sample_space_form(linear, local):
     with pytest.raises(InputError, match="first_layer"):
-        feddane(linear, local._replace(first_layer="dual"), COHORT)
+        feddane(
+            linear,
+            with_execution(local, first_layer="dual"),
+            COHORT,
+        )
 
 
 # NonFed
@@ -222,7 +226,9 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     algorithm = nonfed(linear, local, COHORT)
     assert not algorithm.clustered
     row, table = jax.jit(
-        lambda state: evaluate.evaluate_all(algorithm, linear, local.mesh, state, toy, True)
+        lambda state: evaluate.evaluate_all(
+            algorithm, linear, local.execution.mesh, state, toy, True
+        )
     )(alone[0])
     x, y, owner = (
         np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner)
@@ -323,13 +329,12 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
     wrong way, before the rounds and in them.
     """
     data = planted()
-    troubled = local._replace(faults=cfl.Faults(byzantine=0.06, scale=5.0))
-    attacker = np.flatnonzero(
-        faults.draw_byzantine(troubled.faults, derive_key(KEY, BYZANTINE), 18)
-    )
+    hostile = cfl.Faults(byzantine=0.06, scale=5.0)
+    attacker = np.flatnonzero(faults.draw_byzantine(hostile, derive_key(KEY, BYZANTINE), 18))
     assert len(attacker) == 1
     honest, truth = np.delete(np.arange(18), attacker), np.arange(18) % 3
-    algorithm = tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6)
+    troubled = cfl.System(select.full_participation(), hostile)
+    algorithm = tkm(linear, local, troubled, m=3, theta=0.2, erm_epochs=6)
     begun, after = (play(algorithm, data, rounds)[0] for rounds in (0, 2))
     assert adjusted_rand_score(truth[honest], np.asarray(begun.assignment)[honest]) == 1.0
     assert (
@@ -358,7 +363,9 @@ def score(algorithm, task, local, state, data):
     return np.asarray(
         jax.jit(
             lambda state: (
-                evaluate.evaluate_all(algorithm, task, local.mesh, state, data, False)[1].accuracy
+                evaluate.evaluate_all(algorithm, task, local.execution.mesh, state, data, False)[
+                    1
+                ].accuracy
             )
         )(state)
     )
@@ -367,7 +374,7 @@ def score(algorithm, task, local, state, data):
 def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     """F_k of client 1 at one model, by hand: cross-entropy and penalty."""
     model = linear.init(jax.random.key(3))
-    cohort = make_cohort(jnp.array([1]), toy, local)
+    cohort = make_cohort(jnp.array([1]), toy, local.execution)
     groups = jax.tree.map(lambda leaf: leaf[None], model)
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
     work = full_work(jnp.zeros(1, jnp.int32))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, nightly
+from conftest import build, nightly, with_execution
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_cfl as cfl
@@ -48,9 +48,9 @@ KEPT = {
 
 
 def make(name, mlp, local, devices):
-    local = local._replace(mesh=cfl.make_mesh(devices), keep_received=name == "fesem")
-    options = METHODS[name]
-    return build(getattr(cfl.algorithms, name), mlp, local, cfl.select.uniform(6), **options)
+    local = with_execution(local, mesh=cfl.make_mesh(devices))
+    system = cfl.System(cfl.select.uniform(6), keep_received=name == "fesem")
+    return build(getattr(cfl.algorithms, name), mlp, local, system, **METHODS[name])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from conftest import build, ledger
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.clustering import features
@@ -20,7 +20,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.data.drift import swap_all
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
+from fedjax_cfl.system import select
 
 KEY, ROUNDS, ROOM = jax.random.key(5), 4, 4
 METHODS = {
@@ -36,7 +36,7 @@ METHODS = {
 def run(method, toy, linear, local, **groups):
     factory, settings = METHODS[method]
     algorithm = build(factory, linear, local, select.uniform(6), **settings, **groups)
-    drift, mesh = swap_all(0.6), local.mesh
+    drift, mesh = swap_all(0.6), local.execution.mesh
     return cfl.run(
         algorithm, linear, toy, KEY, rounds=ROUNDS, drift=drift, discard="none", mesh=mesh
     )

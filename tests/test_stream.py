@@ -79,7 +79,9 @@ def test_windows_equal_brute_force(period, retained, shared, prequential):
     before: list = []
     rounds = period * (intervals + 1)
     for round, (now, shifted, _) in enumerate(
-        follow(stream.by_time(intervals, period, retained, prequential), data, rounds)
+        follow(
+            stream.by_time(stream.Window(intervals, period, retained, prequential)), data, rounds
+        )
     ):
         newest = min(length - 1 + round // period, intervals - 1)
         visible = (when < 0) | ((when <= newest) & (when > newest - length))
@@ -106,7 +108,7 @@ def test_windows_equal_brute_force(period, retained, shared, prequential):
 
 
 def test_one_program_equals_step_by_step():
-    made, data = stream.bucket(6, 2, 5), make_data(1)
+    made, data = stream.bucket(stream.Window(6, 2, 5)), make_data(1)
     begun, memory = jax.jit(made.init)(KEY, data)
     warm = jnp.ones(K, bool)
     whole = jax.jit(
@@ -238,8 +240,8 @@ def test_a_window_of_everything_never_moves(make):
 def test_static_data_equal_no_drift(toy, linear, local):
     algorithm = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))
     rows = [
-        cfl.run(algorithm, linear, toy, KEY, rounds=4, drift=drift, mesh=local.mesh).rows
-        for drift in (cfl.drift.none(), stream.bucket(retained=100_000))
+        cfl.run(algorithm, linear, toy, KEY, rounds=4, drift=drift, mesh=local.execution.mesh).rows
+        for drift in (cfl.drift.none(), stream.bucket(stream.Window(retained=100_000)))
     ]
     one, other = (
         [{k: v for k, v in row.items() if k not in VARYING} for row in each] for each in rows
@@ -248,7 +250,7 @@ def test_static_data_equal_no_drift(toy, linear, local):
 
 
 def test_a_method_starts_on_the_first_window(toy, linear, local):
-    made = stream.bucket(intervals=4, period=1, retained=1)
+    made = stream.bucket(stream.Window(intervals=4, period=1, retained=1))
     seen = []
 
     def init(key, data):
@@ -265,16 +267,25 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: stream.bucket(intervals=0), "drift.intervals=0: must be a whole number >= 1"),
-        (lambda: stream.bucket(period=1.5), "drift.period=1.5: must be a whole number"),
-        (lambda: stream.by_time(retained=-1), "drift.retained=-1: must be a whole number"),
+        (
+            lambda: stream.bucket(stream.Window(intervals=0)),
+            "drift.intervals=0: must be a whole number >= 1",
+        ),
+        (
+            lambda: stream.bucket(stream.Window(period=1.5)),
+            "drift.period=1.5: must be a whole number",
+        ),
+        (
+            lambda: stream.by_time(stream.Window(retained=-1)),
+            "drift.retained=-1: must be a whole number",
+        ),
         (lambda: stream.gradual(alpha=0), "drift.alpha=0: must be a finite number > 0"),
         (lambda: stream.gradual(epsilon=1.2), "drift.epsilon=1.2: must be a number between"),
         (lambda: stream.burst(fraction=-1), "drift.fraction=-1: must be a number between"),
         (lambda: stream.burst(begin=700, end=650), "drift.begin=700: no data arrive from round"),
         (lambda: stream.burst(begin=2500, end=2600), "until round 2000"),
         (
-            lambda: stream.bucket(2, 50, 100, prequential=True),
+            lambda: stream.bucket(stream.Window(2, 50, 100, prequential=True)),
             "drift.prequential=true: all drift.intervals=2 are in the window",
         ),
         (lambda: stream.rotate(p=2), "drift.p=2: must be a number between"),
@@ -290,7 +301,9 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
             "the data set has no times",
         ),
         (
-            lambda: cfl.drift.bound_client_samples(make_data(), stream.by_time(10**8)),
+            lambda: cfl.drift.bound_client_samples(
+                make_data(), stream.by_time(stream.Window(10**8))
+            ),
             "drift.intervals=100000000: at most",
         ),
     ],

@@ -20,15 +20,22 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("papers",),
+    ("analysis",),
     ("runs",),
     ("algorithms", "simulation"),
     ("clustering",),
     ("round",),
-    ("data",),
+    ("system",),
+    ("client",),
+    ("data", "tree"),
     ("models",),
-    ("types", "errors", "validation", "sharding", "distributed", "formatting", "decompose"),
+    ("types", "errors", "validation", "sharding", "distributed", "formatting", "decompose", "keys"),
 )
-LINES, PARAMETERS = 60, 10
+LINES, PARAMETERS = 50, 8
+# every method takes them in addition to its own settings: see `algorithms`
+COMMON = ("task", "local", "system")
+# what users call with keywords, and nothing else in the package does
+WIDE = {"simulation.driver.run"}
 
 
 class Function(NamedTuple):
@@ -151,6 +158,14 @@ def functions():
             ]
 
 
+def count_lines(node: ast.FunctionDef) -> int:
+    """Returns the lines of a function without those of its docstring."""
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    text = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - text
+
+
 def parameters(node: ast.FunctionDef) -> list[ast.arg]:
     """Returns a function's parameters, without self and *arguments."""
     named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -161,15 +176,16 @@ FUNCTIONS = list(functions())
 
 
 def test_functions_fit_a_screen():
-    found = {
-        name for name, node, _ in FUNCTIONS if (node.end_lineno or 0) - node.lineno + 1 > LINES
-    }
-    assert not found
+    assert not {name for name, node, _ in FUNCTIONS if count_lines(node) > LINES}
 
 
 def test_functions_take_few_parameters():
-    found = {name for name, node, _ in FUNCTIONS if len(parameters(node)) > PARAMETERS}
-    assert not found
+    found = {
+        name
+        for name, node, _ in FUNCTIONS
+        if sum(given.arg not in COMMON for given in parameters(node)) > PARAMETERS
+    }
+    assert found == WIDE
 
 
 def test_public_functions_are_annotated():

@@ -5,15 +5,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FEATURES, nightly
+from conftest import FEATURES, nightly, with_execution
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
-from fedjax_cfl.clustering.model_distance import answer
-from fedjax_cfl.clustering.synthesis import back_search, class_labels, generator
+from fedjax_cfl.algorithms.md_icfl.model_distance import answer
+from fedjax_cfl.algorithms.md_icfl.synthesis import Prior, back_search, class_labels, generator
+from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.norms import BatchStatNorm
-from fedjax_cfl.round.objective import cross_entropy
 
 KEY = jax.random.key(3)
 TURNS = 4
@@ -102,7 +102,7 @@ def test_back_searched_samples_are_classified_by_a_trained_lenet(local):
         cfl.Pool(x, y[:100].astype(np.int32), 10),
         cfl.Partition(np.arange(100), np.zeros(100, np.int32), np.arange(100) > 80),
     )
-    sampler = back_search(samples=1)(task, local.resolve())
+    sampler = back_search(samples=1)(task, local)
     samples, _ = jax.jit(lambda: sampler.sample(KEY, (), models, data))()
     assert samples.shape == (1, 10, 1, 28, 28)
     assert confidence(task, models, samples)[0] < 0.1
@@ -118,7 +118,10 @@ def test_samples_do_not_depend_on_devices(make, reader, rotated, trained, local)
     three = jax.tree.map(lambda leaf: leaf[:3], trained)
     drawn = []
     for devices in (1, 4):
-        sampler = make(reader, local._replace(mesh=cfl.make_mesh(devices)).resolve())
+        sampler = make(
+            reader,
+            with_execution(local, mesh=cfl.make_mesh(devices)),
+        )
         samples, _ = jax.jit(lambda s=sampler: s.sample(KEY, (), three, rotated))()
         drawn.append(np.asarray(samples))
     assert drawn[0].shape == (3, 10, 5, 8, 8)
@@ -129,12 +132,12 @@ def test_samples_do_not_depend_on_devices(make, reader, rotated, trained, local)
 @pytest.mark.parametrize("mean,squared", [(0.0, False), (0.5, True)])
 def test_back_search_is_adam_on_each_sample(linear, toy, models, local, mean, squared):
     """Of a linear model, step by step in NumPy: samples know nothing of each other."""
-    settings = {"samples": 3, "prior_mean": mean, "squared": squared, "search_lr": 0.1}
+    settings = {"samples": 3, "prior": Prior(mean, 0.8, squared), "search_lr": 0.1}
     start, found = (
         np.asarray(
-            back_search(**settings, prior_weight=0.8, search_steps=steps)(
-                linear, local.resolve()
-            ).sample(KEY, (), models, toy)[0],
+            back_search(**settings, search_steps=steps)(linear, local).sample(KEY, (), models, toy)[
+                0
+            ],
             np.float64,
         )
         for steps in (1, 12)
@@ -164,7 +167,7 @@ def test_back_search_is_adam_on_each_sample(linear, toy, models, local, mean, sq
 def test_samples_side_by_side_are_those_one_after_another(reader, rotated, trained, local):
     drawn = []
     for width in (1, 3):
-        sampler = back_search(samples=2)(reader, local._replace(width=width).resolve())
+        sampler = back_search(samples=2)(reader, with_execution(local, width=width))
         samples, _ = jax.jit(lambda s=sampler: s.sample(KEY, (), trained, rotated))()
         drawn.append(np.asarray(samples))
     np.testing.assert_allclose(drawn[0], drawn[1], atol=2e-2)
@@ -172,12 +175,12 @@ def test_samples_side_by_side_are_those_one_after_another(reader, rotated, train
 
 def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     def distance(**settings):
-        sampler = back_search(samples=2, **settings)(reader, local.resolve())
+        sampler = back_search(samples=2, **settings)(reader, local)
         samples, _ = jax.jit(lambda: sampler.sample(KEY, (), trained, rotated))()
         return float(jnp.mean(jnp.square(samples - 0.5)))
 
     weak, plain, square = (
-        distance(prior_weight=weight, prior_mean=0.5, squared=squared)
+        distance(prior=Prior(0.5, weight, squared))
         for weight, squared in ((0.0, False), (2.0, False), (2.0, True))
     )
     assert square < weak and plain < weak
@@ -185,16 +188,16 @@ def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
 
 def test_a_generator_minds_its_prior_and_its_bound(reader, rotated, trained, local):
     def draw(**settings):
-        make = generator(samples=3, hidden=32, generator_steps=200, prior_mean=3.0, **settings)
-        sampler = make(reader, local.resolve())
+        make = generator(samples=3, hidden=32, generator_steps=200, **settings)
+        sampler = make(reader, local)
         return np.asarray(jax.jit(lambda: sampler.sample(KEY, (), trained, rotated))()[0])
 
     pulled, plain = (
-        np.abs(draw(bounded=False, squared=True, prior_weight=weight) - 3).mean()
+        np.abs(draw(bounded=False, prior=Prior(3.0, weight, True)) - 3).mean()
         for weight in (10.0, 0.0)
     )
     assert pulled < 0.5 < 2 < plain
-    assert np.abs(draw(squared=True, prior_weight=10.0)).max() <= 1
+    assert np.abs(draw(prior=Prior(3.0, 10.0, True))).max() <= 1
 
 
 WARM = pytest.mark.parametrize(
@@ -209,7 +212,7 @@ WARM = pytest.mark.parametrize(
 
 @WARM
 def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, trained, local):
-    warm, cold = (make(each)(reader, local.resolve()) for each in (True, False))
+    warm, cold = (make(each)(reader, local) for each in (True, False))
     memory = warm.init(KEY, trained, rotated)
     step = jax.jit(lambda memory: warm.sample(KEY, memory, trained, rotated))
     first, memory = step(memory)
@@ -225,7 +228,7 @@ def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, train
 def test_a_warm_sampler_recovers_from_a_model_that_was_not_finite(
     make, reader, rotated, trained, local
 ):
-    warm = make(True)(reader, local.resolve())
+    warm = make(True)(reader, local)
     spoilt = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan), trained)
     step = jax.jit(lambda memory, models: warm.sample(KEY, memory, models, rotated))
     samples, memory = step(warm.init(KEY, trained, rotated), spoilt)
@@ -241,7 +244,7 @@ def test_pseudo_samples_share_no_batch_statistics(toy, local):
     data = toy.replace(x=jnp.zeros((len(toy.y), 8, 8, 1)), num_classes=10)
     drawn = []
     for devices in (1, 4):
-        own = local._replace(mesh=cfl.make_mesh(devices)).resolve()
+        own = with_execution(local, mesh=cfl.make_mesh(devices))
         sampler = back_search(samples=3, search_steps=5)(task, own)
         drawn.append(np.asarray(jax.jit(lambda s=sampler: s.sample(KEY, (), models, data))()[0]))
     np.testing.assert_allclose(drawn[0], drawn[1], atol=1e-4)

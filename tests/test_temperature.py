@@ -13,9 +13,9 @@ from conftest import build, ledger, matrix, nightly
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
-from fedjax_cfl.algorithms import temperature
-from fedjax_cfl.algorithms.flexcfl import flexcfl
-from fedjax_cfl.algorithms.founding import (
+from fedjax_cfl.algorithms.flexcfl import temperature
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
+from fedjax_cfl.algorithms.flexcfl.founding import (
     ColdStart,
     ColdStartMemory,
     cluster_by_edc,
@@ -23,13 +23,13 @@ from fedjax_cfl.algorithms.founding import (
     recluster_at,
     train_steps,
 )
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.pretrain import train_aside
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import select
+from fedjax_cfl.keys import MIGRATE, derive_key
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.keys import MIGRATE, derive_key
-from fedjax_cfl.round.pretrain import train_aside
-from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import count_groups
+from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, Traffic, Upload
 
 KEY = jax.random.key(7)

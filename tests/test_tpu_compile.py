@@ -147,7 +147,9 @@ def test_every_compiler_gets_its_own_options(kind, monkeypatch):
 @pytest.mark.parametrize("width", [nightly(1), 64])
 def test_a_round_lowers_for_gpu_and_tpu(name, width, toy, linear):
     """From shapes alone and with nothing for the host, for four devices."""
-    local = cfl.Local(0.2, epochs=2, batch_size=5, width=width, mesh=cfl.make_mesh(4))
+    local = cfl.Local(
+        0.2, epochs=2, batch_size=5, execution=cfl.make_execution(cfl.make_mesh(4), width)
+    )
     factory = getattr(cfl.algorithms, name)
     algorithm = build(factory, linear, local, cfl.select.rr_then_random(6), **METHODS[name])
     key, data = jax.eval_shape(lambda: jax.random.key(0)), jax.eval_shape(lambda: toy)

@@ -8,10 +8,10 @@ from conftest import build, ledger
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig
-from fedjax_cfl.round import counts, select, traffic
-from fedjax_cfl.round.hooks import add_reports, make_report
+from fedjax_cfl.system import counts, select, traffic
+from fedjax_cfl.system.reports import add_reports, make_report
 from fedjax_cfl.types import Traffic
 
 KEY = jax.random.key(11)
@@ -61,7 +61,14 @@ def test_models_sent_are_those_of_figure_6(clients, method, expected):
     start, m a client in its life, m a round for mixing.
     """
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
-    assert units(method(task, cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1))), clients, 300) == expected
+    assert (
+        units(
+            method(task, cfl.Local(0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), 1))),
+            clients,
+            300,
+        )
+        == expected
+    )
 
 
 def test_ifca_mig_charges_every_swapped_client_met():
@@ -69,7 +76,7 @@ def test_ifca_mig_charges_every_swapped_client_met():
     rounds after everybody has been met.
     """
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
-    local = cfl.Local(0.1, 1, 10, 1, cfl.make_mesh(1))
+    local = cfl.Local(0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), 1))
     method = build(ifca_mig, task, local, ROUND_ROBIN, m=3, charge="swapped")
     assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 

@@ -5,10 +5,12 @@ costs, and the memory that is free.
 import jax
 import numpy as np
 import pytest
+from conftest import with_execution
 
 from fedjax_cfl import sharding
+from fedjax_cfl.client import execution
+from fedjax_cfl.client.execution import LANES
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round import local as round_local
 from fedjax_cfl.simulation import memory, width
 
 CHOSEN = {
@@ -28,26 +30,26 @@ STEP = width.StepSeconds(34e-6, 1e-6)
 @pytest.fixture
 def accelerator(monkeypatch):
     """Makes the package take these devices for an accelerator; returns what sets its memory."""
-    for module in (sharding, round_local):
+    for module in (sharding, execution):
         monkeypatch.setattr(module, "is_cpu", lambda mesh: False)
     return lambda has: monkeypatch.setattr(memory, "available_bytes", lambda mesh: has)
 
 
 def test_a_cpu_core_trains_one_client_after_another(mlp, toy, local):
-    mesh = local.mesh
+    mesh = local.execution.mesh
     assert width.choose_width(CHOSEN, mlp, toy, mesh, 7) == 1
     assert width.choose_width(CHOSEN | {"width": 3}, mlp, toy, mesh, 7) == 3
     assert width.choose_width(CHOSEN | {"executor": "lanes"}, mlp, toy, mesh, 7) > 1
     for executor in ("sequential", "debug"):
         assert width.choose_width(CHOSEN | {"executor": executor}, mlp, toy, mesh, 7) == 1
-    assert local._replace(width=None).resolve().executor == "sequential"
-    assert local._replace(width=None, executor="lanes").resolve().width == round_local.LANES
+    assert with_execution(local).execution.executor == "sequential"
+    assert with_execution(local, executor="lanes").execution.width == LANES
 
 
 def test_an_accelerator_has_lanes(local, accelerator):
-    found = local._replace(width=None).resolve()
-    assert found.executor == "lanes" and found.width == round_local.LANES
-    assert local.resolve().executor == "sequential"  # a width of 1
+    found = with_execution(local).execution
+    assert found.executor == "lanes" and found.width == LANES
+    assert local.execution.executor == "sequential"  # a width of 1
 
 
 def test_lanes_are_busy():
@@ -101,11 +103,11 @@ def test_memory_bounds_the_lanes(mlp, toy, local, accelerator):
     each, data = width.lane_bytes(CHOSEN, mlp, toy), memory.tree_bytes(toy)
     updates = 14 * memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
     accelerator(None)
-    best = width.choose_width(CHOSEN, mlp, toy, local.mesh, 14)
+    best = width.choose_width(CHOSEN, mlp, toy, local.execution.mesh, 14)
     assert 3 < best <= 14
     for has, most in [(2 * 3 * each, 3), (2 * 3 * each - 1, 2), (0, 1), (2**50, best)]:
         accelerator(data + updates + has)
-        assert width.choose_width(CHOSEN, mlp, toy, local.mesh, 14) == most
+        assert width.choose_width(CHOSEN, mlp, toy, local.execution.mesh, 14) == most
 
 
 def test_more_lanes_than_fit_are_refused(mlp, toy, local, accelerator):
@@ -115,8 +117,8 @@ def test_more_lanes_than_fit_are_refused(mlp, toy, local, accelerator):
     with pytest.raises(
         InputError, match=r"^local\.width=9: .* hold the data and 3 clients"
     ) as said:
-        width.choose_width(CHOSEN | {"width": 9}, mlp, toy, local.mesh, 14)
+        width.choose_width(CHOSEN | {"width": 9}, mlp, toy, local.execution.mesh, 14)
     assert "use width=3 or auto" in str(said.value) and "\n" not in str(said.value)
     # a round of three has three lanes, whatever is asked for
     accelerator(None)
-    assert width.choose_width(CHOSEN | {"width": 9000}, mlp, toy, local.mesh, 3) == 9000
+    assert width.choose_width(CHOSEN | {"width": 9000}, mlp, toy, local.execution.mesh, 3) == 9000

@@ -10,8 +10,8 @@ from workloads import CLASSES, COHORT, LR, Workload, cohorts, initial, populatio
 import fedjax_cfl as cfl
 from fedjax_cfl.models.convolution import Conv, max_pool
 from fedjax_cfl.models.layers import add_channel_axis, dense, flatten
-from fedjax_cfl.round.counts import count_to_int
 from fedjax_cfl.sharding import replicated_sharding
+from fedjax_cfl.system.counts import count_to_int
 from peers import Trained
 
 
@@ -58,7 +58,9 @@ def train(work: Workload, rounds: int, count: int = COHORT, first_layer: str = "
     everywhere = replicated_sharding(mesh)
     data = jax.device_put(cfl.federate(cfl.Pool(x, y, CLASSES), held), everywhere)
     task = cfl.as_task(module(work.model), x.shape[1:], CLASSES, l2=0.0)
-    local = cfl.Local(LR, work.epochs, work.batch, None, mesh, first_layer=first_layer)
+    local = cfl.Local(
+        LR, work.epochs, work.batch, execution=cfl.make_execution(mesh, first_layer=first_layer)
+    )
     algorithm = cfl.algorithms.fedavg(
         task, local, cfl.select.from_table(cohorts(work, rounds, count))
     )

@@ -1,25 +1,25 @@
-"""The catalogue of methods: one file per paper, one function (task, local, select, ...) ->
+"""The catalogue of methods: one file per paper, one function (task, local, system, ...) ->
 Algorithm per method.
 """
 
-from fedjax_cfl.algorithms.auxo import auxo
+from fedjax_cfl.algorithms.auxo.auxo import auxo
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
-from fedjax_cfl.algorithms.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.fesem import fesem
-from fedjax_cfl.algorithms.fesem_ma import fesem_ma
-from fedjax_cfl.algorithms.fielding import fielding
+from fedjax_cfl.algorithms.fesem.fesem import fesem
+from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
+from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
-from fedjax_cfl.algorithms.flexcfl import fedgroup, flexcfl
-from fedjax_cfl.algorithms.founding import ColdStart
+from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
-from fedjax_cfl.algorithms.md_icfl import md_icfl
+from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm

@@ -22,28 +22,22 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
+from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import add_fault_counts
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    AssignFn,
-    Hooks,
-    RegroupFn,
-    Start,
-    StartFn,
-    make_report,
-)
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.pretrain import TrainFn, train_aside
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_mean, membership_weights, squared_norms
+from fedjax_cfl.system.faults import add_fault_counts
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_mean, membership_weights, squared_norms
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -51,7 +45,6 @@ from fedjax_cfl.types import (
     Key,
     Params,
     Report,
-    Selection,
     State,
     Task,
     Upload,
@@ -103,7 +96,7 @@ class SplitRule(NamedTuple):
 def cfl(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     rule: SplitRule = SplitRule(),
@@ -120,7 +113,6 @@ def cfl(
     """
     check_arguments(cfl, locals(), "algorithm")
     check_arguments(SplitRule, rule._asdict(), "algorithm")
-    local = local.resolve()
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size, longest_mean):
@@ -132,11 +124,13 @@ def cfl(
     hooks = Hooks(
         solve,
         start=start_undivided(task, m, stale_updates),
-        assign=descend_splits(train_aside(solve, local)),
-        regroup=bipartition(due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.mesh),
+        assign=descend_splits(train_aside(solve, local, system)),
+        regroup=bipartition(
+            due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.execution.mesh
+        ),
         aggregate=aggregate,
     )
-    return federated(task, local, select, hooks)._replace(
+    return federated(task, local, system, hooks)._replace(
         client_models=lambda state: state.memory.last_update
     )
 
@@ -238,11 +232,8 @@ def bipartition(
             tree = tree.replace(
                 last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
             )
-            ids, group = (
-                jnp.arange(data.num_clients),
-                state.assignment.at[ids].set(gid, mode="drop"),
-            )
-            sent, delta = tree.known, latest
+            group = state.assignment.at[ids].set(gid, mode="drop")
+            ids, sent, delta = jnp.arange(data.num_clients), tree.known, latest
         norm = jnp.sqrt(squared_norms(delta).sum(0))
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
         mean_norm = jnp.sqrt(squared_norms(mean).sum(0))
@@ -263,11 +254,8 @@ def bipartition(
         state, now = lax.cond(jnp.any(ready), cut, lambda: (state, group))
         if not stale_updates:
             return state, now
-        gid = cohort.take(now)
-        return (
-            state.replace(assignment=jnp.where(state.assignment >= 0, now, state.assignment)),
-            gid,
-        )
+        assignment = jnp.where(state.assignment >= 0, now, state.assignment)
+        return state.replace(assignment=assignment), cohort.take(now)
 
     return regroup
 

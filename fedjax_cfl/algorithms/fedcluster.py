@@ -16,21 +16,22 @@ import jax
 from jax import lax
 
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, start_undivided
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.pretrain import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.pretrain import train_aside
-from fedjax_cfl.round.select import full_participation
-from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, Selection, State, Task
+from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
 
 def fedcluster(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     rounds: PositiveInt = 30,
@@ -54,8 +55,10 @@ def fedcluster(
             "algorithm.name=fedcluster: the model has no dense layer named head, whose updates are"
             " compared"
         )
-    local = local.resolve()
-    solve = sgd(task, local)
+    solve, mesh = sgd(task, local), local.execution.mesh
+
+    def head_kernel(delta):
+        return delta["head"]["kernel"]
 
     def due(round, active, mean_norm, max_norm, size, longest_mean):
         return active & (size > min_size) & (round % (rounds + 1) == rounds)
@@ -63,23 +66,15 @@ def fedcluster(
     hooks = Hooks(
         solve,
         start=start_undivided(task, m, False),
-        assign=descend_splits(train_aside(solve, local)),
-        regroup=bipartition(
-            due, "average", gamma, False, lambda delta: delta["head"]["kernel"], local.mesh
-        ),
+        assign=descend_splits(train_aside(solve, local, system)),
+        regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )
-    cohort_only, everybody = (
-        federated(task, local, each, hooks) for each in (select, full_participation())
-    )
+    cohort_only = federated(task, local, system, hooks)
+    of_all = as_system(system)._replace(select=full_participation())
+    everybody = federated(task, local, of_all, hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
-        return lax.cond(
-            state.round % (rounds + 1) == rounds,
-            everybody.round,
-            cohort_only.round,
-            key,
-            state,
-            data,
-        )
+        now = state.round % (rounds + 1) == rounds
+        return lax.cond(now, everybody.round, cohort_only.round, key, state, data)
 
     return cohort_only._replace(round=round)

@@ -12,16 +12,18 @@ them with that probability.
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.round import faults
-from fedjax_cfl.round.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.round.cohort import client_range, make_cohort, over_clients
+from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
+from fedjax_cfl.client.local import Local, Work, full_work
+from fedjax_cfl.client.objective import add_linear_term, erm, proximal
+from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
-from fedjax_cfl.round.local import Local, Work, full_work
-from fedjax_cfl.round.objective import add_linear_term, erm, proximal
-from fedjax_cfl.round.sgd import gradient_step, sgd
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_mean
+from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.system import faults
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -39,7 +41,7 @@ from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 def feddane(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     mu: NonNegativeFloat | jax.Array = 1.0,
     same_set: bool = False,
@@ -50,15 +52,15 @@ def feddane(
     finite.
 
     Args: `mu` >= 0 is the weight of the proximal term; `same_set`: S1 is the cohort itself,
-    False: a second, independent draw of `select`.
+    False: a second, independent draw of the selection.
     """
     check_arguments(feddane, locals(), "algorithm")
-    local, objective = local.resolve(), proximal(mu, erm(task))
+    objective = proximal(mu, erm(task))
     hooks = Hooks(
         sgd(task, local, add_linear_term(lambda direction: direction, objective)),
-        prepare=gradient_correction(task, local, None if same_set else select),
+        prepare=gradient_correction(task, local, None if same_set else as_system(system).select),
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def gradient_correction(task: Task, local: Local, select: Selection | None) -> PrepareFn:
@@ -69,7 +71,7 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
     a round costs 4 K models if the same clients take part in both phases and keep w_t, else 5 K.
     The gradients take the cohort's time, also where S1 is another draw.
     """
-    gradient = over_clients(gradient_step(task, local), local)
+    gradient = over_clients(gradient_step(task, local), local.execution)
 
     def prepare(
         key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
@@ -86,7 +88,9 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
             own
             if select is None
             else take_step(
-                make_cohort(select.select(draw, state.selection, state, data), data, local)
+                make_cohort(
+                    select.select(draw, state.selection, state, data), data, local.execution
+                )
             )
         )
         first, *_ = faults.guard_nonfinite("skip", first)

@@ -16,37 +16,42 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.types import Algorithm, Cohort, Params, Selection, State, Task, Upload
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, Cohort, Params, State, Task, Upload
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 
 def feddist(
-    task: Task, local: Local, select: Selection, *, epsilon: PositiveFloat | jax.Array | None = 0.6
+    task: Task, local: Local, system: SystemLike, *, epsilon: PositiveFloat | jax.Array | None = 0.6
 ) -> Algorithm:
     """FedDist: unweighted means, step `epsilon` (None: 1 / |S|, S the clients that answered)."""
     check_arguments(feddist, locals(), "algorithm")
-    return step_towards(task, local, select, uniform_mean, epsilon)
+    return step_towards(task, local, system, uniform_mean, epsilon)
 
 
 def feddws(
-    task: Task, local: Local, select: Selection, *, epsilon: PositiveFloat | jax.Array | None = None
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    epsilon: PositiveFloat | jax.Array | None = None,
 ) -> Algorithm:
     """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, S the
     clients that answered).
     """
     check_arguments(feddws, locals(), "algorithm")
-    return step_towards(task, local, select, weighted_mean, epsilon)
+    return step_towards(task, local, system, weighted_mean, epsilon)
 
 
 def step_towards(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     mean: AggregateFn,
     epsilon: float | jax.Array | None,
 ) -> Algorithm:
@@ -55,12 +60,11 @@ def step_towards(
     Args: `mean` is the average that the server goes towards, an `AggregateFn`; `epsilon` > 0 is
     the step, None: 1 / |S|, S the clients that answered.
     """
-    local = local.resolve()
     aggregate, server = (
         (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
     )
     hooks = Hooks(sgd(task, local), aggregate=aggregate, server=server)
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def divide_by_cohort(mean: AggregateFn) -> AggregateFn:

@@ -21,18 +21,21 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.clustering.assign import keep_groups, training_loss
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn, make_report
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -40,7 +43,6 @@ from fedjax_cfl.types import (
     Key,
     Params,
     Report,
-    Selection,
     State,
     Task,
     Traffic,
@@ -106,7 +108,7 @@ def open_one(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Ar
 def feddrift(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
@@ -120,13 +122,13 @@ def feddrift(
     """
     check_arguments(feddrift, locals(), "algorithm")
     merge = merge_models(delta if delta_merge is None else delta_merge)
-    return _feddrift(task, local, select, m, delta, open_each, merge)
+    return _feddrift(task, local, system, m, delta, open_each, merge)
 
 
 def feddrift_eager(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
@@ -137,19 +139,18 @@ def feddrift_eager(
     `delta` >= 0.
     """
     check_arguments(feddrift_eager, locals(), "algorithm")
-    return _feddrift(task, local, select, m, delta, open_one, None)
+    return _feddrift(task, local, system, m, delta, open_one, None)
 
 
 def _feddrift(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     m: int,
     delta: float,
     open_models: OpenFn,
     merge: "MergeFn | None",
 ) -> Algorithm:
-    local = local.resolve()
     hooks = Hooks(
         sgd(task, local),
         start=one_model(task, m),
@@ -158,7 +159,7 @@ def _feddrift(
         aggregate=weighted_mean,
         finish=remember_losses,
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def one_model(task: Task, m: int) -> StartFn:
@@ -196,11 +197,11 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
     """Returns a function that gives every client's mean training loss [K, m] of every model;
     infinite for a client without samples.
     """
-    losses = over_clients(training_loss(task), local)
+    losses = over_clients(training_loss(task), local.execution)
 
     def of_all(data: FederatedData, groups: Params) -> jax.Array:
         clients = data.num_clients
-        cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local)
+        cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local.execution)
         each = losses(cohort, data, groups)
         table = cohort.put(jnp.zeros((clients, each.shape[1])), each)
         usable = (data.train.size > 0)[:, None] & jnp.isfinite(table)
@@ -258,52 +259,62 @@ def detect_drift(
     Every client downloads all models in use and sends one loss of each.
     """
 
-    def change(state: State, data: FederatedData) -> tuple[State, Report]:
-        memory, old, m = state.memory, state.assignment, state.active.size
-        tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)
-        known = jnp.any(jnp.isfinite(tried), axis=1)
-        free_to_choose = known & ~memory.isolated
-        best = jnp.where(free_to_choose, jnp.argmin(tried, axis=1), old).astype(jnp.int32)
-        loss = jnp.take_along_axis(tried, best[:, None], axis=1)[:, 0]
-        drifting = free_to_choose & (loss > memory.best + delta)
-        changes = memory.changes + 1
-        # the best models of drifting clients stay, as they are copied
-        in_use = jnp.any(best[:, None] == jnp.arange(m), axis=0)
-        group, source = open_models(drifting, best, ~in_use, memory.used)
-        group = jnp.where(drifting, group, best)
-        groups, server = take_rows((state.groups, state.server), source)
-        opened = source != jnp.arange(m)
-        active, isolated = state.active | opened, drifting & opened[group]
-        table = jnp.take_along_axis(tried, jnp.broadcast_to(source, tried.shape), axis=1)
-        if merge is not None:
-            # a model that has just been opened is a copy still, equal to its source
-            into, weights = merge(
-                table, group, data.train.size.astype(jnp.float32), active & ~opened
-            )
-            group, active = into[group], active & (into == jnp.arange(m))
-            groups, server = (mix_former_models(weights, tree) for tree in (groups, server))
-        own = jnp.take_along_axis(table, group[:, None], axis=1)[:, 0]
-        used = jnp.any(group[:, None] == jnp.arange(m), axis=0)
-        memory = DriftLosses(
-            best=jnp.where(jnp.isfinite(own), own, memory.best),
-            isolated=isolated,
-            used=jnp.where(used, changes, memory.used),
-            changes=changes,
-        )
-        after = state.replace(
-            groups=groups, server=server, active=active, assignment=group, memory=memory
-        )
-        return after, report_losses(known * state.active.sum(), data, jnp.sum(group != old))
-
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         if not data.has_drift:
             return state, make_report()
         nothing = report_losses(jnp.zeros(data.num_clients, jnp.int32), data)
         return lax.cond(
             jnp.any(data.shifted),
-            lambda state: change(state, data),
+            lambda state: change_models(losses, delta, open_models, merge, state, data),
             lambda state: (state, nothing),
             state,
         )
 
     return migrate
+
+
+def change_models(
+    losses: LossesFn,
+    delta: float,
+    open_models: OpenFn,
+    merge: MergeFn | None,
+    state: State,
+    data: FederatedData,
+) -> tuple[State, Report]:
+    """Lets clients choose, open and merge models, once the data have changed.
+
+    Args: the first four are those of `detect_drift`; `state` and `data` are those of the round.
+    """
+    memory, old, m = state.memory, state.assignment, state.active.size
+    tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)
+    known = jnp.any(jnp.isfinite(tried), axis=1)
+    free_to_choose = known & ~memory.isolated
+    best = jnp.where(free_to_choose, jnp.argmin(tried, axis=1), old).astype(jnp.int32)
+    loss = jnp.take_along_axis(tried, best[:, None], axis=1)[:, 0]
+    drifting = free_to_choose & (loss > memory.best + delta)
+    changes = memory.changes + 1
+    # the best models of drifting clients stay, as they are copied
+    in_use = jnp.any(best[:, None] == jnp.arange(m), axis=0)
+    group, source = open_models(drifting, best, ~in_use, memory.used)
+    group = jnp.where(drifting, group, best)
+    groups, server = take_rows((state.groups, state.server), source)
+    opened = source != jnp.arange(m)
+    active, isolated = state.active | opened, drifting & opened[group]
+    table = jnp.take_along_axis(tried, jnp.broadcast_to(source, tried.shape), axis=1)
+    if merge is not None:
+        # a model that has just been opened is a copy still, equal to its source
+        into, weights = merge(table, group, data.train.size.astype(jnp.float32), active & ~opened)
+        group, active = into[group], active & (into == jnp.arange(m))
+        groups, server = (mix_former_models(weights, tree) for tree in (groups, server))
+    own = jnp.take_along_axis(table, group[:, None], axis=1)[:, 0]
+    used = jnp.any(group[:, None] == jnp.arange(m), axis=0)
+    memory = DriftLosses(
+        best=jnp.where(jnp.isfinite(own), own, memory.best),
+        isolated=isolated,
+        used=jnp.where(used, changes, memory.used),
+        changes=changes,
+    )
+    after = state.replace(
+        groups=groups, server=server, active=active, assignment=group, memory=memory
+    )
+    return after, report_losses(known * state.active.sum(), data, jnp.sum(group != old))

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.sgd import sgd
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.types import Algorithm, Params, Selection, Task
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, Params, Task
 from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
 
 
@@ -58,18 +59,17 @@ def adaptive(
 
 
 def with_server(
-    task: Task, local: Local, select: Selection, server: optax.GradientTransformation
+    task: Task, local: Local, system: SystemLike, server: optax.GradientTransformation
 ) -> Algorithm:
     """FedAvg with a server optimizer."""
-    local = local.resolve()
     hooks = Hooks(sgd(task, local), server=server, start_clients=no_clients)
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def fedavgm(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     server_lr: PositiveFloat | jax.Array = 1.0,
     momentum: BelowOne = 0.9,
@@ -80,13 +80,13 @@ def fedavgm(
     v + update, and the server adds server_lr v.
     """
     check_arguments(fedavgm, locals(), "algorithm")
-    return with_server(task, local, select, optax.sgd(server_lr, momentum=momentum))
+    return with_server(task, local, system, optax.sgd(server_lr, momentum=momentum))
 
 
 def fedadagrad(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     server_lr: PositiveFloat | jax.Array = 0.1,
     b1: BelowOne = 0.0,
@@ -98,13 +98,13 @@ def fedadagrad(
     first moment, 0: the update itself; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
     """
     check_arguments(fedadagrad, locals(), "algorithm")
-    return with_server(task, local, select, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
+    return with_server(task, local, system, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
 
 def fedadam(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     server_lr: PositiveFloat | jax.Array = 0.1,
     b1: BelowOne = 0.9,
@@ -118,14 +118,14 @@ def fedadam(
     """
     check_arguments(fedadam, locals(), "algorithm")
     return with_server(
-        task, local, select, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
+        task, local, system, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
     )
 
 
 def fedyogi(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     server_lr: PositiveFloat | jax.Array = 0.1,
     b1: BelowOne = 0.9,
@@ -137,7 +137,7 @@ def fedyogi(
     Args: as those of `fedadam`.
     """
     check_arguments(fedyogi, locals(), "algorithm")
-    return with_server(task, local, select, yogi(server_lr, b1, b2, tau))
+    return with_server(task, local, system, yogi(server_lr, b1, b2, tau))
 
 
 def yogi(

@@ -8,20 +8,22 @@ which keeps the unfinished updates of stragglers.
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
-from fedjax_cfl.round.local import Local, Work
-from fedjax_cfl.round.objective import erm, proximal
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, Selection, State, Task
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 
 def fedprox(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     mu: NonNegativeFloat | jax.Array = 1.0,
     drop_fraction: Fraction = 0.0,
@@ -32,11 +34,10 @@ def fedprox(
     part of the cohort that trains only 1 .. E - 1 epochs, uniformly drawn; their updates count.
     """
     check_arguments(fedprox, locals(), "algorithm")
-    local = local.resolve()
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_fraction, local.epochs) if drop_fraction else None
     hooks = Hooks(solve, prepare=slow, start_clients=no_clients)
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:

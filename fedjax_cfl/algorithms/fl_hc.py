@@ -19,30 +19,24 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    AssignFn,
-    Hooks,
-    RegroupFn,
-    Start,
-    StartFn,
-    make_report,
-)
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.pretrain import TrainFn, train_aside
-from fedjax_cfl.round.select import full_participation
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_mean, membership_weights
 from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_mean, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -51,7 +45,6 @@ from fedjax_cfl.types import (
     Key,
     Params,
     Report,
-    Selection,
     ServedModels,
     State,
     Task,
@@ -72,7 +65,7 @@ class GroupDirections(struct.PyTreeNode):
 def fl_hc(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     warm_up: NaturalInt = 20,
@@ -96,19 +89,18 @@ def fl_hc(
     check_arguments(fl_hc, locals(), "algorithm")
     if linkage == "ward" and metric is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
-    local = local.resolve()
     solve, start = sgd(task, local), start_unclustered(task, m)
     join = keep_groups
     if newcomers == "nearest":
-        join = join_nearest_direction(train_aside(solve, local), metric, warm_up)
-    found = cluster_updates(m, metric, linkage, threshold, newcomers, local.mesh)
+        join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
+    found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
     grouped = federated(
-        task, local, select, Hooks(solve, start=start, assign=join, aggregate=aggregate)
+        task, local, system, Hooks(solve, start=start, assign=join, aggregate=aggregate)
     )
     clustering = federated(
         task,
         local,
-        full_participation(),
+        as_system(system)._replace(select=full_participation()),
         Hooks(solve, start=start, regroup=found, aggregate=zero_step),
     )
 

@@ -14,7 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.clustering.assign import best_model, every_round, training_loss
+from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import best_model, every_round
 from fedjax_cfl.clustering.migrate import (
     ChargeFn,
     ShiftReference,
@@ -22,34 +26,25 @@ from fedjax_cfl.clustering.migrate import (
     init_reference,
     on_shift,
 )
+from fedjax_cfl.clustering.pretrain import train_aside
 from fedjax_cfl.clustering.shift_detection import DetectFn, tv
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.faults import add_fault_counts, sum_rounds
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    ClientFn,
-    Hooks,
-    MigrateFn,
-    Start,
-    StartFn,
-    make_report,
-)
-from fedjax_cfl.round.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.pretrain import train_aside
-from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import count_groups, init_received, no_clients, random_groups
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.round.tree import take_rows
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Selection, State, Task
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, Start, StartFn
+from fedjax_cfl.round.start import count_groups, no_clients, random_groups
+from fedjax_cfl.system.faults import add_fault_counts, sum_rounds
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
 MAX_DRAWS = 100
 
-MakeStart = Callable[[Task, Local, Selection, int], StartFn]
+MakeStart = Callable[[Task, Local, SystemLike, int], StartFn]
 
 
 class ShiftMemory(struct.PyTreeNode):
@@ -58,7 +53,7 @@ class ShiftMemory(struct.PyTreeNode):
     shift_reference: ShiftReference
 
 
-def independent_models(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+def independent_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
     """Starts from m independent random models."""
     return random_groups(task, m)
 
@@ -66,7 +61,7 @@ def independent_models(task: Task, local: Local, select: Selection, m: int) -> S
 def ifca(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt | jax.Array,
     max_m: PositiveInt | None = None,
@@ -88,10 +83,10 @@ def ifca(
     Raises InputError for `max_m` below m, or with another start than independent_models.
     """
     check_arguments(ifca, locals(), "algorithm")
-    local, groups = local.resolve(), count_groups(m, max_m)
+    groups = count_groups(m, max_m)
     if groups.is_padded and start is not independent_models:
         raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
-    begin = start(task, local, select, groups.size)
+    begin = start(task, local, system, groups.size)
     hooks = Hooks(
         solve(task, local),
         start=lambda key, data: begin(key, data)._replace(active=groups.active),
@@ -100,13 +95,13 @@ def ifca(
         aggregate=aggregate,
         start_clients=no_clients if start is independent_models and migrate is None else None,
     )
-    return federated(task, local, select, hooks)._replace(serve=groups.serve)
+    return federated(task, local, system, hooks)._replace(serve=groups.serve)
 
 
 def ifca_mig(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     start: MakeStart = independent_models,
@@ -123,8 +118,8 @@ def ifca_mig(
     """
     check_arguments(ifca_mig, locals(), "algorithm")
 
-    def start_with_reference(task: Task, local: Local, select: Selection, m: int) -> StartFn:
-        start_groups = start(task, local, select, m)
+    def start_with_reference(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
+        start_groups = start(task, local, system, m)
         return lambda key, data: start_groups(key, data)._replace(
             memory=ShiftMemory(init_reference(data))
         )
@@ -133,7 +128,7 @@ def ifca_mig(
     return ifca(
         task,
         local,
-        select,
+        system,
         m=m,
         start=start_with_reference,
         aggregate=aggregate,
@@ -145,7 +140,7 @@ def ifca_mig(
 def ifca_restarts(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     restarts: PositiveInt = 5,
@@ -161,7 +156,7 @@ def ifca_restarts(
     `aggregate` and `with_l2` are those of `ifca`.
     """
     check_arguments(ifca_restarts, locals(), "algorithm")
-    algorithm = ifca(task, local, select, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
+    algorithm = ifca(task, local, system, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
 
     def init(key: Key, data: FederatedData) -> State:
         def attempt(number):
@@ -181,23 +176,24 @@ def ifca_restarts(
         state = algorithm.init(key, data).replace(
             groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
         )
-        return init_received(local, state)
+        return as_system(system).init_received(state)
 
     return algorithm._replace(init=init, data_clients=None)
 
 
-def first_cohort(local: Local, select: Selection, key: Key, data: FederatedData) -> Cohort:
+def first_cohort(local: Local, system: SystemLike, key: Key, data: FederatedData) -> Cohort:
     """Returns the cohort of the first round.
 
     Raises InputError for a selection that is not known before the run.
     """
-    if select.draw is None:
+    draw = as_system(system).select.draw
+    if draw is None:
         raise InputError(
             "algorithm.start: this start needs the clients of the first round, which this"
             " selection does not know before the run; use start=random"
         )
-    ids = select.draw(derive_key(key, SELECT, 0), 0, data.num_clients)
-    return make_cohort(ids, data, local)
+    ids = draw(derive_key(key, SELECT, 0), 0, data.num_clients)
+    return make_cohort(ids, data, local.execution)
 
 
 def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
@@ -206,13 +202,12 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
     """
     check_arguments(reject_unbalanced, locals(), "algorithm")
 
-    def make(task: Task, local: Local, select: Selection, m: int) -> StartFn:
-        local = local.resolve()
-        losses = over_clients(training_loss(task), local)
+    def make(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
+        losses = over_clients(training_loss(task), local.execution)
         draw = random_groups(task, m)
 
         def start(key: Key, data: FederatedData) -> Start:
-            cohort = first_cohort(local, select, key, data)
+            cohort = first_cohort(local, system, key, data)
             real = cohort.ids < data.num_clients
 
             def unbalanced(carry):
@@ -236,18 +231,17 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
     return make
 
 
-def spread_models(task: Task, local: Local, select: Selection, m: int) -> StartFn:
+def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
     """Starts from models that m clients of the first cohort have trained: a random one, and
     then each time that of the client whose lowest loss of the models so far is highest.
 
     A client whose update or loss is not finite is never taken.
     """
-    local = local.resolve()
-    train = train_aside(sgd(task, local), local)
-    losses = over_clients(training_loss(task), local)
+    train = train_aside(sgd(task, local), local, system)
+    losses = over_clients(training_loss(task), local.execution)
 
     def start(key: Key, data: FederatedData) -> Start:
-        cohort = first_cohort(local, select, key, data)
+        cohort = first_cohort(local, system, key, data)
         common = random_groups(task, 1)(key, data).groups
         work = full_work(jnp.zeros_like(cohort.ids))
         upload, report = train(cohort, data, (derive_key(key, TRAIN), common), work)

@@ -12,24 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
+from fedjax_cfl.client.cohort import ClientFn, reads_in_place
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.client_models import put_models, take_models
-from fedjax_cfl.round.cohort import reads_in_place
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.executor import Program, then
-from fedjax_cfl.round.hooks import (
-    AggregateFn,
-    ClientFn,
-    Hooks,
-    PrepareFn,
-    Start,
-    StartFn,
-    make_report,
-)
-from fedjax_cfl.round.local import Local, Work
-from fedjax_cfl.round.select import full_participation
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
-from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -38,7 +32,6 @@ from fedjax_cfl.types import (
     Key,
     Params,
     Report,
-    Selection,
     State,
     Task,
     Upload,
@@ -49,7 +42,7 @@ from fedjax_cfl.validation import check_arguments
 def nonfed(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     trains: Literal["all", "cohort"] = "all",
     ship_start: bool = False,
@@ -57,24 +50,24 @@ def nonfed(
     """NonFed: every client trains a model of its own, from the same random start.
 
     Args: `trains` all (every client trains E epochs in every round) | cohort (only those
-    that `select` draws, as many steps as FedAvg takes); `ship_start` counts the common
+    that the selection draws, as many steps as FedAvg takes); `ship_start` counts the common
     start as K models down.
     A test costs at least one block of samples per client (`evaluate.EVAL_BLOCK`). Its auxiliary
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
     """
     check_arguments(nonfed, locals(), "algorithm")
-    local = local.resolve()
-    solve, in_place = sgd(task, local), reads_in_place(local)
+    solve, in_place = sgd(task, local), reads_in_place(local.execution)
     hooks = Hooks(
         solve if in_place else train_own_model(solve),
         start=shared_model(task, ship_start),
         assign=assign_client_id,
-        prepare=None if in_place else send_own_model(local.mesh),
-        aggregate=client_delta(local.mesh),
+        prepare=None if in_place else send_own_model(local.execution.mesh),
+        aggregate=client_delta(local.execution.mesh),
     )
-    select = full_participation() if trains == "all" else select
-    algorithm = federated(task, local, select, hooks)
+    if trains == "all":
+        system = as_system(system)._replace(select=full_participation())
+    algorithm = federated(task, local, system, hooks)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)

@@ -7,36 +7,39 @@ a high loss count more.
 
 import jax.numpy as jnp
 
-from fedjax_cfl.clustering.assign import training_loss
+from fedjax_cfl.client.cohort import client_range, over_clients
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import q_fair
-from fedjax_cfl.round.cohort import client_range, over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn, make_report
-from fedjax_cfl.round.local import Local, Work
-from fedjax_cfl.round.sgd import sgd
+from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, Selection, State, Task
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
-def qfedavg(task: Task, local: Local, select: Selection, *, q: NonNegativeFloat = 1.0) -> Algorithm:
+def qfedavg(
+    task: Task, local: Local, system: SystemLike, *, q: NonNegativeFloat = 1.0
+) -> Algorithm:
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
     check_arguments(qfedavg, locals(), "algorithm")
-    local = local.resolve()
     hooks = Hooks(
         sgd(task, local),
         prepare=attach_losses(task, local),
         aggregate=q_fair(q, local),
         start_clients=no_clients,
     )
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def attach_losses(task: Task, local: Local) -> PrepareFn:
     """Gives each client its training loss of the model that it received, which `q_fair`
     weighs it by.
     """
-    loss = over_clients(training_loss(task, with_l2=True), local)
+    loss = over_clients(training_loss(task, with_l2=True), local.execution)
 
     def prepare(
         key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work

@@ -20,29 +20,31 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.fesem import nearest_center
+from fedjax_cfl.algorithms.fesem.fesem import nearest_center
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.keys import BYZANTINE, START, derive_key
 from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round import faults
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.client_models import put_models
-from fedjax_cfl.round.cohort import make_cohort, over_clients
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, make_report
-from fedjax_cfl.round.keys import BYZANTINE, START, derive_key
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.start import init_received, random_groups
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.round.tree import take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system import faults
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
 
 def tkm(
     task: Task,
     local: Local,
-    select: Selection,
+    system: SystemLike,
     *,
     m: PositiveInt,
     beta: Trim = 0.2,
@@ -60,15 +62,16 @@ def tkm(
     The start holds K models in memory, and costs K models down, the common start, and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
-    local = local.resolve()
     hooks = Hooks(
         sgd(task, local),
         start=random_groups(task, m),
         assign=keep_groups,
-        aggregate=trimmed_mean(beta, local.mesh),
+        aggregate=trimmed_mean(beta, local.execution.mesh),
     )
-    rounds = federated(task, local, select, hooks)
-    learn = local_erm(task, local._replace(epochs=erm_epochs or 10 * local.epochs))
+    rounds = federated(task, local, system, hooks)
+    learn = local_erm(
+        task, local.replace(epochs=erm_epochs or 10 * local.epochs), as_system(system).faults
+    )
 
     def init(key: Key, data: FederatedData) -> State:
         state = rounds.init(key, data)
@@ -82,13 +85,13 @@ def tkm(
             traffic=add_traffic(report.traffic),
             start_faults=report.fault_counts,
         )
-        return init_received(local, state)
+        return as_system(system).init_received(state)
 
     return rounds._replace(init=init)
 
 
 def local_erm(
-    task: Task, local: Local
+    task: Task, local: Local, fault_model: faults.Faults
 ) -> Callable[[Key, Params, FederatedData, Key], tuple[Params, jax.Array, Report]]:
     """Returns the first stage, (keys [2], start [1, ...], data, key of the attackers) ->
     (models [K, ...], known [K] bool, Report).
@@ -96,13 +99,12 @@ def local_erm(
     Simulated faults happen as in a round. A client without samples or without an answer
     has the start as its model, and is not known.
     """
-    fault_model = local.faults.validate()
-    train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local)
+    train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local.execution)
 
     def learn(
         keys: Key, start: Params, data: FederatedData, byzantine_key: Key
     ) -> tuple[Params, jax.Array, Report]:
-        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local)
+        cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local.execution)
         attackers = faults.draw_byzantine(fault_model, byzantine_key, data.num_clients)
         work = full_work(jnp.zeros_like(cohort.ids))
         fraction = faults.apply_stragglers(fault_model, keys[1], cohort, work.step_fraction)
@@ -116,7 +118,7 @@ def local_erm(
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), start
         )
-        delta = put_models(zeros, cohort.ids, upload.delta, local.mesh)
+        delta = put_models(zeros, cohort.ids, upload.delta, local.execution.mesh)
         known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
         answers = data.num_clients - counts.dropped.sum()
         sent = make_traffic(units_down=data.num_clients, units_up=answers)

@@ -26,15 +26,20 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
 from fedjax_cfl.simulation.program import Inputs
+from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
+# those of a `Plan`
+PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -151,17 +156,18 @@ def build_algorithm(
     mesh: Mesh,
     values: Mapping[str, Any] = NOTHING,
     select: Selection | None = None,
-    vmap_runs: bool = False,
+    runs_as_one: bool = False,
 ) -> Algorithm:
     """Returns the algorithm of a configuration.
 
     Args: `config` are all settings, resolved; `data` are those of the run, whose sizes count;
     `mesh` has its devices; `values` replace those of settings by dotted name, and may be
-    traced; `select` replaces the selection, None: that of the settings; `vmap_runs` is as in
-    `Local`.
+    traced; `select` replaces the selection, None: that of the settings; `runs_as_one` is as
+    in `Execution`.
     """
-    local = build_local(config, task, data, mesh)._replace(vmap_runs=vmap_runs)
-    local = local._replace(lr=values.get("local.lr", local.lr))
+    local = build_local(config, task, data, mesh)
+    execution = local.execution._replace(runs_as_one=runs_as_one)
+    local = local.replace(lr=values.get("local.lr", local.lr), execution=execution)
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
     draw = node.pop("select")
     # a table of all rounds; not in the settings, so that a run can be continued with more of them
@@ -170,9 +176,10 @@ def build_algorithm(
     function = resolve_target(str(draw.get("_target_")))
     if function and {"task", "local"} <= set(inspect.signature(function).parameters):
         given = {"task": task, "local": local}  # it tries models on clients' data
-    select = select or instantiate_target("algorithm.select", draw, **given)
+    chosen = select or instantiate_target("algorithm.select", draw, **given)
     own = values_of("algorithm", values)
-    return instantiate_target("algorithm", node, task, local, select, **own)
+    system = build_system(config, chosen, data.num_clients)
+    return instantiate_target("algorithm", node, task, local, system, **own)
 
 
 def find_inputs(config: dict[str, Any], setup: Setup) -> Inputs:
@@ -206,6 +213,27 @@ def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def build_settings(config: dict[str, Any], choices: dict[str, str], width: int) -> RunSettings:
+    """Returns what the session of a run reads of its settings.
+
+    `choices` are the options chosen in the groups of the configuration; `width` is that of
+    `Execution`.
+    """
+    return RunSettings(
+        config["seed"],
+        Plan(*(config[name] for name in PLAN_SETTINGS)),
+        config["clients_per_round"],
+        width,
+        cfl.Faults(**config["faults"]),
+        config["assignments"],
+        CheckpointSettings(**config["checkpoint"]),
+        config["resume"],
+        {part: config[part]["name"] for part in ("algorithm", "dataset")},
+        choices,
+        config,
+    )
+
+
 def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
     """Returns what opens each tracker that `logger` names."""
     chosen = config.get("logger") or {}
@@ -215,24 +243,26 @@ def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> cfl.Local:
     """Returns how clients train."""
     local = config["local"]
-    sizes = data.num_clients, local["batch_size"], config["clients_per_round"]
-    clock = instantiate_target("clock", config["clock"], *sizes) if config["clock"] else None
+    lanes = width.choose_width(local, task, data, mesh, config["clients_per_round"])
     return cfl.Local(
         local["lr"],
         local["epochs"],
         # more than any client can have is a full batch, and memory is taken for B samples
         min(local["batch_size"], data.max_client_samples),
-        width.choose_width(local, task, data, mesh, config["clients_per_round"]),
-        mesh,
-        cfl.Faults(**config["faults"]),
-        local["first_layer"],
         local["momentum"],
-        steps=local["steps"],
+        local["steps"],
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
-        clock=clock,
-        keep_received=config["test_on"] == "received",
-        executor=local["executor"],
+        execution=cfl.make_execution(mesh, lanes, local["executor"], local["first_layer"]),
+    )
+
+
+def build_system(config: dict[str, Any], select: Selection, num_clients: int) -> cfl.System:
+    """Returns what happens to clients."""
+    sizes = CohortSizes(num_clients, config["local"]["batch_size"], config["clients_per_round"])
+    clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
+    return cfl.System(
+        select, cfl.Faults(**config["faults"]), clock, config["test_on"] == "received"
     )
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms import fedopt, temperature
-from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
-from fedjax_cfl.algorithms.fedfomo import serve_mixed, serve_trained
-from fedjax_cfl.algorithms.fedfomo_mix import l1_norm, l2_norm
-from fedjax_cfl.algorithms.fesem import (
+from fedjax_cfl.algorithms import fedopt
+from fedjax_cfl.algorithms.auxo.auxo import split_adaptively, split_at
+from fedjax_cfl.algorithms.fedfomo.fedfomo import serve_mixed, serve_trained
+from fedjax_cfl.algorithms.fedfomo.mix import l1_norm, l2_norm
+from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
     e_step_of_cohort,
     full_distance,
@@ -22,15 +22,17 @@ from fedjax_cfl.algorithms.fesem import (
     pull_plainly,
     stored_mean,
 )
-from fedjax_cfl.algorithms.fesem_ma import (
+from fedjax_cfl.algorithms.fesem.fesem_ma import (
     mean_over_cohort,
     mean_over_stored,
     weigh_classes,
     weigh_plainly,
 )
-from fedjax_cfl.algorithms.fesem_start import cluster_local_models, random_models
-from fedjax_cfl.algorithms.fielding import all_report, cohort_reports
-from fedjax_cfl.algorithms.founding import (
+from fedjax_cfl.algorithms.fesem.start import cluster_local_models, random_models
+from fedjax_cfl.algorithms.fielding import represent
+from fedjax_cfl.algorithms.fielding.fielding import all_report, cohort_reports
+from fedjax_cfl.algorithms.flexcfl import temperature
+from fedjax_cfl.algorithms.flexcfl.founding import (
     cluster_by_edc,
     cluster_by_madc,
     cluster_by_randomized_edc,
@@ -42,16 +44,17 @@ from fedjax_cfl.algorithms.founding import (
     start_from_initial,
 )
 from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, spread_models
-from fedjax_cfl.algorithms.md_icfl import STRONG, WEAK
-from fedjax_cfl.clustering import distances, metric_kmeans, recluster, represent, shift_detection
+from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK
+from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
+from fedjax_cfl.client import sgd
+from fedjax_cfl.clustering import distances, metric_kmeans, recluster, shift_detection
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
-from fedjax_cfl.clustering.synthesis import back_search, generator
-from fedjax_cfl.round import aggregate, sgd
+from fedjax_cfl.round import aggregate
 from fedjax_cfl.round.start import common_model, random_groups
 from fedjax_cfl.validation import Rule, check_value, one_of, or_none, parameter_rules
 
-# tuples that no setting of a method fills: how clients train, who is selected, what is returned
-FIXED = ("task", "local", "select", "return")
+# no settings of a method: the model, how clients train, what happens to them, what is returned
+FIXED = ("task", "local", "system", "sizes", "return")
 
 
 class Maker(NamedTuple):
@@ -62,8 +65,14 @@ class Maker(NamedTuple):
 
     @property
     def settings(self) -> list[str]:
-        """Returns the names of the settings."""
-        return [name for name in inspect.signature(self.make).parameters if name not in self.fixed]
+        """Returns the names of the settings, those in its tuples of options included."""
+        tuples = option_tuples(self.make)
+        return [
+            field
+            for name in inspect.signature(self.make).parameters
+            if name not in self.fixed
+            for field in (tuples[name]._fields if name in tuples else (name,))
+        ]
 
 
 MEANS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
@@ -214,19 +223,23 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
     for name, value in named.items():
         if isinstance(value, Maker):
             given = {key: settings[key] for key in value.settings if key in settings}
-            named[name] = value.make(**given)
+            named[name] = value.make(**name_arguments(value.make, given))
     settings = {key: value for key, value in settings.items() if key not in spare} | named
     for name, options in option_tuples(factory).items():
         own = {field: settings.pop(field) for field in options._fields if field in settings}
         required = set(options._fields) - set(options._field_defaults)
         if own and all(own.get(field) is not None for field in required):
-            settings[name] = options(**own)
+            default = inspect.signature(factory).parameters[name].default
+            settings[name] = (
+                default._replace(**own) if isinstance(default, options) else options(**own)
+            )
     return settings
 
 
-def algorithm_rules(factory: Callable) -> dict[str, Rule]:
-    """Returns what each setting of a method may be: the ranges of its parameters, of its
-    tuples of options and of what makes its functions, and the names that can be given.
+def setting_rules(factory: Callable) -> dict[str, Rule]:
+    """Returns what each setting of a function of the package may be: the ranges of its
+    parameters, of its tuples of options and of what makes its functions, and the names that can
+    be given.
     """
     tables = CHOICES.get(factory, {})
     makers = [
@@ -236,7 +249,9 @@ def algorithm_rules(factory: Callable) -> dict[str, Rule]:
         if isinstance(value, Maker)
     ]
     rules: dict[str, Rule] = {}
-    for owner in (*makers, *option_tuples(factory).values(), factory):
+    for owner in (*makers, factory):
+        for options in option_tuples(owner).values():
+            rules |= parameter_rules(options)
         rules |= parameter_rules(owner)
     nullable = find_nullable(factory)
     return rules | {name: name_rule(table, name in nullable) for name, table in tables.items()}

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import build_algorithm, build_local, build_population
+from fedjax_cfl.cli.build import build_algorithm, build_population
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.metrics import ClientMetrics, weighted_mean
 from fedjax_cfl.simulation.personalize import (
+    NewClients,
     assign_newcomers,
     compare_updates,
     finetune_clients,
@@ -23,17 +25,19 @@ from fedjax_cfl.simulation.personalize import (
     select_remembered,
 )
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.types import ServedModels
+from fedjax_cfl.types import FederatedData, ServedModels
 
 
-def build_extras(config: dict[str, Any], setup: Setup) -> Callable[[Result], Extras]:
-    """Returns what measures the extras that the settings of a run ask for."""
+def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable[[Result], Extras]:
+    """Returns what measures the extras that the settings of a run ask for; `local` is how its
+    clients train.
+    """
     names = "finetune", "new_clients", "similarity"
     epochs, share, compared = (config["evaluate"][name] for name in names)
-    algorithm, task, data, _, mesh = setup
+    algorithm, task = setup.algorithm, setup.task
     if not (epochs or share or compared):
         return measure_nothing
-    local, at_once = build_local(config, task, data, mesh), config["clients_per_round"]
+    at_once = config["clients_per_round"]
 
     def finetune(served: ServedModels, data: Any, result: Result) -> ClientMetrics:
         key = next_key(config["seed"], result.state)
@@ -47,40 +51,52 @@ def build_extras(config: dict[str, Any], setup: Setup) -> Callable[[Result], Ext
             found.columns["finetuned_accuracy"] = tuned.accuracy
             found.numbers["finetuned_accuracy"] = mean_accuracy(tuned)
         if share:
-            add_newcomers(found, result)
+            new, population = add_newcomers(found, config, setup, result)
+            if epochs:
+                tuned = finetune(new.served, population, result)
+                tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
+                columns = found.tables[NEW_CLIENTS_FILE]
+                columns["finetuned_accuracy"] = tuned.accuracy
+                found.numbers["new_clients_finetuned_accuracy"] = mean_accuracy(tuned)
         if compared:
             served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
             clients, alike = compare_updates(task, local, served, result.data, key, compared)
             found.tables[SIMILARITY_FILE] = {"client": clients, "similarity": alike}
         return found
 
-    def add_newcomers(found: Extras, result: Result) -> None:
-        _, everybody = build_population(config)
-        kept, held = hold_out_clients(everybody, share, config["seed"])
-        population = take_clients(everybody, np.concatenate([kept, held]))
-        cold = build_algorithm(config, task, population, mesh, select=select_remembered(at_once))
-        key = jax.random.key(config["seed"])
-        new = assign_newcomers(cold, task, mesh, result.state, population, key, at_once)
-        names = everybody.client_names
-        columns = {
-            "client": held if names is None else [names.names[k] for k in held.tolist()],
-            "group": new.groups,
-            "concept": np.asarray(everybody.concept)[held],
-            "train_samples": np.asarray(everybody.train.size)[held],
-            "test_samples": np.asarray(everybody.test.size)[held],
-            "accuracy": new.metrics.accuracy,
-        }
-        found.tables[NEW_CLIENTS_FILE] = columns
-        found.numbers["new_clients"] = len(held)
-        found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
-        found.numbers["new_clients_accuracy"] = mean_accuracy(new.metrics)
-        if epochs:
-            tuned = finetune(new.served, population, result)
-            tuned = jax.tree.map(lambda leaf: leaf[len(kept) :], tuned)
-            columns["finetuned_accuracy"] = tuned.accuracy
-            found.numbers["new_clients_finetuned_accuracy"] = mean_accuracy(tuned)
-
     return measure
+
+
+def add_newcomers(
+    found: Extras, config: dict[str, Any], setup: Setup, result: Result
+) -> tuple[NewClients, FederatedData]:
+    """Assigns and tests the clients that were held out, and adds what they measure to `found`;
+    returns also the data of all clients, those that were held out last.
+
+    Args: `config` are all settings of the run, `setup` its parts, `result` what it left.
+    """
+    share, at_once = config["evaluate"]["new_clients"], config["clients_per_round"]
+    mesh = setup.mesh
+    _, everybody = build_population(config)
+    kept, held = hold_out_clients(everybody, share, config["seed"])
+    population = take_clients(everybody, np.concatenate([kept, held]))
+    remembered = select_remembered(at_once)
+    cold = build_algorithm(config, setup.task, population, mesh, select=remembered)
+    key = jax.random.key(config["seed"])
+    new = assign_newcomers(cold, setup.task, mesh, result.state, population, key, at_once)
+    names = everybody.client_names
+    found.tables[NEW_CLIENTS_FILE] = {
+        "client": held if names is None else [names.names[k] for k in held.tolist()],
+        "group": new.groups,
+        "concept": np.asarray(everybody.concept)[held],
+        "train_samples": np.asarray(everybody.train.size)[held],
+        "test_samples": np.asarray(everybody.test.size)[held],
+        "accuracy": new.metrics.accuracy,
+    }
+    found.numbers["new_clients"] = len(held)
+    found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
+    found.numbers["new_clients_accuracy"] = mean_accuracy(new.metrics)
+    return new, population
 
 
 def mean_accuracy(table: ClientMetrics) -> float:

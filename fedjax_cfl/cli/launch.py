@@ -16,14 +16,23 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.cli.build import build, build_algorithm, build_trackers, find_inputs
+from fedjax_cfl.analysis import compare, plot
+from fedjax_cfl.cli.build import (
+    build,
+    build_algorithm,
+    build_local,
+    build_settings,
+    build_trackers,
+    find_inputs,
+)
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
+from fedjax_cfl.cli.grid import grid_axes, run_folders
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
-from fedjax_cfl.runs import grid
-from fedjax_cfl.runs.finish import Member
+from fedjax_cfl.runs.finish import Member, attempt
+from fedjax_cfl.runs.grid import common_step, list_points, train_grid
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
@@ -48,7 +57,7 @@ def run_config(config: DictConfig) -> None:
     ).absolute()
     try:
         use_compile_cache()
-        axes = grid.grid_axes(resolved)
+        axes = grid_axes(resolved)
         status = run_grid(config, axes, run_dir) if axes else run_one(resolved, run_dir)
         if status:
             folder = run_dir if alone else run_dir.parent
@@ -84,19 +93,28 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
     setup = build(resolved)
     inputs = find_inputs(resolved, setup)
-    asked = list_overrides()
+    member = make_member(resolved, list_overrides(), run_dir, setup)
     with contextlib.ExitStack() as locks:
 
         def begin():
             locks.enter_context(lock(make_dir(run_dir)))
-            start = resume_run(resolved, run_dir, setup)
-            record(resolved, asked, run_dir)
+            start = resume_run(member.settings, run_dir, setup)
+            record(member)
             return start
 
-        start = sync_resume(begin, resolved, setup)
-        extras = build_extras(resolved, setup)
-        member = Member(resolved, asked, run_dir, build_trackers(resolved), extras)
-        return train_run(member, HydraConfig.get().runtime.choices, setup, inputs, start)
+        start = sync_resume(begin, member.settings, setup)
+        return train_run(member, setup, inputs, start)
+
+
+def make_member(
+    resolved: dict[str, Any], overrides: list[str], run_dir: Path, setup: Setup
+) -> Member:
+    """Returns what a session is told of one run."""
+    local = build_local(resolved, setup.task, setup.data, setup.mesh)
+    choices = dict(HydraConfig.get().runtime.choices)
+    settings = build_settings(resolved, choices, local.execution.width)
+    trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
+    return Member(settings, overrides, run_dir, trackers, extras, plot.plot_curves)
 
 
 def list_overrides() -> list[str]:
@@ -108,70 +126,68 @@ def list_overrides() -> list[str]:
 
 def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
-    members = list_members(settings, axes, run_dir)
+    described = list_members(settings, axes, run_dir)
     setups: dict[int, Setup] = {}  # of each seed
-    for member in members:
-        if member.config["seed"] not in setups:
-            setups[member.config["seed"]] = build(member.config)
-    members = [
-        member._replace(extras=build_extras(member.config, setups[member.config["seed"]]))
-        for member in members
-    ]
-    config = members[0].config
+    for config, _, _ in described:
+        if config["seed"] not in setups:
+            setups[config["seed"]] = build(config)
+    members = [make_member(*parts, setups[parts[0]["seed"]]) for parts in described]
+    config = described[0][0]
     first = setups[config["seed"]]
 
     def make(values):
         parts = first.task, first.data, first.mesh
-        return build_algorithm(config, *parts, values, vmap_runs=True), first.drift
+        return build_algorithm(config, *parts, values, runs_as_one=True), first.drift
 
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
         starts = resume_grid(
-            [(member.config, member.run_dir, setups[member.config["seed"]]) for member in members],
-            grid.common_step(grid.run_folders(run_dir, axes)),
+            [(each.settings, each.run_dir, setups[each.settings.seed]) for each in members],
+            common_step(run_folders(run_dir, axes)),
         )
         for member in members:
-            record(member.config, member.overrides, member.run_dir)
-        write_index(run_dir, grid.grid_points(axes))
-        return grid.train_grid(
-            members,
-            HydraConfig.get().runtime.choices,
-            axes,
-            list(setups.values()),
-            make,
-            starts,
-            run_dir,
+            record(member)
+        write_index(run_dir, list_points(axes))
+        status = train_grid(members, axes, list(setups.values()), make, starts)
+    if not status:
+        # every run has been written: what compares them can be asked for again
+        attempt(
+            "the runs are not compared",
+            lambda: compare.compare([run_dir], run_dir),
+            without_disk=True,
         )
+    return status
 
 
-def list_members(config: DictConfig, axes: dict[str, list], run_dir: Path) -> list[Member]:
-    """Returns the runs of a grid with the settings that each would have alone."""
+def list_members(
+    config: DictConfig, axes: dict[str, list], run_dir: Path
+) -> list[tuple[dict[str, Any], list[str], Path]]:
+    """Returns (settings that it would have alone, overrides, directory) of each run of a grid."""
     shared = [
         text
         for text in list_overrides()
         if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")
     ]
     members = []
-    for point, folder in zip(grid.grid_points(axes), grid.run_folders(run_dir, axes), strict=True):
+    for point, folder in zip(list_points(axes), run_folders(run_dir, axes), strict=True):
         own = copy.deepcopy(config)
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        settings = resolve_config(own)
-        members.append(Member(settings, overrides, folder, build_trackers(settings)))
+        members.append((resolve_config(own), overrides, folder))
     return members
 
 
-def record(resolved: dict[str, Any], overrides: list[str], run_dir: Path) -> None:
+def record(member: Member) -> None:
     """Writes settings and overrides to .hydra/, as Hydra itself would, with every setting's
     value instead of where it comes from.
     """
-    folder = run_dir / ".hydra"
+    folder = member.run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
     for name, value in (
-        ("config", OmegaConf.create(resolved)),
-        ("overrides", OmegaConf.create(overrides)),
+        ("config", OmegaConf.create(member.settings.everything)),
+        ("overrides", OmegaConf.create(member.overrides)),
         ("hydra", HydraConfig.get()),
     ):
         with atomic_write(folder / f"{name}.yaml") as temporary:

@@ -18,12 +18,12 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.versions import find_version
 
 COMMANDS = {
-    "compare": "fedjax_cfl.runs.compare",
+    "compare": "fedjax_cfl.analysis.compare",
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
     "paper": "fedjax_cfl.papers.runner",
     "predict": "fedjax_cfl.cli.predict",
-    "report": "fedjax_cfl.runs.report",
+    "report": "fedjax_cfl.analysis.report",
 }
 
 

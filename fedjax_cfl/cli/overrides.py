@@ -15,13 +15,12 @@ from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from fedjax_cfl.cli import config_check
+from fedjax_cfl.cli import config_check, grid
 from fedjax_cfl.cli.conf import CONF, resolve_config
 from fedjax_cfl.cli.config_check import check_name
 from fedjax_cfl.cli.rules import collect_rules
 from fedjax_cfl.cli.sweep import Sweep, holds_sweep, list_points
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
-from fedjax_cfl.runs import grid
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
 from fedjax_cfl.validation import flatten_settings

@@ -7,19 +7,20 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
-from fedjax_cfl.cli.choices import CHOICES, algorithm_rules
+from fedjax_cfl.cli.choices import setting_rules
+from fedjax_cfl.client.execution import make_execution
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.models import as_task
-from fedjax_cfl.round import Faults, Local
+from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.validation import (
     BelowOne,
     NaturalInt,
     NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
     Rule,
     Seed,
-    parameter_rules,
 )
 
 PACKAGE = "fedjax_cfl."
@@ -36,8 +37,8 @@ WIDTH = Rule(
 )
 
 
-class RunSettings(NamedTuple):
-    """Settings of the run itself, which no function of the library takes."""
+class TopSettings(NamedTuple):
+    """Settings at the top, which no function of the library takes."""
 
     seed: Seed
     seeds: PositiveInt
@@ -52,14 +53,6 @@ class RunSettings(NamedTuple):
     coordinator: Annotated[str | None, HOST]
     processes: PositiveInt | None
     process: NaturalInt | None
-
-
-class CheckpointSettings(NamedTuple):
-    """Settings under `checkpoint`."""
-
-    every: PositiveInt  # rounds
-    minutes: PositiveFloat
-    keep: PositiveInt
 
 
 class EvaluateSettings(NamedTuple):
@@ -89,6 +82,7 @@ def collect_rules(config: dict) -> dict[str, Rule]:
     owners: list[tuple[str, Callable]] = [
         ("", Plan),
         ("local.", Local),
+        ("local.", make_execution),
         ("faults.", Faults),
         *find_targets(config),
         ("model.", as_task),
@@ -96,14 +90,12 @@ def collect_rules(config: dict) -> dict[str, Rule]:
         ("local.", WidthSetting),
         ("checkpoint.", CheckpointSettings),
         ("evaluate.", EvaluateSettings),
-        ("", RunSettings),
+        ("", TopSettings),
     ]
     return {
         f"{prefix}{name}": rule
         for prefix, owner in owners
-        for name, rule in (
-            algorithm_rules(owner) if owner in CHOICES else parameter_rules(owner)
-        ).items()
+        for name, rule in setting_rules(owner).items()
     }
 
 

@@ -8,9 +8,7 @@ __all__ = [
     "kmeans",
     "metric_kmeans",
     "migrate",
-    "model_distance",
+    "pretrain",
     "recluster",
-    "represent",
     "shift_detection",
-    "synthesis",
 ]  # modules, imported by name

@@ -5,58 +5,19 @@ All are `AssignFn`s (see `hooks`). Those that choose do not say what is sent: `e
 keep theirs.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
+from fedjax_cfl.client.cohort import client_range, over_clients
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.clustering.distances import cosine
-from fedjax_cfl.data.federated import gather
-from fedjax_cfl.round.cohort import SAMPLE_BLOCK, client_range, over_clients
-from fedjax_cfl.round.executor import Loop
-from fedjax_cfl.round.hooks import AssignFn, make_report
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.objective import cross_entropy
-from fedjax_cfl.round.pretrain import TrainFn
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import leaf_norms
+from fedjax_cfl.clustering.pretrain import TrainFn
+from fedjax_cfl.round.hooks import AssignFn
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import leaf_norms
 from fedjax_cfl.types import Cohort, FederatedData, Key, Report, State, Task
-
-
-def training_loss(task: Task, with_l2: bool = False) -> Callable[..., Loop]:
-    """Returns a function of one client: the mean loss [m] of each model over the client's
-    whole training set.
-
-    It is (client, data, models [m, ...], ()) -> [m], for `over_clients`. The loss
-    is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
-    code does (D10).
-    """
-
-    def sample_loss(model, x, y, owner):
-        if with_l2:
-            return task.loss(model, x, y, None, owner)
-        return cross_entropy(task.predict(model, x, owner), y)
-
-    def client_loss(client, data: FederatedData, models, client_inputs):
-        count, start = client_range(client, data)
-
-        def block(b, total):
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            rows = data.train.order[start + jnp.minimum(place, count - 1)]
-            x, y = gather(data, rows)
-            owner = jnp.where(place < count, client, -1)
-            each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
-            return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
-
-        num_models = jax.tree.leaves(models)[0].shape[0]
-        return Loop(
-            -(-count // SAMPLE_BLOCK),
-            jnp.zeros(num_models),
-            block,
-            lambda total: total / jnp.maximum(count, 1),
-        )
-
-    return client_loss
 
 
 def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
@@ -65,7 +26,7 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
     Ties go to the lowest group. A model whose loss is not finite is chosen only if all
     are so.
     """
-    losses = over_clients(training_loss(task, with_l2), local.resolve())
+    losses = over_clients(training_loss(task, with_l2), local.execution)
 
     def choose(
         key: Key, state: State, data: FederatedData, cohort: Cohort

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.tree import inner_products
+from fedjax_cfl.tree import inner_products
 from fedjax_cfl.types import Params
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.clustering.distances import MetricFn, divide, dot
-from fedjax_cfl.round.tree import one_hot
+from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Key
 
 BLOCK = 256  # rows and columns of a distance matrix in memory at a time

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.client.cohort import make_cohort
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering.shift_detection import DetectFn
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.data.shuffle import put_first
-from fedjax_cfl.round.cohort import make_cohort
-from fedjax_cfl.round.faults import add_fault_counts
-from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn, make_report
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.traffic import make_traffic
+from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn
+from fedjax_cfl.system.faults import add_fault_counts
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import FederatedData, Key, Report, State
 
 # clients reassigned at once: bounds the updates in memory, however many clients have shifted
@@ -90,7 +91,7 @@ def reassign(
         ids = jnp.where(
             place < count, queue[jnp.minimum(place, data.num_clients - 1)], data.num_clients
         )
-        cohort = make_cohort(ids, data, local)
+        cohort = make_cohort(ids, data, local.execution)
         gid, more = choose(key, state, data, cohort)
         assignment = cohort.put(assignment, gid.astype(jnp.int32))
         return assignment, report.replace(
@@ -115,7 +116,6 @@ def on_shift(
     Args: `choose` names the new group of each; `detect` says whose data have shifted; each
     client that `charge` names costs `units_each` models down.
     """
-    local = local.resolve()
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         if not data.has_drift:

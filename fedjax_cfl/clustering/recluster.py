@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
 from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
-from fedjax_cfl.round.tree import group_sum, one_hot
+from fedjax_cfl.tree import group_sum, one_hot
 from fedjax_cfl.types import Params
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
 

@@ -31,9 +31,9 @@ ARRANGE = 10  # purpose of a draw, see `drift`
 class Window(NamedTuple):
     """When data arrive, and how long they are kept."""
 
-    intervals: int  # B, of the whole trace
-    period: int  # g, rounds between two arrivals
-    retained: int  # rounds of data that a client keeps, and begins with
+    intervals: PositiveInt = 10  # B, of the whole trace
+    period: PositiveInt = 50  # g, rounds between two arrivals
+    retained: PositiveInt = 100  # rounds of data that a client keeps, and begins with
     prequential: bool = False  # clients are tested on what arrives next, not on the window
 
     @property
@@ -69,27 +69,20 @@ def find_oldest(window: Window, round: jax.Array | int) -> jax.Array:
     return jnp.minimum(round // window.period, window.intervals - window.length)
 
 
-def stream(
-    arrange: traces.ArrangeFn,
-    intervals: PositiveInt,
-    period: PositiveInt,
-    retained: PositiveInt,
-    prequential: bool = False,
-) -> Drift:
+def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
     """Shows each client the holdings of a window of intervals, which moves on until the last
     interval has arrived. A window of all intervals never moves: the data are static.
-    Args: `arrange` says when each holding arrives; `intervals` is B; `period` is g, the rounds
-    between two arrivals; `retained` is the rounds of data that a client keeps, and begins with;
-    `prequential`: clients are tested on the interval that arrives next, False: on the window.
-    Raises InputError if none arrives.
+
+    `arrange` says when each holding arrives. Raises InputError for a window that is not allowed,
+    and where a test needs what arrives next, but nothing does.
     """
-    check_arguments(stream, locals(), "drift")
-    window = Window(intervals, period, retained, prequential)
+    check_arguments(Window, window._asdict(), "drift")
+    intervals = window.intervals
     is_static = window.length == intervals
-    if is_static and prequential:
+    if is_static and window.prequential:
         raise InputError(
             f"drift.prequential=true: all drift.intervals={intervals} are in the window of"
-            f" drift.retained={retained} rounds, so that nothing arrives next"
+            f" drift.retained={window.retained} rounds, so that nothing arrives next"
         )
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
@@ -194,42 +187,30 @@ def _turn_ranges(view, owner, offset, before, oldest, newest) -> ClientIndex:
     return view.replace(order=turned, size=always + offset[:, newest + 1] - offset[:, oldest])
 
 
-def bucket(
-    intervals: PositiveInt = 10,
-    period: PositiveInt = 50,
-    retained: PositiveInt = 100,
-    prequential: bool = False,
-) -> Drift:
+def bucket(window: Window = Window()) -> Drift:
     """Each client deals its labels to the intervals at random; an interval brings all
     samples of its labels (the Open Images trace of Fielding).
     """
-    check_arguments(bucket, locals(), "drift")
-    return stream(traces.deal_labels, intervals, period, retained, prequential)
+    return stream(traces.deal_labels, window)
 
 
 def gradual(
-    alpha: PositiveFloat = 1.0,
-    epsilon: Fraction = 0.1,
-    intervals: PositiveInt = 10,
-    period: PositiveInt = 30,
-    retained: PositiveInt = 100,
-    prequential: bool = False,
+    alpha: PositiveFloat = 1.0, epsilon: Fraction = 0.1, window: Window = Window(period=30)
 ) -> Drift:
     """The label shares of a client move slowly: p_{b+1} = (1 - epsilon) p_b + epsilon
     Dir(alpha / C). Its samples are redrawn from those shares, see `traces.redraw_samples`.
 
-    Args: `alpha` > 0, the larger the more even are label shares; `epsilon`, from 0 to 1, is how
-    much of them is new in an interval; `intervals`, `period`, `retained` and `prequential` are
-    those of `stream`.
+    `alpha` > 0, the larger the more even are label shares; `epsilon`, from 0 to 1, is how much of
+    them is new in an interval.
     """
     check_arguments(gradual, locals(), "drift")
 
     def arrange(key: Key, data: FederatedData, window: Window):
         return traces.redraw_samples(
-            key, data, intervals, alpha, epsilon, np.zeros(intervals, bool), 0.0
+            key, data, window.intervals, alpha, epsilon, np.zeros(window.intervals, bool), 0.0
         )
 
-    return stream(arrange, intervals, period, retained, prequential)
+    return stream(arrange, window)
 
 
 def burst(
@@ -238,10 +219,7 @@ def burst(
     fraction: Fraction = 0.5,
     begin: PositiveInt = 600,
     end: PositiveInt = 730,
-    intervals: PositiveInt = 105,
-    period: PositiveInt = 20,
-    retained: PositiveInt = 100,
-    prequential: bool = False,
+    window: Window = Window(105, 20),
 ) -> Drift:
     """As `gradual`, and with every arrival in some rounds each client may draw new label shares
     (the heavy drift of Fielding's Fig. 1).
@@ -251,60 +229,48 @@ def burst(
     arrive in those rounds.
     """
     check_arguments(burst, locals(), "drift")
-    window = Window(intervals, period, retained)
-    arrival = (np.arange(intervals) - window.length + 1) * period  # round, <= 0 at the start
+    check_arguments(Window, window._asdict(), "drift")
+    # round, <= 0 at the start
+    arrival = (np.arange(window.intervals) - window.length + 1) * window.period
     is_burst = (arrival >= max(begin, 1)) & (arrival <= end)
     if not is_burst.any():
         raise InputError(
             f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
-            f" arrive every drift.period={period} rounds until round {max(arrival[-1], 0)}"
+            f" arrive every drift.period={window.period} rounds until round {max(arrival[-1], 0)}"
         )
 
     def arrange(key: Key, data: FederatedData, window: Window):
-        return traces.redraw_samples(key, data, intervals, alpha, epsilon, is_burst, fraction)
+        return traces.redraw_samples(
+            key, data, window.intervals, alpha, epsilon, is_burst, fraction
+        )
 
-    return stream(arrange, intervals, period, retained, prequential)
+    return stream(arrange, window)
 
 
-def rotate(
-    p: Fraction = 0.1,
-    intervals: PositiveInt = 10,
-    period: PositiveInt = 20,
-    retained: PositiveInt = 100,
-    prequential: bool = False,
-) -> Drift:
+def rotate(p: Fraction = 0.1, window: Window = Window(period=20)) -> Drift:
     """Covariate drift: what arrives at a client is turned by a number of quarters, random at
-    first; with each interval it turns by one more with probability p.
-
-    Args: `p` is from 0 to 1; `intervals`, `period`, `retained` and `prequential` are those of
-    `stream`.
+    first; with each interval it turns by one more with probability `p`, from 0 to 1.
     """
     check_arguments(rotate, locals(), "drift")
 
     def arrange(key: Key, data: FederatedData, window: Window):
-        return traces.turn_arrivals(key, data, intervals, p)
+        return traces.turn_arrivals(key, data, window.intervals, p)
 
     def check(data: FederatedData) -> None:
         check_square(data.x, "drift=stream_rotate")
 
-    return _checked(stream(arrange, intervals, period, retained, prequential), check)
+    return _checked(stream(arrange, window), check)
 
 
-def by_time(
-    intervals: PositiveInt = 10,
-    period: PositiveInt = 50,
-    retained: PositiveInt = 100,
-    prequential: bool = False,
-) -> Drift:
+def by_time(window: Window = Window()) -> Drift:
     """Samples arrive in the order of their real times, which are cut into intervals of equal
     length. Raises InputError for data without times.
     """
-    check_arguments(by_time, locals(), "drift")
 
     def check(data: FederatedData) -> None:
-        traces.check_times(data, intervals)
+        traces.check_times(data, window.intervals)
 
-    return _checked(stream(traces.cut_times, intervals, period, retained, prequential), check)
+    return _checked(stream(traces.cut_times, window), check)
 
 
 def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:

@@ -13,16 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
-from fedjax_cfl.papers.cells import row_columns
-from fedjax_cfl.papers.report import completed_rows, row_title
-from fedjax_cfl.runs.plot import (
+from fedjax_cfl.analysis.plot import (
     add_legend,
     format_percent_axis,
     new_figure,
     save_figure,
     style_axes,
 )
-from fedjax_cfl.runs.plot_bands import average_runs, draw_band, line_styles
+from fedjax_cfl.analysis.plot_bands import average_runs, draw_band, line_styles
+from fedjax_cfl.papers.cells import row_columns
+from fedjax_cfl.papers.report import completed_rows, row_title
 from fedjax_cfl.runs.results import compute_measures, read_metrics
 
 AXIS_LABELS = {

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.papers.cells import row_columns, source_row
-from fedjax_cfl.runs.relative import RELATIVE, measure_beside
 from fedjax_cfl.runs.results import compute_measures, read_metrics
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from fedjax_cfl.analysis.relative import RELATIVE
 from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_row
 from fedjax_cfl.papers.records import cell_measure, is_score, measure_scale, read_measures
-from fedjax_cfl.runs.relative import RELATIVE
 from fedjax_cfl.runs.results import atomic_write
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")

@@ -8,17 +8,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedjax_cfl.formatting import escape_plot
-from fedjax_cfl.papers.cells import source_row
-from fedjax_cfl.papers.records import cell_measure, measure_scale
-from fedjax_cfl.papers.report import headings, recorded_rows, row_title
-from fedjax_cfl.runs.plot import (
+from fedjax_cfl.analysis.plot import (
     escape_plot_lines,
     make_palette,
     new_figure,
     save_figure,
     style_axes,
 )
+from fedjax_cfl.formatting import escape_plot
+from fedjax_cfl.papers.cells import source_row
+from fedjax_cfl.papers.records import cell_measure, measure_scale
+from fedjax_cfl.papers.report import headings, recorded_rows, row_title
 
 PANELS_PER_LINE = 3  # panels side by side
 

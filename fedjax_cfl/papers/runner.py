@@ -11,11 +11,13 @@ it, `experiment: TABLE`, and takes up what that has run.
 
 import argparse
 import contextlib
-import functools
+import importlib.util
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 from rich.progress import (
@@ -30,16 +32,7 @@ from rich.progress import (
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import (
-    cells,
-    fedgroup_fig5,
-    fesem_fig3,
-    fielding_server,
-    figures,
-    md_icfl_figs,
-    report,
-    report_plot,
-)
+from fedjax_cfl.papers import cells, figures, report, report_plot
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
 from fedjax_cfl.papers.records import collect_records
@@ -50,8 +43,32 @@ MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and
 DRAW_FUNCTIONS = {
     "curves": figures.draw_panels,
     "communication": figures.draw_communication,
-    "model_map": fesem_fig3.draw_maps,
 }
+# the programs of the figures of single papers, by kind of figure, and where a checkout has them
+PROGRAM_NAMES = {
+    "edc_madc": "fedgroup_fig5",
+    "model_map": "fesem_fig3",
+    "pseudo_samples": "md_icfl_figs",
+    "server": "fielding_server",
+}
+PROGRAMS = Path(__file__).resolve().parents[2] / "benchmarks" / "reproduce"
+
+
+def load_program(table: str, name: str) -> ModuleType:
+    """Returns the module benchmarks/reproduce/NAME.py. Raises InputError where the package does
+    not lie in a checkout.
+    """
+    path = PROGRAMS / f"{name}.py"
+    if not path.is_file():
+        raise InputError(
+            f"{table}: its figure is made by benchmarks/reproduce/{name}.py, which the installed"
+            " package does not contain; use a clone of the repository and pip install -e ."
+        )
+    spec = importlib.util.spec_from_file_location(f"reproduce_{name}", path)
+    assert spec is not None and spec.loader is not None  # of a file there always are
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def say(console: Console, text: str) -> None:
@@ -159,6 +176,17 @@ def make_parser() -> argparse.ArgumentParser:
     return made
 
 
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the verb's options, and the overrides KEY=VALUE among them."""
+    places = [
+        place
+        for place, text in enumerate(argv)
+        if "=" in text and not text.startswith("-") and argv[place - 1 : place] != ["--out"]
+    ]
+    rest = [text for place, text in enumerate(argv) if place not in places]
+    return parse_arguments(make_parser(), rest), [argv[place] for place in places]
+
+
 def choose_cells(
     table: dict, experiment: str, runs: Path, given: argparse.Namespace, extra: list[str]
 ) -> list[Cell]:
@@ -206,26 +234,20 @@ def main(
     `resolve_settings(overrides)` raises InputError for what a run would refuse,
     `build(overrides)` returns (config, task, data, local) as a run would have them.
     """
-    places = [
-        place
-        for place, text in enumerate(argv)
-        if "=" in text and not text.startswith("-") and argv[place - 1 : place] != ["--out"]
-    ]
-    extra = [argv[place] for place in places]
-    given = parse_arguments(
-        make_parser(), [text for place, text in enumerate(argv) if place not in places]
-    )
+    given, extra = read_arguments(argv)
     table, console = cells.load_table(given.table), Console()
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
     todo = choose_cells(table, experiment, runs, given, extra)
     check_folder(out)
     cells.check_cells(todo, extra, resolve_settings)
-    if table.get("figure") == "edc_madc":
-        return fedgroup_fig5.reproduce(table, todo, out, build, console, MISSING)
-    if table.get("figure") == "server":
+    figure = table.get("figure")
+    program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None
+    if program and figure == "edc_madc":
+        return program.reproduce(table, todo, out, build, console, MISSING)
+    if program and figure == "server":
         command = f"fedjax-cfl paper {shlex.join(argv)}"
-        return fielding_server.reproduce(table, todo, out, command, console)
+        return program.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
         records = collect_records(table, cells.find_finished(experiment, table, runs, extra))
@@ -247,11 +269,10 @@ def main(
     records = write()
     if any(record["runs"] for record in records):
         report_plot.plot(table, records, out / "plot.png")
-        if "figure" in table:
+        if figure:
             found = cells.find_finished(experiment, table, runs, extra)
-            pictures = functools.partial(md_icfl_figs.draw_figures, build, todo)
-            draw = DRAW_FUNCTIONS | {"pseudo_samples": pictures}  # these need the data, too
-            draw[table["figure"]](table, found, out / "figure.png")
+            draw = partial(program.draw_figures, build, todo) if program else DRAW_FUNCTIONS[figure]
+            draw(table, found, out / "figure.png")
         console.print(*report.build_table(table, records, console))
         say(console, f"written to {out}")
     return 1 if failed else 0

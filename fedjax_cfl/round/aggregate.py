@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.round.client_models import split_by_parameter
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.traffic import make_traffic
-from fedjax_cfl.round.tree import group_mean, group_sum, membership_weights, squared_norms
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_mean, group_sum, membership_weights, squared_norms
 from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
 
 

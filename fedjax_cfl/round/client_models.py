@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params
 
 MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing

@@ -7,28 +7,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import Local, Work, full_work
+from fedjax_cfl.client.sgd import client_cost
+from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import put_models
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start, make_report
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
-from fedjax_cfl.round.keys import (
-    ASSIGN,
-    MIGRATE,
-    PREPARE,
-    REGROUP,
-    START,
-    TRAIN,
-    derive_key,
-    derive_keys,
-)
-from fedjax_cfl.round.local import Local, Work, full_work
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
-from fedjax_cfl.round.sgd import client_cost
-from fedjax_cfl.round.start import find_data_clients, init_received, random_groups
-from fedjax_cfl.round.system import RoundLog, System
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
-from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.round.start import find_data_clients, random_groups
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
+from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -36,7 +28,6 @@ from fedjax_cfl.types import (
     FederatedData,
     Info,
     Key,
-    Selection,
     ServedModels,
     State,
     Task,
@@ -59,7 +50,6 @@ class Parts(NamedTuple):
 
     task: Task
     local: Local
-    select: Selection
     hooks: Hooks
     train: Callable[..., tuple[Upload, FaultCounts]]  # trains the cohort, with faults
     aggregate: AggregateFn
@@ -67,18 +57,19 @@ class Parts(NamedTuple):
     system: System
 
 
-def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algorithm:
+def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Algorithm:
     """Composes a method from the hooks of one round, see `Hooks`.
 
-    Raises InputError for settings of `local` that are not allowed.
+    Args: `task` is the model and its loss; `local` says how clients train; `system` says who takes
+    part and what happens to clients, a selection alone: nothing fails; `hooks` are the method's.
+    Raises InputError for faults that are not allowed.
     """
-    local, system = local.resolve(), System(local.faults.validate(), local.clock)
+    system, mesh = as_system(system), local.execution.mesh
     parts = Parts(
         task,
         local,
-        select,
         hooks,
-        over_clients(system.let_fail(hooks.solve), local),
+        over_clients(system.let_fail(hooks.solve), local.execution),
         hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
         system,
@@ -96,7 +87,7 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
         state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, log = update_groups(parts, state, cohort, work, upload, log)
-        info = make_info(state, after.groups, cohort, work.group, upload, mass, local.mesh)
+        info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return finish_round(parts, after, info, cohort, upload, log)
 
     return Algorithm(
@@ -104,8 +95,8 @@ def federated(task: Task, local: Local, select: Selection, hooks: Hooks) -> Algo
         round,
         serve_assigned if hooks.assign else serve_global,
         clustered=hooks.assign is not None,
-        data_clients=find_data_clients(hooks.start_clients, select.draw),
-        nonfinite=local.faults.nonfinite,
+        data_clients=find_data_clients(hooks.start_clients, system.select.draw),
+        nonfinite=system.faults.nonfinite,
     )
 
 
@@ -122,12 +113,12 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         assignment=unknown if initial.assignment is None else initial.assignment,
         traffic=add_traffic(report.traffic),
         memory=initial.memory,
-        selection=parts.select.init(data),
+        selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
         received=(),
         start_faults=report.fault_counts,
     )
-    return init_received(parts.local, state)
+    return parts.system.init_received(state)
 
 
 def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, RoundLog]:
@@ -149,9 +140,9 @@ def draw_cohort(
     `derive_keys`; `log` is what the round has done so far, and is returned with what this step
     adds.
     """
-    ids, poll = parts.system.choose(parts.select, keys, state, data)
+    ids, poll = parts.system.choose(keys, state, data)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
-    return make_cohort(ids, data, parts.local, cost), log._replace(poll=poll)
+    return make_cohort(ids, data, parts.local.execution, cost), log._replace(poll=poll)
 
 
 def plan_work(
@@ -243,9 +234,9 @@ def finish_round(
     """
     assert log.trained is not None  # the cohort has been trained
     received = state.received
-    if parts.local.keep_received:
+    if parts.system.keep_received:
         models = take_rows(log.trained.groups, log.received)
-        received = put_models(received, cohort.ids, models, parts.local.mesh)
-    selection = parts.select.update(state.selection, state, cohort, upload, log.seconds)
+        received = put_models(received, cohort.ids, models, parts.local.execution.mesh)
+    selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
     state = state.replace(round=state.round + 1, selection=selection, received=received)
     return parts.system.close(state, info, log)

@@ -7,17 +7,13 @@ Axis letters as in `types.py`. `gid` [S] int32 is the group of each slot of a co
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from fedjax_cfl.round.executor import Program
-from fedjax_cfl.round.faults import add_fault_counts, no_faults
-from fedjax_cfl.round.local import Work
-from fedjax_cfl.round.traffic import add_traffic, make_traffic
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.local import Work
+from fedjax_cfl.system.traffic import add_traffic
 from fedjax_cfl.types import (
     Cohort,
-    FaultCounts,
     FederatedData,
     Key,
     Params,
@@ -70,20 +66,6 @@ class PrepareFn(Protocol):
     def __call__(
         self, key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
     ) -> tuple[Work, Report]: ...
-
-
-class ClientFn(Protocol):
-    """Returns the program that trains ONE client from models [m, ...], see `executor`; its result
-    is an Upload. `over_clients` makes it train a cohort.
-    """
-
-    def __call__(
-        self,
-        client: jax.Array,  # [] int32
-        data: FederatedData,
-        shared: tuple[Key, Params],  # the round's key, the models [m, ...]
-        work: Work,  # of this client, without the axis S
-    ) -> Program: ...
 
 
 class RegroupFn(Protocol):
@@ -158,44 +140,6 @@ class Hooks(NamedTuple):
     finish: FinishFn | None = None  # after the server step; None: nothing more
     # given only where the rounds read no samples but the cohort's; None: any client's may be read
     start_clients: StartClientsFn | None = None
-
-
-def make_report(
-    traffic: Traffic | None = None,
-    migrated: ArrayLike = 0,
-    fault_counts: FaultCounts | None = None,
-    reclustered: ArrayLike = 0,
-    samples: ArrayLike = 0,
-) -> Report:
-    """Returns a report. By default nothing was sent or inferred, no client changed group and
-    nothing failed.
-
-    Args: `traffic` is what was sent, of the whole step or of each client [K] or slot [S], None:
-    nothing; `migrated` [] counts the clients that changed group; `fault_counts` is what went
-    wrong, None: nothing; `reclustered` [] counts the clusterings of all clients; `samples`, [],
-    [K] or [S], are those that clients inferred, where one that is trained on counts as
-    `clock.TRAIN_TO_INFERENCE`.
-    """
-    return Report(
-        make_traffic() if traffic is None else traffic,
-        jnp.asarray(migrated, jnp.int32),
-        jnp.asarray(reclustered, jnp.int32),
-        no_faults() if fault_counts is None else fault_counts,
-        jnp.asarray(samples, jnp.float32),
-    )
-
-
-def add_reports(*reports: Report) -> Report:
-    """Returns the sum of reports, over their clients and slots too. Its `first_nonfinite` is
-    that of the first report that has a bad update.
-    """
-    return Report(
-        add_traffic(*(report.traffic for report in reports)),
-        jnp.asarray(sum(report.migrated for report in reports), jnp.int32),
-        jnp.asarray(sum(report.reclustered for report in reports), jnp.int32),
-        add_fault_counts(*(report.fault_counts for report in reports)),
-        jnp.asarray(sum(report.samples.sum() for report in reports), jnp.float32),
-    )
 
 
 def chain_finish(*parts: FinishFn) -> FinishFn:

@@ -6,9 +6,9 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import take_models
-from fedjax_cfl.round.counts import make_count, sum_counts
-from fedjax_cfl.round.faults import no_faults
-from fedjax_cfl.round.tree import group_mean, squared_norms
+from fedjax_cfl.system.counts import make_count, sum_counts
+from fedjax_cfl.system.faults import no_faults
+from fedjax_cfl.tree import group_mean, squared_norms
 from fedjax_cfl.types import Cohort, Info, Params, State, Upload
 
 

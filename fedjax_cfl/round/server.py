@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_cfl.models.statistics import copy_statistics
-from fedjax_cfl.round.tree import squared_norms
+from fedjax_cfl.tree import squared_norms
 from fedjax_cfl.types import Params, State, Upload
 
 

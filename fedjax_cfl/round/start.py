@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import SELECT, START, derive_key
 from fedjax_cfl.round.hooks import Start, StartClientsFn, StartFn
-from fedjax_cfl.round.keys import SELECT, START, derive_key
-from fedjax_cfl.round.local import Local
-from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, ServedModels, State, Task
 
 
@@ -97,16 +96,6 @@ def copy_model(model: Params, count: int) -> Params:
 def no_clients(key: Key, num_clients: int) -> jax.Array:
     """Returns no ids: the start reads no samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
-
-
-def init_received(local: Local, state: State) -> State:
-    """Sets `received`, if it is kept, to the model of each client's group; of group 0 if it has
-    none.
-    """
-    if not local.keep_received:
-        return state
-    rows = jnp.maximum(state.assignment, 0)
-    return state.replace(received=take_rows(state.groups, rows))
 
 
 def find_data_clients(

@@ -54,20 +54,14 @@ def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
     return np.sort(rng.choice(num_clients, most, replace=False))
 
 
-def clients_of(config: dict, num_clients: int) -> np.ndarray:
-    """Returns the clients [S] whose groups a run keeps."""
-    return sample_clients(num_clients, config["assignments"], config["seed"])
-
-
 @contextlib.contextmanager
-def open_assignments(run_dir: Path, config: dict, num_clients: int) -> Iterator[AssignmentLog]:
-    """Yields what appends to assignments.part of a run.
+def open_assignments(run_dir: Path, clients: np.ndarray) -> Iterator[AssignmentLog]:
+    """Yields what appends to assignments.part of a run that keeps the groups of `clients` [S].
 
     The run does not need this file to go on: where it is removed, cut or made longer meanwhile,
     what is left of it is written again.
     """
-    clients, path = clients_of(config, num_clients), run_dir / PART
-    size = record_size(clients)
+    path, size = run_dir / PART, record_size(clients)
     with contextlib.ExitStack() as files:
         handle = files.enter_context(path.open("a+b"))
         held = path.read_bytes()
@@ -124,17 +118,16 @@ def record_size(clients: np.ndarray) -> int:
 
 
 def verified_assignments(
-    run_dir: Path, config: dict, num_clients: int, step: int, fingerprint: list[Any]
+    run_dir: Path, clients: np.ndarray, step: int, fingerprint: list[Any]
 ) -> bytes:
     """Returns the records of assignments.part that a run keeps when it goes on from a
     checkpoint. Raises InputError if they are missing or have changed since the checkpoint was
     saved.
 
-    Args: `config` are the settings of the run; `num_clients` is K; `step` is the checkpoint's
-    round; `fingerprint` is what it stores of them, [number of records, their SHA-256].
+    `clients` [S] are those whose groups it keeps; `step` is the checkpoint's round; `fingerprint`
+    is what it stores of them, [number of records, their SHA-256].
     """
-    (records, digest), clients = fingerprint, clients_of(config, num_clients)
-    path = run_dir / PART
+    (records, digest), path = fingerprint, run_dir / PART
     if path.is_file():
         held = path.read_bytes()
     else:  # the run had finished, and now has more rounds
@@ -157,16 +150,16 @@ def _pack(found: Assignments) -> bytes:
 
 
 def finish_assignments(
-    run_dir: Path, config: dict, num_clients: int, fingerprint: list[Any] | None = None
+    run_dir: Path, clients: np.ndarray, num_clients: int, fingerprint: list[Any] | None = None
 ) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [S] of the smallest
-    integers that hold them.
+    integers that hold them, of the `clients` [S] of all K = `num_clients`.
 
     Of a part that is not as the last checkpoint has it, by its `fingerprint`, nothing is kept,
     with a warning.
     """
-    clients, path = clients_of(config, num_clients), run_dir / PART
+    path = run_dir / PART
     held = path.read_bytes() if path.is_file() else b""
     if fingerprint is not None:
         held = held[: fingerprint[0] * record_size(clients)]

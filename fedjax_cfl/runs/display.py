@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.types import Algorithm
 
 
@@ -134,22 +135,22 @@ SUMMARY_FIELDS = (
 
 
 def print_summary(
-    config: dict, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
+    settings: RunSettings, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
 ) -> None:
     """Prints the final table of a run, and notes about what it may hide.
 
-    Args: `config` are the settings of the run; `run_dir` is where its files are; `algorithm`
+    Args: `settings` are those of the run; `run_dir` is where its files are; `algorithm`
     says whether it is clustered; `summary` is that of summary.json.
     """
     console.print(final_table(format_summary(summary)))
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:
-        zeroed = config["faults"]["nonfinite"] == "zero"
+        zeroed = settings.faults.nonfinite == "zero"
         console.print(
             f"{summary['nonfinite_clients']:,} updates were not finite and were "
             + ("used, with 0 in those places" if zeroed else "left out")
             + f"; {summary['client_updates']:,} were used in all"
-            + ("" if config["faults"]["nan"] else "; a smaller step size may help")
+            + ("" if settings.faults.nan else "; a smaller step size may help")
         )
     if summary["nonfinite_model_clients"]:
         console.print(
@@ -160,8 +161,8 @@ def print_summary(
         console.print(f"all clients ended in one group of {len(sizes)}: nothing was split")
     if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
-            f"no accuracy yet: discard={config['discard']} waits until every client has been met;"
-            " more rounds, or discard=none"
+            f"no accuracy yet: discard={settings.plan.discard} waits until every client has been"
+            " met; more rounds, or discard=none"
         )
     console.print(f"written to {run_dir}", markup=False)
 

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from fedjax_cfl.errors import warn
-from fedjax_cfl.runs import checkpoint, plot, results
+from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import CHECKPOINTS, save_final
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import Opener
 from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.simulation.width import choose_width
 from fedjax_cfl.types import FederatedData
 
 PACKAGES = (
@@ -50,17 +50,22 @@ def measure_nothing(result: Result) -> Extras:
     return Extras({}, {}, {})
 
 
+def draw_nothing(run_dir: Path, summary: dict) -> None:
+    """Draws no picture of the run."""
+
+
 class Member(NamedTuple):
     """One run of a session, alone or of several."""
 
-    config: dict  # its own settings, as it would have them alone
+    settings: RunSettings  # as it would have them alone
     overrides: list[str]
     run_dir: Path
     trackers: Mapping[str, Opener]  # by name, see `trackers.py`
     extras: Callable[[Result], Extras] = measure_nothing
+    draw: Callable[[Path, dict], None] = draw_nothing  # (run_dir, summary): curves.png
 
 
-def finish_run(member: Member, choices: dict, setup: Setup, result: Result) -> dict:
+def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     """Writes final/, clients.parquet, assignments.parquet, curves.png and summary.json of a
     finished run; returns the summary.
 
@@ -79,15 +84,14 @@ def finish_run(member: Member, choices: dict, setup: Setup, result: Result) -> d
         attempt(f"{name} is not written", write)
     fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
+    recorded = member.settings.draw_recorded_clients(clients)
     attempt(
         f"{ASSIGNMENTS_FILE} is not written",
-        lambda: finish_assignments(run_dir, member.config, clients, fingerprint),
+        lambda: finish_assignments(run_dir, recorded, clients, fingerprint),
     )
     rows = results.read_metrics(run_dir)
-    summary = build_summary(member, choices, rows, setup, result) | extras.numbers
-    attempt(
-        "curves.png is not drawn", lambda: plot.plot_curves(run_dir, summary), without_disk=True
-    )
+    summary = build_summary(member, rows, setup, result) | extras.numbers
+    attempt("curves.png is not drawn", lambda: member.draw(run_dir, summary), without_disk=True)
     # last: its presence says that the run is finished
     results.write_json(run_dir / "summary.json", summary)
     return summary
@@ -153,24 +157,21 @@ def count_labels(held: FederatedData) -> np.ndarray:
     return counts.reshape(shape)
 
 
-def build_summary(
-    member: Member, choices: dict, rows: list[dict], setup: Setup, result: Result
-) -> dict:
+def build_summary(member: Member, rows: list[dict], setup: Setup, result: Result) -> dict:
     """Returns the contents of summary.json.
 
-    Args: `choices` are the names chosen in the groups of the configuration; `rows` are those of
-    metrics.jsonl; `result` is what the run left.
+    Args: `rows` are those of metrics.jsonl; `result` is what the run left.
     """
-    config, mesh = member.config, setup.mesh
+    settings, mesh = member.settings, setup.mesh
     names = {
-        group: choices[group]
+        group: settings.choices[group]
         for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")
     }
     numbers = results.summarize_rows(rows)
     seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
         **name_parts(names, member.overrides),
-        "seed": config["seed"],
+        "seed": settings.seed,
         **numbers,
         "client_updates_per_s": numbers["client_updates"] / seconds,
         "local_steps_per_s": numbers["local_steps"] / seconds,
@@ -178,9 +179,7 @@ def build_summary(
         **result.programs,
         "planned_memory_bytes": result.memory,
         "peak_memory_bytes": memory.peak_memory_bytes(),
-        "width": choose_width(
-            config["local"], setup.task, result.data, mesh, config["clients_per_round"]
-        ),
+        "width": settings.width,
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": (
             {"python": sys.version.split()[0]} | {name: find_version(name) for name in PACKAGES}

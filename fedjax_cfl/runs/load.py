@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
-from fedjax_cfl.round.objective import cross_entropy
-from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.runs.record import BEST, FINAL
 from fedjax_cfl.runs.results import read_clients, read_metrics, read_settings, read_summary
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Task
 
 BLOCK = 256  # samples per forward pass

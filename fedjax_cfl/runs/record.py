@@ -21,6 +21,7 @@ from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
@@ -41,19 +42,20 @@ class Record(NamedTuple):
 
 @contextlib.contextmanager
 def open_record(
-    config: dict, run_dir: Path, algorithm: Algorithm, identity: dict, begun: int
+    settings: RunSettings, run_dir: Path, algorithm: Algorithm, identity: dict, begun: int
 ) -> Iterator[Record]:
     """Yields what writes the files of a run. Raises RunError where a checkpoint cannot be
     written or `run_dir` has gone.
 
-    Args: `config` are the settings of the run; `identity` is that of `run_identity`, for its
+    Args: `settings` are those of the run; `identity` is that of `run_identity`, for its
     checkpoints; `begun` is the round after which the run begins, or goes on.
     """
-    every, rounds, digest = config["checkpoint"], config["rounds"], hashlib.sha256()
+    rounds, keep, digest = settings.plan.rounds, settings.checkpoint.keep, hashlib.sha256()
+    clients = settings.draw_recorded_clients(identity["clients"])
     saved = logged = (begun, time.monotonic())  # round, when
     with (
         results.open_metrics(run_dir) as handle,
-        open_assignments(run_dir, config, identity["clients"]) as assignments,
+        open_assignments(run_dir, clients) as assignments,
         open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
     ):
         held, before = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
@@ -79,18 +81,18 @@ def open_record(
             facts |= {"assignments": assignments.fingerprint()}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
             parts = step, tree, facts, identity
-            save_checkpoint(run_dir, pending, parts, every["keep"], read_back=step == begun)
+            save_checkpoint(run_dir, pending, parts, keep, read_back=step == begun)
             pending, saved = None, (step, time.monotonic())
 
         def wants(row) -> bool:
-            return is_better(row, best) or is_time_to_save(row["round"], saved, config)
+            return is_better(row, best) or is_time_to_save(row["round"], saved, settings)
 
         def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
             nonlocal best, pending
             if is_better(row, best):
                 best = results.to_plain(row["accuracy"])
                 pending = row["round"], copy_models(algorithm, locate().state)
-            if is_time_to_save(row["round"], saved, config) or stop:
+            if is_time_to_save(row["round"], saved, settings) or stop:
                 save(locate())
 
         yield Record(write, save, wants, save_if_due)
@@ -152,13 +154,13 @@ def is_better(row: dict[str, Any], best: float | None) -> bool:
     return accuracy is not None and (best is None or accuracy > best)
 
 
-def is_time_to_save(done: int, saved: tuple[int, float], config: dict) -> bool:
+def is_time_to_save(done: int, saved: tuple[int, float], settings: RunSettings) -> bool:
     """Returns whether a checkpoint is due after `done` rounds, the last one `saved` (its round,
     when).
     """
-    every, passed, waited = config["checkpoint"], done - saved[0], time.monotonic() - saved[1]
-    due = passed >= every["every"] or waited >= 60 * every["minutes"]
-    return due or done >= config["rounds"]
+    passed, waited = done - saved[0], time.monotonic() - saved[1]
+    due = passed >= settings.checkpoint.every or waited >= 60 * settings.checkpoint.minutes
+    return due or done >= settings.plan.rounds
 
 
 def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:

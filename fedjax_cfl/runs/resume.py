@@ -15,6 +15,7 @@ from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, verified_rows
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes
@@ -35,13 +36,14 @@ PROCESS_MAY_DIFFER += ("logger",)
 FINISHED = "already holds this run, finished after {} rounds; choose another or more rounds"
 
 
-def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
+def run_identity(settings: RunSettings, data: FederatedData) -> dict[str, Any]:
     """Returns what a continuation must repeat: every setting that bears on the numbers,
     and the shape of the data.
     """
     # a refusal lists the first
     named = sorted(
-        flatten_settings(config), key=lambda leaf: not leaf[0].endswith((".name", "seed"))
+        flatten_settings(settings.everything),
+        key=lambda leaf: not leaf[0].endswith((".name", "seed")),
     )
     kept = {
         name: value
@@ -56,11 +58,11 @@ def run_identity(config: dict, data: FederatedData) -> dict[str, Any]:
 
 
 def resume_grid(
-    runs: Sequence[tuple[dict, Path, Setup]], until: int | None
+    runs: Sequence[tuple[RunSettings, Path, Setup]], until: int | None
 ) -> list[Snapshot | None]:
     """Returns where the runs of a grid stand, all after the same round, or Nones to begin.
 
-    Args: (config, run_dir, setup) of each; `until`: the last round of which all have a
+    Args: (settings, run_dir, setup) of each; `until`: the last round of which all have a
     checkpoint, None if no member has any. If one of these cannot be read, all go further back.
     Raises InputError as `resume_run` does.
     """
@@ -76,19 +78,19 @@ def resume_grid(
         until = min(rounds)
 
 
-def has_ended(config: dict, run_dir: Path, step: int) -> bool:
+def has_ended(settings: RunSettings, run_dir: Path, step: int) -> bool:
     """Returns whether a run has ended after round `step`; one whose summary is damaged writes
     it again.
     """
     try:
-        return step >= config["rounds"] and read_summary(run_dir) is not None
+        return step >= settings.plan.rounds and read_summary(run_dir) is not None
     except InputError as error:
         warn(f"{error}; it is written again")
         return False
 
 
 def resume_run(
-    config: dict, run_dir: Path, setup: Setup, until: int | None = None
+    settings: RunSettings, run_dir: Path, setup: Setup, until: int | None = None
 ) -> Snapshot | None:
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
@@ -99,26 +101,26 @@ def resume_run(
     Raises InputError if the directory belongs to another run, if the run has finished or
     cannot be continued, or if the setting `resume` forbids it.
     """
-    check_run_dir(str(run_dir), config["resume"])
-    folder, key, data = run_dir / CHECKPOINTS, jax.random.key(config["seed"]), setup.data
+    check_run_dir(str(run_dir), settings.resume)
+    folder, key, data = run_dir / CHECKPOINTS, jax.random.key(settings.seed), setup.data
 
     def restore(until: int | None) -> Checkpoint | None:
         like = state_shapes(setup, key)
         arrays = make_host_arrays(like) if jax.process_count() > 1 else like
-        return restore_latest(folder, arrays, run_identity(config, data), warn, until)
+        return restore_latest(folder, arrays, run_identity(settings, data), warn, until)
 
     found = restore(until) if list_checkpoints(folder) else None
     if found is None and until is not None:
         raise InputError(f"run_dir={run_dir}: no checkpoint of round {until} or before can be read")
     if found is None:
-        clear_unsaved(config, run_dir)
+        clear_unsaved(settings, run_dir)
         return None
-    if until is None and has_ended(config, run_dir, found.step):
+    if until is None and has_ended(settings, run_dir, found.step):
         raise FinishedRun(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
     refused, kept = None, {}
     while not kept:
         try:
-            kept = find_verified(run_dir, config, data, found)
+            kept = find_verified(run_dir, settings, data, found)
         except InputError as error:
             refused = refused or error
             older = restore(found.step - 1) if until is None else None
@@ -136,11 +138,11 @@ def resume_run(
     return Snapshot(state, data_state, found.facts["counters"])
 
 
-def clear_unsaved(config: dict, run_dir: Path) -> None:
+def clear_unsaved(settings: RunSettings, run_dir: Path) -> None:
     """Removes what a run has left that was killed before its first checkpoint. Raises
     InputError where there is more than that, or `resume` wants a checkpoint.
     """
-    if config["resume"] == "must":
+    if settings.resume == "must":
         raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
     if not {inside.name for inside in run_dir.iterdir()} <= RUN_FILES:
         raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
@@ -149,15 +151,16 @@ def clear_unsaved(config: dict, run_dir: Path) -> None:
 
 
 def find_verified(
-    run_dir: Path, config: dict, data: FederatedData, found: Checkpoint
+    run_dir: Path, settings: RunSettings, data: FederatedData, found: Checkpoint
 ) -> dict[str, bytes]:
     """Returns what a run keeps of its files, by name, when it goes on from a checkpoint. Raises
     InputError if its rows have changed since the checkpoint was saved.
     """
     step, facts = found.step, found.facts
+    clients = settings.draw_recorded_clients(data.num_clients)
     rows = verified_rows(run_dir, step, *facts["metrics"])
     try:
-        groups = verified_assignments(run_dir, config, data.num_clients, step, facts["assignments"])
+        groups = verified_assignments(run_dir, clients, step, facts["assignments"])
     except InputError as error:  # the training is paid for, and does not need them
         warn(f"{str(error).partition(';')[0]}; goes on without the groups before round {step}")
         groups = b""
@@ -165,7 +168,7 @@ def find_verified(
 
 
 def sync_resume(
-    begin: Callable[[], Snapshot | None], config: dict, setup: Setup
+    begin: Callable[[], Snapshot | None], settings: RunSettings, setup: Setup
 ) -> Snapshot | None:
     """Returns in every process what `begin`, a use of `resume_run`, returns in process
     0; what it raises ends all of them.
@@ -173,9 +176,9 @@ def sync_resume(
     Raises InputError in the other processes, too, and then without a text; and in all
     of them if they were given different settings or data.
     """
-    settings = run_identity(config, setup.data) | dict(flatten_settings(config))
+    given = run_identity(settings, setup.data) | dict(flatten_settings(settings.everything))
     distributed.check_same(
-        {name: value for name, value in settings.items() if not name.startswith(PROCESS_MAY_DIFFER)}
+        {name: value for name, value in given.items() if not name.startswith(PROCESS_MAY_DIFFER)}
     )
     start, refused = None, None
     if distributed.is_primary():
@@ -189,7 +192,7 @@ def sync_resume(
         raise refused or InputError("")
     if verdict == 0 or jax.process_count() == 1:
         return start
-    like = state_shapes(setup, jax.random.key(config["seed"]))
+    like = state_shapes(setup, jax.random.key(settings.seed))
     mine = (start.state, start.data_state) if start else make_host_arrays(like)
     state, data_state = place(distributed.broadcast_from_primary(mine), like)
     return Snapshot(state, data_state, start.counters if start else dict(COUNTERS))

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,62 +21,55 @@ from fedjax_cfl.runs import signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.finish import Member, finish_run
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.record import open_record
+from fedjax_cfl.runs.record import Record, open_record
 from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 
-# of a `Plan`
-PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 
-
-def train_run(
-    member: Member, choices: dict, setup: Setup, inputs: Inputs, start: Snapshot | None
-) -> int:
+def train_run(member: Member, setup: Setup, inputs: Inputs, start: Snapshot | None) -> int:
     """Runs, or goes on with, one run, and writes its files; returns the exit status: 0, or
     128 + the signal that stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last
     checkpoint can be resumed.
 
-    Args: `choices` are the names chosen in the groups of the configuration; `inputs` are the
-    numbers that its programs are given, see `Inputs`; `start` is where it stands, None: it
-    begins.
+    `inputs` are the numbers that its programs are given, see `Inputs`; `start` is where it
+    stands, None: it begins.
     """
-    config, console = member.config, make_console()
+    settings, console = member.settings, make_console()
     machine = describe_machine(setup.mesh)
     console.print(f"{headline(member)}: {format_description(setup.data)}, {machine}")
-    print_met_rule(console, setup, config)
-    key, fresh = jax.random.key(config["seed"]), start is None
+    print_met_rule(console, setup, settings)
+    key, fresh = jax.random.key(settings.seed), start is None
 
     def compile_program(plan: Plan) -> Program:
         return compile_run(setup, key, plan, fresh, inputs)
 
     status, summaries = train_members(
-        [member], choices, [setup], compile_program, None if start is None else [start]
+        [member], [setup], compile_program, None if start is None else [start]
     )
     for summary in summaries:
-        print_summary(config, member.run_dir, setup.algorithm, summary, console)
+        print_summary(settings, member.run_dir, setup.algorithm, summary, console)
     return status
 
 
 def headline(member: Member) -> str:
     """Returns what runs, on which data, in rich markup."""
-    names = name_parts(
-        {part: member.config[part]["name"] for part in ("algorithm", "dataset")}, member.overrides
-    )
+    names = name_parts(member.settings.names, member.overrides)
     return f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
 
 
-def print_met_rule(console: Console, setup: Setup, config: dict) -> None:
+def print_met_rule(console: Console, setup: Setup, settings: RunSettings) -> None:
     """Prints from when on accuracies count, if they do so only once every client has a group."""
-    if setup.algorithm.clustered and config["discard"] == "met":
-        plan = setup.data.num_clients, config["clients_per_round"], config["rounds"]
-        console.print(describe_met_rule(*plan), markup=False)
+    if setup.algorithm.clustered and settings.plan.discard == "met":
+        counts = setup.data.num_clients, settings.clients_per_round, settings.plan.rounds
+        console.print(describe_met_rule(*counts), markup=False)
 
 
 def make_console() -> Console:
@@ -94,7 +88,6 @@ def describe_machine(mesh: Mesh) -> str:
 
 def train_members(
     members: Sequence[Member],
-    choices: dict,
     setups: Sequence[Setup],
     compile_program: Callable[[Plan], Program],
     starts: Sequence[Snapshot] | None,
@@ -102,11 +95,10 @@ def train_members(
     """Trains runs as one program and writes the files of each, in process 0; returns
     the exit status and the summaries, none if the runs were stopped.
 
-    Args: `choices`: the name chosen in each group of the configuration; `setups` of each;
-    `starts` of each, or None to begin. Raises RunError.
+    Args: `setups` of each; `compile_program` compiles them for a plan; `starts` of each, or None
+    to begin. Raises RunError.
     """
-    config, run_dir = members[0].config, members[0].run_dir
-    plan = Plan(*(config[name] for name in PLAN_SETTINGS))
+    plan, run_dir = members[0].settings.plan, members[0].run_dir
     try:
         with signals.catch_signals() as asked:
             program = compile_program(plan)
@@ -118,7 +110,7 @@ def train_members(
             if not distributed.is_primary():
                 return 0, []
             return 0, [
-                finish_run(member, choices, setups[0], result)
+                finish_run(member, setups[0], result)
                 for member, result in zip(members, found, strict=True)
             ]
     except OSError as error:
@@ -147,24 +139,11 @@ def record_rounds(
     with contextlib.ExitStack() as files:
         records, trackers, show = [], [], lambda row: None
         if distributed.is_primary():
-            records = [
-                files.enter_context(
-                    open_record(
-                        keep_common(member.config) if len(members) > 1 else member.config,
-                        member.run_dir,
-                        setup.algorithm,
-                        run_identity(member.config, setup.data),
-                        begun,
-                    )
-                )
+            opened = [
+                open_outputs(files, member, setup, begun, alone=len(members) == 1)
                 for member, setup in zip(members, setups, strict=True)
             ]
-            trackers = [
-                files.enter_context(
-                    open_trackers(member.trackers, member.run_dir, member.config, begun)
-                )
-                for member in members
-            ]
+            records, trackers = zip(*opened, strict=True)
             show = files.enter_context(progress(plan.rounds, begun))
 
         def on_start(snapshots: Snapshots) -> None:
@@ -193,12 +172,28 @@ def record_rounds(
         return drive(program, plan, starts, on_start, on_rows)
 
 
-def keep_common(config: dict) -> dict:
+def open_outputs(
+    files: contextlib.ExitStack, member: Member, setup: Setup, begun: int, alone: bool
+) -> tuple[Record, Callable[[dict[str, Any]], None]]:
+    """Returns what writes the files of one member, and what gives its rows to its trackers; both
+    are closed with `files`.
+
+    Args: `begun` is the round after which the run begins, or goes on; `alone`: no other run is
+    trained with it.
+    """
+    settings = member.settings if alone else keep_common(member.settings)
+    identity = run_identity(member.settings, setup.data)
+    record = open_record(settings, member.run_dir, setup.algorithm, identity, begun)
+    tracked = open_trackers(member.trackers, member.run_dir, settings.everything, begun)
+    return files.enter_context(record), files.enter_context(tracked)
+
+
+def keep_common(settings: RunSettings) -> RunSettings:
     """Returns the settings of a member of a grid that keeps two checkpoints at least: a grid
     that is killed while its members save goes on from the last that all of them have.
     """
-    every = config["checkpoint"]
-    return config | {"checkpoint": every | {"keep": max(2, every["keep"])}}
+    every = settings.checkpoint
+    return settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
 
 
 def gather_snapshots(snapshots: Snapshots) -> Snapshots:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.keys import SELECT, derive_key
+from fedjax_cfl.keys import SELECT, derive_key
 from fedjax_cfl.simulation.driver import run
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_value, one_of

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.distributed import gather_to_hosts
-from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.metrics import ClientMetrics
@@ -26,6 +25,7 @@ from fedjax_cfl.simulation.program import Program, compile_run
 from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
 from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 
 

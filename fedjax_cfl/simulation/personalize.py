@@ -10,16 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.cohort import make_cohort, over_clients
-from fedjax_cfl.round.faults import Faults
-from fedjax_cfl.round.keys import TRAIN, derive_key
-from fedjax_cfl.round.local import Local, full_work
-from fedjax_cfl.round.sgd import sgd
-from fedjax_cfl.round.tree import take_rows
+from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.evaluate import count_models, evaluate_clients
 from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
     FederatedData,
@@ -47,19 +46,17 @@ def finetune_clients(
     model that it is served on its own training samples. Clients without a model measure
     nothing.
 
-    Args: `local` is how they train, without schedule, clock and faults; `epochs` is for how
+    Args: `local` is how they train, without schedule; `epochs` is for how
     long; `served` says which model each has; `key` is that of the round whose batches they
     take; `at_once` clients are trained together, so that no more models are in memory;
     `lr_scale` [] is the factor of their step size.
     """
-    local = local._replace(epochs=epochs, steps=None, schedule=None, clock=None, faults=Faults())
-    local = local.resolve()
-    train, mesh = over_clients(sgd(task, local), local), local.mesh
-    assert mesh is not None  # `Local.resolve` has settled it
+    local = local.replace(epochs=epochs, steps=None, schedule=None)
+    train, mesh = over_clients(sgd(task, local), local.execution), local.execution.mesh
 
     @jax.jit
     def score(ids, served, data, key):
-        cohort = make_cohort(ids, data, local)
+        cohort = make_cohort(ids, data, local.execution)
         real = cohort.ids < data.num_clients
         group = cohort.take(served.model_index)
         own = jnp.maximum(group, 0)
@@ -92,12 +89,12 @@ def compare_updates(
     All train from the same model, the mean of those that they are served, for as long as in a
     round; so their updates differ by their data alone. All updates are in memory at once.
 
-    Args: `local` is how they train, without schedule, clock and faults; `served` says which
+    Args: `local` is how they train, without schedule; `served` says which
     model each has; `key` draws the clients and their batches; `most` is the largest n, and
     fewer clients are all taken.
     """
-    local = local._replace(schedule=None, clock=None, faults=Faults()).resolve()
-    train = over_clients(sgd(task, local), local)
+    local = local.replace(schedule=None)
+    train = over_clients(sgd(task, local), local.execution)
     able = np.flatnonzero((np.asarray(served.model_index) >= 0) & (np.asarray(data.train.size) > 0))
     drawn = np.asarray(jax.random.permutation(key, able.size))[:most]
     ids = np.sort(able[drawn]).astype(np.int32)
@@ -106,7 +103,7 @@ def compare_updates(
     def compare(ids, served, data, key):
         groups = served.model_index[ids]
         mean = jax.tree.map(lambda leaf: jnp.mean(leaf[groups], axis=0)[None], served.models)
-        cohort = make_cohort(ids, data, local)
+        cohort = make_cohort(ids, data, local.execution)
         upload = train(cohort, data, (key, mean), full_work(jnp.zeros_like(cohort.ids)))
         rows = jnp.argsort(cohort.rank)[: ids.size]  # in the order of `ids`
         delta = take_rows(upload.delta, rows)

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 from fedjax_cfl.errors import NonFiniteUpdate, RunError
-from fedjax_cfl.round import traffic
-from fedjax_cfl.round.counts import count_to_int
-from fedjax_cfl.round.tree import take_rows
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.system import traffic
+from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, Params
 
 TIMES = ("compile_s", "train_s", "eval_s")

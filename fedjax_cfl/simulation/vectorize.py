@@ -95,7 +95,7 @@ def compile_members(
 ) -> Program:
     """Compiles a grid of runs, key by key and inside a key in the order of the values.
 
-    Args: `build(values)` -> (Algorithm made with `Local(vmap_runs=True)`, Drift), given
+    Args: `build(values)` -> (Algorithm made with `Execution(runs_as_one=True)`, Drift), given
     one member's values, scalars which may be traced; `setup` is that of any member; `data`
     one data set per key, or one for all; `keys` [D] typed keys; `values` name -> [H] values of
     a setting, several settings in step.

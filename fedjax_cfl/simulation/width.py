@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_cfl import sharding
+from fedjax_cfl.client.lanes import BYTES_PER_SECOND, OPERATIONS_PER_SECOND, PRODUCT_SECONDS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_bytes
-from fedjax_cfl.round.lanes import BYTES_PER_SECOND, OPERATIONS_PER_SECOND, PRODUCT_SECONDS
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.types import FederatedData, Task
 

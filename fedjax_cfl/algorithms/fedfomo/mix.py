@@ -1,0 +1,192 @@
+"""FedFomo's step on the client: which models of others it is sent, and how it mixes them (see
+`fedfomo`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.client.cohort import client_range, over_clients, reads_in_place
+from fedjax_cfl.client.executor import then
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.data.holdout import take_held_out
+from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.client_models import take_models
+from fedjax_cfl.round.hooks import PrepareFn
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task
+
+
+class PersonalModels(struct.PyTreeNode):
+    """The memory of FedFomo."""
+
+    mixed: Params  # [K, ...], each client's model before its last local training
+    affinity: jax.Array  # [K, K] float32, how useful j's model has been to i
+    uploaded: jax.Array  # [K] bool, clients that answered in the round before
+    started: jax.Array  # [K] bool, clients that were sent the common start
+
+
+class Mixture(struct.PyTreeNode):
+    """What a client trains from, and what it tells the server of the others."""
+
+    model: Params  # [S, ...]
+    peers: jax.Array  # [S, F] int32, the others whose models it was sent, K for none
+    gain: jax.Array  # [S, 1 + F] float32, first of its own model
+    trained: Params  # [S, ...], its model after its last local training; () once it has answered
+
+
+def l1_norm(tree: Params) -> jax.Array:
+    """Returns the sums [n] of the absolute values of `tree` [n, ...]."""
+    return sum(
+        (
+            jnp.sum(jnp.abs(leaf).reshape(len(leaf), -1), axis=1)
+            for leaf in jax.tree.leaves(drop_statistics(tree))
+        ),
+        jnp.zeros(()),
+    )
+
+
+def l2_norm(tree: Params) -> jax.Array:
+    """Returns the Euclidean norms [n] of `tree` [n, ...]."""
+    return jnp.sqrt(l1_norm(jax.tree.map(jnp.square, tree)))
+
+
+def pick_peers(
+    key: Key, affinity: jax.Array, eligible: jax.Array, explore: jax.Array, count: int
+) -> jax.Array:
+    """Returns `count` different clients [count] int32, K where there are no more.
+
+    Each is drawn at random with probability `explore`; otherwise it is the client of highest
+    affinity, a random one of several.
+
+    Args: `affinity` [K] is higher for more useful clients; `eligible` [K] bool are those to
+    pick from; `explore` [] is from 0 to 1; `count` is static.
+    """
+
+    def next_peer(left, key):
+        keys = jax.random.split(key)
+        lot = jax.random.uniform(keys[0], left.shape)
+        best = left & (affinity == jnp.max(jnp.where(left, affinity, -jnp.inf)))
+        allowed = jnp.where(jax.random.uniform(keys[1]) < explore, left, best)
+        peer = jnp.argmax(jnp.where(allowed, lot, -1.0))
+        found = jnp.where(left.any(), peer, left.size).astype(jnp.int32)
+        return left.at[found].set(False, mode="drop"), found
+
+    return lax.scan(next_peer, eligible, jax.random.split(key, count))[1]
+
+
+def mix_models(
+    task: Task,
+    local: Local,
+    count: int,
+    exploration: tuple[float, float],
+    norm: Callable[[Params], jax.Array],
+) -> PrepareFn:
+    """Sends each client `count` models of the round before, and lets it mix them (a `Mixture`,
+    the client's extra).
+
+    Args: `count` is at most K, more count as K; `exploration` is (first, decay): a model is
+    picked at random with probability first - decay * round, at least 0; `norm` measures the
+    distance [n] of models [n, ...], l1_norm | l2_norm.
+    """
+    mix, in_place = (
+        over_clients(first_order_mixture(task, norm), local.execution),
+        reads_in_place(local.execution),
+    )
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        memory, clients = state.memory, data.num_clients
+        client = jnp.minimum(cohort.ids, clients - 1)
+        explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
+
+        def pick(client, affinity):
+            eligible = memory.uploaded & (jnp.arange(clients) != client)
+            draw = jax.random.fold_in(key, client)
+            return pick_peers(draw, affinity, eligible, explore, min(count, clients))
+
+        mixed, trained, affinity = take_models(
+            (memory.mixed, state.groups, memory.affinity), client, local.execution.mesh
+        )
+        peers = jax.vmap(pick)(client, affinity)
+        everybody, others = state.groups, ()
+        if not in_place:  # [S, F, ...]: no device needs the models of all clients
+            rows = jnp.minimum(peers, clients - 1)
+            everybody, others = (), take_models(state.groups, rows, local.execution.mesh)
+        tested = take_held_out(data)
+        model, gain = mix(cohort, tested, everybody, (mixed, trained, others, peers))
+        extra = Mixture(model, peers, gain, trained)
+        return work._replace(client_extra=extra), charge_peers(memory, cohort.ids, peers, tested)
+
+    return prepare
+
+
+def charge_peers(
+    memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
+) -> Report:
+    """Reports what clients `ids` [S] receive, and infer.
+
+    A client receives the models of its `peers` [S, F], and in its first round the common start
+    as well. On its held-out samples (`tested`) it tests them, its own model from before its last
+    training and, unless this is its first round, its own model after it.
+    """
+    sent = jnp.sum(peers < tested.num_clients, axis=1)
+    started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
+    others = sent + started
+    models = jnp.where(others > 0, others + 1, 0)
+    return make_report(
+        make_traffic(units_down=jnp.where(ids < tested.num_clients, sent + ~started, 0)),
+        samples=models * client_range(ids, tested)[0],
+    )
+
+
+def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Callable[..., Any]:
+    """Returns a function of one client: its new model, and the gain [1 + F] of each model
+    that it can choose from (eqs. 4 to 6 of the paper).
+
+    The gain is the fall of the loss on the samples of `data`, from the client's model before
+    its last training, per unit of distance from that. The models of others are its own input,
+    or () where it reads them from those of `everybody`.
+    """
+    losses = training_loss(task)
+
+    def mix(client, data: FederatedData, everybody: Params, own):
+        mixed, trained, others, peers = own
+        last = data.num_clients - 1
+        rows = jnp.concatenate([jnp.minimum(client, last)[None], peers])
+        others = others or take_rows(everybody, jnp.minimum(peers, last))
+
+        def join(one, more):
+            return jnp.concatenate([one[None], more])
+
+        choices = jax.tree.map(join, trained, others)
+        tried = jax.tree.map(join, mixed, choices)
+
+        def end(loss):
+            change = jax.tree.map(jnp.subtract, choices, mixed)
+            distance = norm(change)
+            gain = (loss[0] - loss[1:]) / jnp.where(distance > 0, distance, 1.0)
+            usable = (rows <= last) & (distance > 0) & jnp.isfinite(distance) & jnp.isfinite(gain)
+            gain = jnp.where(usable, gain, 0.0)
+            weight = jnp.maximum(gain, 0.0)
+            weight = weight / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
+            count, _ = client_range(client, data)
+            weight = jnp.where(count > 0, weight, jnp.arange(weight.size) == 0)
+
+            def weigh(leaf):
+                counts = weight.reshape(-1, *[1] * (leaf.ndim - 1)) > 0  # 0 x inf would be NaN
+                return jnp.tensordot(weight, jnp.where(counts, leaf, 0.0), axes=1)
+
+            return jax.tree.map(lambda own, leaf: own + weigh(leaf), mixed, change), gain
+
+        return then(losses(client, data, tried, ()), end)
+
+    return mix

@@ -1,0 +1,285 @@
+"""Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-Center Federated Learning",
+2020/2021, https://arxiv.org/abs/2005.01026 (FeSEM).
+
+It is K-means whose points are the clients' models. The server keeps the latest model W_i
+of every client. A client trains from the nearest center (E-step, eq. 9) and is pulled
+back to it (eq. 8). A center is the mean of the models assigned to it (M-step, eq. 10).
+
+Differs from the paper: a round is E-step, local training, M-step, where Algorithm 1 is
+E-step, M-step, local training; a client trains E epochs with a plain proximal term, where
+eq. 8 weighs the loss by n_i / n and N = 1 step is taken (D7; `pull_by_size` is eq. 8 but
+for N).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from fedjax_cfl.algorithms.fesem.start import MakeStart, cluster_local_models
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.objective import Objective, erm, proximal
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import met_groups
+from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
+from fedjax_cfl.clustering.shift_detection import DetectFn
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.round.client_models import put_models
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_sum, inner_products, membership_weights, take_rows
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
+# (nearest, move) -> the E-step before a round, after `move`
+EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn | None]
+# (task, mu) -> the objective, and what computes its `client_extra`
+PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
+
+
+def stored_mean(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`).
+
+    Of the cohort the models of this round count: its stored ones are masked out and the
+    new ones added. That is one matrix product with the memory, which is not copied.
+
+    Args: as those of `AggregateFn`.
+    """
+    m, memory, fresh = state.active.size, state.memory, upload.weight > 0
+    old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
+    kept, new = (
+        membership_weights(old.astype(jnp.float32), state.assignment, m),
+        membership_weights(fresh.astype(jnp.float32), gid, m),
+    )
+    mass = kept.sum(0) + new.sum(0)
+
+    def step(stored, delta, center):
+        def per_group(values):
+            return values.reshape(m, *(1,) * (center.ndim - 1))
+
+        total = group_sum(kept, stored) - per_group(kept.sum(0)) * center + group_sum(new, delta)
+        return total / per_group(jnp.maximum(mass, 1.0))
+
+    return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
+
+
+def pull_plainly(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
+    """Adds mu (W - center) to every gradient (D7)."""
+    return proximal(mu, erm(task)), None
+
+
+def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
+    """Adds mu_i (W - center) to every gradient, mu_i = 2 mu n / (K n_i) for a client with
+    n_i of all n samples: eq. 8 divided by the n_i / n in front of its loss.
+    """
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        size = cohort.take(data.train.size)
+        share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
+        return work._replace(client_extra=2.0 * mu * share), make_report()
+
+    return proximal(lambda mu_i: mu_i, erm(task)), prepare
+
+
+def fesem(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    mu: NonNegativeFloat | jax.Array = 0.1,
+    form: PullFn = pull_plainly,
+    centers: "Centers | None" = None,
+    detector: DetectFn | None = None,
+) -> Algorithm:
+    """FeSEM with m centers.
+
+    Args: `mu` >= 0 is the paper's lambda; `form` is pull_plainly | pull_by_size (eq. 8);
+    `centers` says how they are found, None: `Centers()`; `detector` makes it FeSEM-MIG of the
+    FlexCFL paper: clients with a group whose data shifted take the E-step before the round,
+    None: it does not. The E-step does not look at data. So with e_step_of_all nothing changes,
+    and with e_step_of_cohort such a client moves only if the centers have moved since it was
+    last selected.
+    """
+    check_arguments(fesem, locals(), "algorithm")
+    centers = centers or Centers()
+    nearest = centers.distance(task)
+    objective, prepare = form(task, mu)
+    start, move = centers.start(task, local, system, m), None
+    if detector:
+        start = with_shift_reference(start)
+        move = on_shift(nearest_stored_center(nearest), local, detector)
+    hooks = Hooks(
+        sgd(task, local, objective),
+        start=start,
+        migrate=centers.estep(nearest, move),
+        assign=nearest_stored_center(nearest),
+        prepare=prepare,
+        aggregate=centers.aggregate,
+        finish=keep_models(local.execution.mesh),
+    )
+    return federated(task, local, system, hooks)._replace(client_models=stored_models)
+
+
+def stored_models(state: State) -> Params:
+    """Returns the models [K, ...] that the server keeps, which devices split."""
+    return state.memory.models
+
+
+def full_distance(task: Task) -> NearestFn:
+    """Measures the distance of whole models."""
+    return nearest_center
+
+
+def last_layer_distance(task: Task) -> NearestFn:
+    """Measures the distance of the kernels of the layer `head` (D26).
+
+    Raises InputError for a model without such a layer.
+    """
+    if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
+        raise InputError(
+            "algorithm.distance=last_layer: the model has no dense layer named head; use"
+            " distance=full"
+        )
+    return lambda models, centers: nearest_center(
+        models["head"]["kernel"], centers["head"]["kernel"]
+    )
+
+
+def nearest_center(models: Params, centers: Params) -> jax.Array:
+    """Returns the center [N] int32 of least ||W_i - center_k||_2 for each of `models` [N,
+    ...] (eq. 9).
+
+    Ties go to the lowest. A center that is not finite is chosen only if all are so.
+    With e_k = center_k - mean center, ||W - center_k||^2 is -2 W.e_k + (center_k +
+    mean).e_k and a term common to all k. That is one product with the models, without the
+    rounding errors of |W|^2 - 2 W.c + |c|^2 for models as similar as these.
+    """
+
+    def part(model, center):
+        mean = jnp.mean(center, axis=0)
+        apart = center - mean
+        product = inner_products(model, apart, lax.Precision.HIGHEST)
+        return jnp.sum((center + mean) * apart, axis=tuple(range(1, apart.ndim))) - 2 * product
+
+    finite = sum(
+        jnp.sum(jnp.square(leaf.reshape(len(leaf), -1)), axis=1)
+        for leaf in jax.tree.leaves(centers)
+    )
+    usable = jnp.isfinite(finite)
+    centers = jax.tree.map(partial(jax.vmap(lambda ok, c: jnp.where(ok, c, 0.0)), usable), centers)
+    gap = sum(
+        jax.tree.leaves(jax.tree.map(part, drop_statistics(models), drop_statistics(centers)))
+    )
+    return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
+
+
+def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
+    """Assigns each client the center nearest to its stored model, by `nearest_of`. The server
+    knows that model: nothing is sent.
+    """
+
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
+        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
+        nearest = nearest_of(take_rows(state.memory.models, clients), state.groups)
+        kept = jnp.maximum(met_groups(state, cohort), 0)
+        return jnp.where(state.memory.known[clients], nearest, kept), make_report()
+
+    return assign
+
+
+def e_step_of_cohort(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn | None:
+    """Returns `move` unchanged: there is no E-step before the round. A client chooses its
+    center only when it is selected (D27).
+    """
+    return move
+
+
+def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn:
+    """Moves every client that has trained to the center nearest to its stored model, after
+    `move`, if there is one.
+    """
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        before = state.assignment
+        state, report = move(key, state, data) if move else (state, make_report())
+        nearest = nearest_of(state.memory.models, state.groups)
+        assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
+        migrated = jnp.sum(assignment != before).astype(jnp.int32)
+        return state.replace(assignment=assignment), report.replace(migrated=migrated)
+
+    return migrate
+
+
+def rows_of(cohort: Cohort, upload: Upload, memory: Any) -> jax.Array:
+    """Returns the rows [S] of the memory that the cohort's models go to.
+
+    A slot without an update has K, which a scatter drops. `memory` has a field `known`
+    [K].
+    """
+    return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
+
+
+def keep_models(mesh: Mesh | None = None) -> FinishFn:
+    """Stores the model of every client that trained; the devices of `mesh` share them."""
+
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        rows = rows_of(cohort, upload, before.memory)
+
+        def store(stored, start, delta, center):
+            # The compiler writes the models in place only if it sees that the means, which read
+            # them, were taken before. Hence a condition on the new centers; it is true unless the
+            # run has diverged.
+            taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
+            return put_models(stored, taken, start[gid] + delta, mesh)
+
+        models = jax.tree.map(
+            store, before.memory.models, before.groups, upload.delta, state.groups
+        )
+        known = before.memory.known.at[rows].set(True, mode="drop")
+        return state.replace(memory=state.memory.replace(models=models, known=known)), (
+            make_traffic()
+        )
+
+    return finish
+
+
+class Centers(NamedTuple):
+    """How FeSEM finds its centers."""
+
+    # cluster_local_models(restarts) | random_models (D5, D6)
+    start: MakeStart = cluster_local_models()
+    # who takes the E-step: e_step_of_all (all that have trained, each round) | e_step_of_cohort
+    # (only those selected, D27)
+    estep: EStep = e_step_of_all
+    # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)
+    aggregate: AggregateFn = stored_mean
+    distance: Callable[[Task], NearestFn] = full_distance  # full_distance | last_layer_distance

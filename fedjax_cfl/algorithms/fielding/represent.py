@@ -1,0 +1,300 @@
+"""What a client reports to the server about its data: label shares, the mean embedding of a
+frozen network that all clients store, or a gradient at such a network (Fielding,
+https://arxiv.org/abs/2411.01580, section 2 and appendix E).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
+from fedjax_cfl.client.executor import Loop, then
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.sgd import gradient_step
+from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
+from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
+from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.models.task import as_float
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.types import FederatedData, Key, Task, Traffic
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
+
+
+class Representation(NamedTuple):
+    """How clients are represented by points [K, p]."""
+
+    # (key, data) -> what every client stores from the start on, () if nothing
+    init: Callable[[Key, FederatedData], Any]
+    # (shared, data, who [K] bool) -> [K, p]; rows of others may be anything
+    compute: Callable[[Any, FederatedData, jax.Array], jax.Array]
+    metric: MetricFn  # the distance of two points, unless the settings name another
+    # (who [K] bool, p) -> what the reports of each client [K] take
+    report: Callable[[jax.Array, int], Traffic]
+    # (shared, K) -> what sending `shared` to each client [K] takes
+    setup: Callable[[Any, int], Traffic]
+    # what computing a point takes: samples inferred for each sample of the client
+    inferences: int = 0
+
+
+MakeRepresentation = Callable[[Task, Local], Representation]
+
+
+def send_words(who: jax.Array, length: int) -> Traffic:
+    """Returns the traffic [K] of reports of `length` words by the clients `who` [K] bool."""
+    return make_traffic(words_up=who * length)
+
+
+def label_shares(task: Task, local: Local) -> Representation:
+    """Represents a client by the shares [C] of its training labels (a `MakeRepresentation`).
+
+    The distance is L1. A report is C words.
+    """
+    return Representation(
+        lambda key, data: (),
+        lambda shared, data, who: train_label_shares(data),
+        l1,
+        send_words,
+        lambda shared, clients: make_traffic(),
+    )
+
+
+def embedding(
+    units: PositiveInt = 64,
+    images_per_class: PositiveInt = 200,
+    epochs: PositiveInt = 300,
+    lr: float = 0.05,
+) -> MakeRepresentation:
+    """Represents a client by the mean activation [units] of a small network's hidden layer
+    over its training samples. The distance is squared Euclidean.
+
+    The network has one hidden layer. It is trained at the start on `images_per_class`
+    random samples of each class, for `epochs` full passes, and then stored by all clients.
+    A report is `units` words.
+    """
+
+    def init(key: Key, data: FederatedData) -> Any:
+        return train_network(
+            key, data, units, draw_per_class(key, data, images_per_class), epochs, lr
+        )
+
+    def make(task: Task, local: Local) -> Representation:
+
+        def client_mean(client, data, shared, work):
+            count, start = client_range(client, data)
+
+            def block(b, total):
+                place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
+                x, _ = gather(data, data.train.order[start + jnp.minimum(place, count - 1)])
+                return total + jnp.sum(
+                    jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0), axis=0
+                )
+
+            blocks = -(-count // SAMPLE_BLOCK)
+            return Loop(
+                blocks, jnp.zeros(units), block, lambda total: total / jnp.maximum(count, 1)
+            )
+
+        return Representation(
+            init,
+            lambda shared, data, who: map_clients(client_mean, local, shared, data, who),
+            squared_euclidean,
+            send_words,
+            send_shared,
+            inferences=1,
+        )
+
+    return make
+
+
+def hidden_layer(network: Any, x: jax.Array) -> jax.Array:
+    """Returns the activations [B, units] of a small network on samples [B, ...]."""
+    flat = as_float(x).reshape(len(x), -1)
+    return jax.nn.relu(flat @ network["hidden"] + network["hidden_bias"])
+
+
+def train_network(
+    key: Key,
+    data: FederatedData,
+    units: int,
+    drawn: tuple[jax.Array, jax.Array],
+    epochs: int,
+    lr: float,
+) -> Any:
+    """Returns a network of one hidden layer after `epochs` gradient steps on the samples
+    `drawn`.
+
+    Args: `key` draws the first weights; `units` is the width of the hidden layer; `drawn` is
+    (rows [n] int32, holdings of `data`; weight [n], 0 masks one); each step is a pass over all
+    of them; `lr` is the step size.
+    """
+    rows, weight = drawn
+    x, y = gather(data, rows)
+    size = int(np.prod(x.shape[1:]))
+    initial = {
+        "hidden": jax.random.normal(key, (size, units)) * np.sqrt(2 / size),
+        "hidden_bias": jnp.zeros(units),
+        "out": jnp.zeros((units, data.num_classes)),
+        "out_bias": jnp.zeros(data.num_classes),
+    }
+
+    def losses(network: Any) -> jax.Array:
+        return cross_entropy(hidden_layer(network, x) @ network["out"] + network["out_bias"], y)
+
+    return descend(losses, initial, weight, epochs, lr)
+
+
+def descend(
+    losses: Callable[[Any], jax.Array], initial: Any, weight: jax.Array, epochs: int, lr: float
+) -> Any:
+    """Returns parameters after `epochs` gradient steps on the weighted mean of `losses`.
+
+    Args: `losses` gives the loss [n] of each sample for parameters like `initial`; `weight` [n]
+    >= 0 is how much each sample counts; `lr` is the step size.
+    """
+
+    def loss(network: Any) -> jax.Array:
+        return jnp.sum(weight * losses(network)) / jnp.maximum(weight.sum(), 1)
+
+    def step(_: Any, network: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - lr * g, network, jax.grad(loss)(network))
+
+    return lax.fori_loop(0, epochs, step, initial)
+
+
+def gradient(
+    length: PositiveInt = 256,
+    images_per_class: PositiveInt = 200,
+    epochs: NaturalInt = 300,
+    lr: float = 0.05,
+) -> MakeRepresentation:
+    """Represents a client by the direction [length] of the gradient of its mean loss at a
+    frozen model that all clients store.
+
+    The model is trained at the start as that of `embedding` is; with 0 `epochs` it is random,
+    and gradients then reflect the labels more than the model's errors. A gradient is scaled to
+    norm 1, so that squared distances are 2 - 2 cos, and projected. A report costs a whole
+    model. Differs from a Gaussian projection: every coordinate is added to one random place
+    with a random sign, which keeps inner products in the mean at the cost of one pass.
+    """
+
+    def make(task: Task, local: Local) -> Representation:
+        solve = gradient_step(task, local)
+
+        def client_direction(client, data, shared, work):
+            def direction(upload):
+                flat = jnp.concatenate(
+                    [leaf.reshape(-1) for leaf in jax.tree.leaves(drop_statistics(upload.delta))]
+                )
+                norm = jnp.sqrt(jnp.sum(jnp.square(flat)))
+                unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
+                return project(unit, length)
+
+            return then(solve(client, data, (jax.random.key(0), shared), work), direction)
+
+        def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
+            return map_clients(client_direction, local, shared, data, who)
+
+        def init(key: Key, data: FederatedData) -> Any:
+            starting, drawing = jax.random.split(key)
+            model = task.init(starting)
+            if epochs:
+                rows, weight = draw_per_class(drawing, data, images_per_class)
+                x, y = gather(data, rows)
+                model = descend(lambda p: task.loss(p, x, y, None), model, weight, epochs, lr)
+            return jax.tree.map(lambda leaf: leaf[None], model)
+
+        return Representation(
+            init,
+            compute,
+            squared_euclidean,
+            lambda who, length: make_traffic(units_up=who),
+            lambda shared, clients: make_traffic(units_down=jnp.ones(clients, jnp.int32)),
+            inferences=TRAIN_TO_INFERENCE,
+        )
+
+    return make
+
+
+def with_false_reports(representation: Representation, fraction: Fraction) -> Representation:
+    """Lets a random `fraction` of the clients permute the numbers of every report, each in an
+    order of its own (malicious registrations; Fielding, section 3.3). They train honestly.
+    """
+
+    def init(key: Key, data: FederatedData) -> Any:
+        own, false = jax.random.split(key)
+        shared = representation.init(own, data)
+        everybody = jnp.ones(data.num_clients, bool)
+        points = jax.eval_shape(representation.compute, shared, data, everybody)
+        return shared, draw_false_orders(false, data.num_clients, points.shape[1], fraction)
+
+    def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
+        own, orders = shared
+        return report_falsely(representation.compute(own, data, who), orders)
+
+    return representation._replace(
+        init=init,
+        compute=compute,
+        setup=lambda shared, clients: representation.setup(shared[0], clients),
+    )
+
+
+def project(vector: jax.Array, length: int) -> jax.Array:
+    """Returns a fixed random projection [length] of a vector [P]: each coordinate is added
+    to a random place with a random sign (Charikar, Chen, Farach-Colton 2002).
+    """
+    place, sign = jax.random.split(jax.random.key(length))
+    where = jax.random.randint(place, vector.shape, 0, length)
+    signs = jax.random.rademacher(sign, vector.shape, vector.dtype)
+    return jnp.zeros(length, vector.dtype).at[where].add(signs * vector)
+
+
+def map_clients(
+    client_fn: Callable[..., Any],
+    local: Local,
+    shared: Any,
+    data: FederatedData,
+    who: jax.Array,
+) -> jax.Array:
+    """Returns what `client_fn` gives for each client [K, p]; 0 for clients that are not in
+    `who`, and in the place of a number that is not finite.
+
+    Args: `client_fn` is a function of one client as `over_clients` takes it; `shared` is its
+    argument of that name; `who` [K] bool are the clients that compute.
+    """
+    clients = data.num_clients
+    ids = jnp.where(who, jnp.arange(clients, dtype=jnp.int32), clients)
+    cohort = make_cohort(ids, data, local.execution)
+    work = full_work(jnp.zeros_like(cohort.ids))
+    points = over_clients(client_fn, local.execution)(cohort, data, shared, work)
+    points = jnp.where(jnp.isfinite(points), points, 0.0)
+    return cohort.put(jnp.zeros((clients, points.shape[1])), points)
+
+
+def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (rows, weight) [C * count] of random visible training samples of each class,
+    weight 0 where a class has fewer.
+    """
+    rows = data.train.order
+    held = data.owner[rows] >= 0
+    lots = jax.random.uniform(key, rows.shape)
+
+    def of_class(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = held & (data.y[rows] == c)
+        best, place = lax.top_k(jnp.where(mine, lots, -1.0), min(count, rows.size))
+        return rows[place], (best >= 0).astype(jnp.float32)
+
+    drawn, weight = lax.map(of_class, jnp.arange(data.num_classes))
+    return drawn.reshape(-1), weight.reshape(-1)
+
+
+def send_shared(shared: Any, clients: int) -> Traffic:
+    """Returns the traffic [K] of sending a network to every client."""
+    words = sum(leaf.size for leaf in jax.tree.leaves(shared))
+    return make_traffic(words_down=jnp.full(clients, words))

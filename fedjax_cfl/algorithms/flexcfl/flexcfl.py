@@ -1,0 +1,128 @@
+"""Duan, Liu, Ji, Wu, Liang, Chen, Tan, Ren, "Flexible Clustered Federated Learning for
+Client-Level Data Distribution Shift", IEEE TPDS 2021, https://arxiv.org/abs/2108.09749,
+and Duan, Liu, Ji, Liu, Liang, Chen, Tan, "FedGroup: Efficient Federated Learning via
+Decomposed Similarity-Based Clustering", ISPA 2021, https://arxiv.org/abs/2010.06870.
+
+A sample of clients pre-trains from the common initial model; clustering their update
+directions founds the groups. Every other client pre-trains once, when it is first
+selected, and joins the group of the most similar direction. From then on each group trains by
+FedAvg, and the group models may be mixed (`eta_g`).
+
+The reference code has two more options, both off here: weights by client temperatures
+(`heat`), and founding the groups again in listed rounds (`ColdStart.recluster`).
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.typing import ArrayLike
+
+from fedjax_cfl.algorithms.flexcfl.founding import (
+    ColdStart,
+    draw_founders,
+    group_cold_start,
+    make_found_groups,
+    recluster_at,
+)
+from fedjax_cfl.algorithms.flexcfl.temperature import Temperature, with_temperature
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import cold_start, nearest_direction
+from fedjax_cfl.clustering.migrate import on_shift
+from fedjax_cfl.clustering.pretrain import train_aside
+from fedjax_cfl.clustering.shift_detection import DetectFn, tv
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.aggregate import inter_group
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import FinishFn, Hooks
+from fedjax_cfl.round.start import count_groups
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, Key, Task
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+
+def flexcfl(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt | jax.Array,
+    founding: ColdStart = ColdStart(),
+    eta_g: NonNegativeFloat | jax.Array = 0.0,
+    mix: Callable[[ArrayLike], FinishFn] = inter_group,
+    mu: NonNegativeFloat | jax.Array = 0.0,
+    detector: DetectFn | None = tv,
+    heat: Temperature | None = None,
+) -> Algorithm:
+    """FlexCFL with m groups.
+
+    Args: `founding` is the group cold start; `eta_g` is the strength of the inter-group
+    aggregation and `mix` its form (inter_group | add_inter_group); `mu` is the weight of
+    the proximal term; `detector` finds the shifts after which a client chooses its group
+    again (eq. 9), None: clients stay in their groups, which is FedGroup, and with mu > 0
+    FedGrouProx; `heat` weighs clients by a temperature.
+    Raises InputError if `founding.recluster` has anything but whole numbers >= 0, if
+    `founding.max_m` is below m, and for `founding.max_m` with `cluster_by_randomized_edc`.
+    """
+    check_arguments(flexcfl, locals(), "algorithm")
+    check_arguments(ColdStart, founding._asdict(), "algorithm")
+    if not all(type(number) is int and number >= 0 for number in founding.recluster):
+        raise InputError(
+            f"algorithm.recluster={founding.recluster}: must be a list of rounds, whole numbers >="
+            " 0, as [50,100]"
+        )
+    groups = count_groups(m, founding.max_m)
+    pretrain = train_aside(sgd(task, founding.pretrain(local)), local, system)
+    found = make_found_groups(pretrain, local, founding, groups)
+    move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
+    static = detector is None and not founding.recluster and heat is None
+
+    def start_clients(key: Key, num_clients: int) -> jax.Array:
+        ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
+        return ids[: founding.alpha * groups.used]  # its number is known where this is called
+
+    hooks = Hooks(
+        sgd(task, local, proximal(mu, erm(task))),
+        start=group_cold_start(task, found, founding, groups),
+        migrate=move,
+        assign=cold_start(founding.newcomers(pretrain)),
+        finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),
+        start_clients=start_clients if static else None,
+    )
+    hooks = with_temperature(hooks, heat) if heat else hooks
+    if founding.recluster:
+        hooks = hooks._replace(
+            migrate=recluster_at(found, pretrain, local, founding, heat, move=hooks.migrate)
+        )
+    return federated(task, local, system, hooks)._replace(serve=groups.serve)
+
+
+def fedgroup(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt | jax.Array,
+    founding: ColdStart = ColdStart(),
+    eta_g: NonNegativeFloat | jax.Array = 0.0,
+    mix: Callable[[ArrayLike], FinishFn] = inter_group,
+    mu: NonNegativeFloat | jax.Array = 0.0,
+    heat: Temperature | None = None,
+) -> Algorithm:
+    """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx.
+
+    Args: as those of `flexcfl`, without `detector`.
+    """
+    return flexcfl(
+        task,
+        local,
+        system,
+        m=m,
+        founding=founding,
+        eta_g=eta_g,
+        mix=mix,
+        mu=mu,
+        detector=None,
+        heat=heat,
+    )

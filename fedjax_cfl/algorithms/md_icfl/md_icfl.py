@@ -1,0 +1,179 @@
+"""Zhang, Zhang, Cheng, Bao, Cao, Jiang, Xu, "Communication-efficient clustered federated
+learning via model distance", Machine Learning 2024,
+https://doi.org/10.1007/s10994-023-06443-4.
+
+Clients train the model of their group, as in FedAvg. The server then finds the group of
+each by itself: it makes samples that the group models are sure about, and compares on them
+what the client's model and the group models answer. A client receives one model a round,
+where IFCA sends all of them.
+
+The groups are found while the models leave their first plateau. A model that answers all
+classes alike has no samples of its own, and a client whose loss falls for the first time is
+no longer near the model it started from: clients roam, and groups specialise. This takes a
+small start, as PyTorch's layers have by default (`models.LeNet`). From Keras' kernels, with
+which the loss falls at once, hardly any client leaves the group it was put in.
+
+Differs from the paper: distances are averages over the pseudo-samples and not sums; the
+prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1].
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
+from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.data.federated import train_label_shares
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
+from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import PositiveInt, check_arguments
+
+
+class Privacy(NamedTuple):
+    """Who learns the label shares of the clients, and what that costs."""
+
+    init: Callable[[FederatedData], Any]  # (data) -> memory
+    # (memory, data, cohort, answered [S] bool, m) -> (label shares [S, C], memory, Traffic)
+    weigh: Callable[..., tuple[jax.Array, Any, Traffic]]
+
+
+class LabelShares(struct.PyTreeNode):
+    """What the server knows of the clients' labels."""
+
+    share: jax.Array  # [K, C] float32
+    known: jax.Array  # [K] bool
+
+
+class GroupSearch(struct.PyTreeNode):
+    """The memory of MD-ICFL."""
+
+    labels: Any  # LabelShares, or ()
+    sampler: Any  # what the sampler keeps
+
+
+def init_label_shares(data: FederatedData) -> LabelShares:
+    """Returns the memory of a server to which no client has sent its label shares yet."""
+    clients = data.num_clients
+    return LabelShares(jnp.zeros((clients, data.num_classes)), jnp.zeros(clients, bool))
+
+
+def send_label_shares(
+    memory: LabelShares, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
+) -> tuple[jax.Array, LabelShares, Traffic]:
+    """Lets each client send its label shares with its first model (Algorithm 1): C words.
+
+    Args: `memory` is what the server knows of the labels; `answered` [S] bool are the clients
+    whose model has arrived; `m` is the number of groups. Returns what `Privacy.weigh` does.
+    """
+    client = jnp.minimum(cohort.ids, data.num_clients - 1)
+    first = answered & ~memory.known[client]
+    rows = jnp.where(first, client, data.num_clients)
+    share = memory.share.at[rows].set(train_label_shares(data)[client], mode="drop")
+    memory = LabelShares(share, memory.known.at[rows].set(True, mode="drop"))
+    return share[client], memory, make_traffic(words_up=first.sum() * data.num_classes)
+
+
+def send_distances(
+    memory: tuple, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
+) -> tuple[jax.Array, tuple, Traffic]:
+    """Lets each client weigh its class-wise distances itself (Algorithm 2): it receives m C
+    words, and sends the number of its group, one word.
+
+    Args: as those of `send_label_shares`; `memory` is ().
+    """
+    client, asked = jnp.minimum(cohort.ids, data.num_clients - 1), answered.sum()
+    sent = make_traffic(words_down=asked * m * data.num_classes, words_up=asked)
+    return train_label_shares(data)[client], memory, sent
+
+
+WEAK = Privacy(init_label_shares, send_label_shares)
+STRONG = Privacy(lambda data: (), send_distances)
+
+
+def md_icfl(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    sampling: MakeSampler,
+    privacy: Privacy = WEAK,
+    start: Callable[[Task, int], StartFn] = random_groups,
+    aggregate: AggregateFn = uniform_mean,
+) -> Algorithm:
+    """MD-ICFL with m groups; clients start in random ones.
+
+    Args: `start` random_groups | common_model, the first models: m different ones, or one for
+    all; `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
+    groups are the same where no data change; `aggregate` uniform_mean | weighted_mean.
+    """
+    check_arguments(md_icfl, locals(), "algorithm")
+    sampler = sampling(task, local)
+    hooks = Hooks(
+        sgd(task, local),
+        start=random_assignment(start(task, m), m, sampler, privacy),
+        assign=keep_groups,
+        regroup=join_nearest_model(task, local, sampler, privacy),
+        aggregate=aggregate,
+    )
+    return federated(task, local, system, hooks)
+
+
+def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privacy) -> StartFn:
+    """Starts from the `models` of another start; every client is in a random group."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        groups = models(key, data).groups
+        keys = jax.random.split(jax.random.fold_in(key, m))
+        assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)
+        memory = GroupSearch(privacy.init(data), sampler.init(keys[1], groups, data))
+        return Start(groups, assignment, memory)
+
+    return start
+
+
+def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Privacy) -> RegroupFn:
+    """Moves each client that answered to the group of least federated model distance.
+
+    Its model is compared with the group models before the aggregation, the one it trained from
+    included.
+    """
+    measure = class_distances(task, local)
+
+    def regroup(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, jax.Array]:
+        memory, answered = state.memory, upload.weight > 0
+        samples, kept = sampler.sample(key, memory.sampler, state.groups, data)
+        distance = measure(
+            cohort, data, (state.groups, samples), (upload.start_group, upload.delta)
+        )
+        share, labels, sent = privacy.weigh(
+            memory.labels, data, cohort, answered, state.active.size
+        )
+        state = state.replace(
+            memory=GroupSearch(labels, kept), traffic=add_traffic(state.traffic, sent)
+        )
+        return state, jnp.where(answered, nearest_group(share, distance, gid), gid)
+
+    return regroup

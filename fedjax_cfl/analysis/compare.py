@@ -1,0 +1,184 @@
+"""Compares finished runs: mean and standard deviation over seeds, as a table, a CSV, a
+Markdown table and a plot.
+
+A best accuracy is a maximum over the tests that count, which are fewer for a clustered
+method: the table says how many they are, and gives the best over the tests that count
+for all runs on the same data.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_cfl.analysis.compare_inputs import IDENTITY, find_runs, read_run
+from fedjax_cfl.analysis.compare_outputs import (
+    MEASURES,
+    draw,
+    format_cells,
+    print_table,
+    write_csv,
+    write_markdown,
+)
+from fedjax_cfl.analysis.relative import add_baseline
+from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.runs.scoring import best_over, shared_rounds
+
+
+def compare(
+    paths: Iterable[str | Path],
+    out: str | Path | None = None,
+    target: float | None = None,
+    baseline: str | None = None,
+) -> list[dict[str, Any]]:
+    """Prints the comparison and writes compare.csv, compare.md and compare.png in
+    `out`; returns a dict per set of runs.
+
+    Each measure of a set is (mean, sample sd, number of values). `target` is an
+    accuracy as a fraction. `baseline` names the set that the others are compared with, by
+    its label or algorithm. The comparison has two measures. The gain is that in final accuracy
+    (mean over clients, last 5 % of the tests). The speed-up is the baseline's time to keep its
+    own final accuracy, divided by the set's time to do so, in simulated seconds or, without a
+    clock, in rounds.
+    """
+    if target is not None and not 0 < target <= 1:
+        raise InputError(f"target must be an accuracy in (0, 1], not {target}")
+    runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
+    sets = merge_seeds(add_shared_best(runs))
+    groups = [reduce_set(one) for one in (add_baseline(sets, baseline) if baseline else sets)]
+    for group in groups:
+        if len(set(group["seeds"].split())) < group["runs"]:
+            print(
+                f"note: {group['label']} holds the same seed more than once (seeds"
+                f" {group['seeds']}), so its sd is too small"
+            )
+    measures = shown_measures(groups)
+    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
+    if target is not None:
+        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
+    header = ["runs of", "n", *(names[name] for name in measures)]
+    lines = [format_cells(group, measures) for group in groups]
+    out = Path(out or ".")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        print_table(header, lines)
+        write_csv(out / "compare.csv", groups)
+        write_markdown(out / "compare.md", header, lines)
+        draw(out / "compare.png", groups)
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
+            " if need be"
+        ) from None
+    print(f"wrote compare.csv, compare.md and compare.png in {out}")
+    return groups
+
+
+def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the runs with their best accuracy over the tests that count for all runs
+    on the same data set, partition and model, and the number of these tests.
+    """
+    same: dict[tuple, list[list[dict[str, Any]]]] = {}
+    for run in runs:
+        same.setdefault(_data_of(run), []).append(run["rows"])
+    windows = {name: shared_rounds(rows) for name, rows in same.items()}
+    shared = [(run, windows[_data_of(run)]) for run in runs]
+    return [
+        run
+        | {
+            "shared_best_accuracy": best_over(run["rows"], window),
+            "shared_evaluations": len(window),
+        }
+        for run, window in shared
+    ]
+
+
+def _data_of(run: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(run.get(name) or "") for name in ("dataset", "partition", "model"))
+
+
+def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Puts together the runs that differ in nothing but the seed and where and how they
+    ran, and labels each set by what tells it from the others.
+    """
+    same: dict[tuple, list[dict[str, Any]]] = {}
+    for run in runs:
+        same.setdefault(tuple(str(run.get(name) or "") for name in IDENTITY), []).append(run)
+    varying = [
+        name
+        for i, name in enumerate(IDENTITY)
+        if i == 0 or len({identity[i] for identity in same}) > 1
+    ]
+    sets: dict[tuple, dict[str, Any]] = {}
+    for identity, members in same.items():
+        names = sorted({name for run in members for name in run["overrides"]})
+        swept = [name for name in names if len({run["overrides"].get(name) for run in members}) > 1]
+        fields: dict[str, str] = dict(zip(IDENTITY, identity, strict=True))
+        for run in members:
+            given = [name for name in swept if name in run["overrides"]]
+            extra = " ".join(f"{name}={run['overrides'][name]}" for name in given)
+            label = " ".join([*(fields[name] for name in varying), *([extra] if extra else [])])
+            new = {**fields, "overrides": extra, "label": label, "members": []}
+            sets.setdefault((*identity, extra), new)["members"].append(run)
+    return [sets[name] for name in sorted(sets)]
+
+
+def reduce_set(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a set of runs with its measures over seeds."""
+    members = group["members"]
+    return {
+        **group,
+        "runs": len(members),
+        "seeds": " ".join(str(run.get("seed")) for run in members),
+        **{name: _mean_sd(run.get(name) for run in members) for name in MEASURES},
+    }
+
+
+def _mean_sd(values: Iterable[float | None]) -> tuple[float, float, int]:
+    """Returns mean, sample standard deviation (n - 1; NaN for one value) and the number
+    of values, without nulls.
+    """
+    kept = [value for value in values if value is not None]
+    mean = float(np.mean(kept)) if kept else math.nan
+    return mean, float(np.std(kept, ddof=1)) if len(kept) > 1 else math.nan, len(kept)
+
+
+def shown_measures(groups: list[dict[str, Any]]) -> list[str]:
+    """Returns the measures that the table shows: those that some run has, and the best
+    over shared tests only where it is over fewer than some run's own.
+    """
+    fewer = any(group["evaluations"][0] != group["shared_evaluations"][0] for group in groups)
+    hidden = set() if fewer else {"shared_best_accuracy", "shared_evaluations"}
+    known = [name for name in MEASURES if any(group[name][2] for group in groups)]
+    return [name for name in known if name not in hidden]
+
+
+def main(argv: list[str]) -> int:
+    """Runs `fedjax-cfl compare RUN_DIR... [--out DIR] [--target ACC] [--baseline NAME]`."""
+    parser = argparse.ArgumentParser(prog="fedjax-cfl compare", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the three files go (default: the current directory)"
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="ACC",
+        help="also report the first round that reaches this accuracy, e.g. 0.8",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="also report gain and speed-up (time to accuracy) over the runs of this algorithm"
+        " or label, seed by seed",
+    )
+    options = parse_arguments(parser, argv)
+    compare(options.runs, options.out, options.target, options.baseline)
+    return 0

@@ -1,0 +1,148 @@
+"""What a comparison writes: the table on the terminal, compare.csv, compare.md and
+compare.png.
+"""
+
+import csv
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fedjax_cfl.analysis.compare_inputs import IDENTITY
+from fedjax_cfl.analysis.plot import (
+    add_legend,
+    format_percent_axis,
+    new_figure,
+    save_figure,
+    style_axes,
+)
+from fedjax_cfl.analysis.plot_bands import draw_band, line_styles
+from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, mean_curve
+from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
+from fedjax_cfl.runs.results import atomic_write
+
+# name in the CSV -> heading, factor and decimals of the printed table
+MEASURES = {
+    "best_accuracy": ("best %", 100, 2),
+    "evaluations": ("of so many tests", 1, 0),
+    "shared_best_accuracy": ("best % of shared tests", 100, 2),
+    "shared_evaluations": ("shared tests", 1, 0),
+    "final_accuracy": ("final %", 100, 2),
+    "last10_evals_accuracy": ("last 10 tests %", 100, 2),
+    "macro_accuracy": ("macro %", 100, 2),
+    "worst10_accuracy": ("worst 10 %", 100, 2),
+    "ari": ("ARI", 1, 3),
+    "rounds_to_target": ("rounds to target", 1, 1),
+    "accuracy_gain": ("gain %", 100, 2),
+    "speedup": ("speed-up", 1, 2),
+    "units": ("models down + up", 1, 0),
+    "sim_time_s": ("simulated s", 1, 1),
+    "wall_s": ("wall s", 1, 1),
+}
+
+
+def format_cells(group: dict[str, Any], measures: list[str]) -> list[str]:
+    """Returns a set of runs as one line of the table."""
+    cells = [group["label"], str(group["runs"])]
+    for name in measures:
+        (mean, sd, count), (_, factor, digits) = group[name], MEASURES[name]
+        text = f"{factor * mean:,.{digits}f}" if count else "-"
+        # of a number of tests only if it varies
+        if count > 1 and (sd or "evaluations" not in name):
+            text += f" ± {factor * sd:,.{digits}f}"
+        # a mean over fewer runs than the row's would flatter the method
+        cells.append(text + (f" ({count}/{group['runs']})" if 0 < count < group["runs"] else ""))
+    return cells
+
+
+def print_table(header: list[str], lines: list[list[str]]) -> None:
+    """Prints the table on the terminal."""
+    table = Table(title="mean ± sample standard deviation over seeds", title_justify="left")
+    label = max(len(line[0]) for line in lines)
+    table.add_column(header[0], min_width=min(36, label), overflow="fold")
+    for heading in header[1:]:
+        table.add_column(heading, justify="right", overflow="fold")
+    for line in lines:
+        table.add_row(*map(escape_markup, line))
+    # redirected output has no width of its own
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def write_csv(path: Path, groups: list[dict[str, Any]]) -> None:
+    """Writes every measure of every set: mean, sd and number of values."""
+    names = (*IDENTITY, "overrides", "runs", "seeds")
+    numbers = [f"{name}_{part}" for name in MEASURES for part in ("mean", "sd", "n")]
+    with (
+        atomic_write(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as handle,
+    ):
+        writer = csv.writer(handle)
+        writer.writerow([*names, *numbers])
+        for group in groups:
+            values = [value for name in MEASURES for value in group[name]]
+            blank = ["" if isinstance(v, float) and math.isnan(v) else v for v in values]
+            writer.writerow([*(escape_csv(group[name]) for name in names), *blank])
+
+
+def write_markdown(path: Path, header: list[str], lines: list[list[str]]) -> None:
+    """Writes the table as it is printed."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    text = "".join(
+        "| " + " | ".join(map(escape_markdown, line)) + " |\n" for line in [header, rule, *lines]
+    )
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def choose_cost(groups: list[dict[str, Any]]) -> str:
+    """Returns what communication is counted in: bytes where every run knows them, else
+    units (models).
+    """
+    last_rows = [run["rows"][-1] for group in groups for run in group["members"] if run["rows"]]
+    known = all(
+        row.get(name) is not None for row in last_rows for name in ("bytes_up", "bytes_down")
+    )
+    return "bytes" if known else "units"
+
+
+def scale_cost(cost: str, largest: float) -> tuple[float, str]:
+    """Returns the divisor and the axis label for communication up to `largest`."""
+    if cost == "units":
+        return 1, "communication, down + up (models)"
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if largest >= scale:
+            return scale, f"communication, down + up ({unit})"
+    return 1, "communication, down + up (B)"
+
+
+def draw(path: Path, groups: list[dict[str, Any]]) -> None:
+    """Draws compare.png: accuracy against rounds and against communication, a line with
+    a band of one sd per set.
+    """
+    cost = choose_cost(groups)
+    sums = Cost((f"{cost}_down", f"{cost}_up"), 1, cost, 0)
+    drawn = [
+        (*mean_curve(group["members"], ROUNDS), mean_curve(group["members"], sums)[0])
+        for group in groups
+    ]
+    largest = max((float(np.nanmax(sent, initial=0.0)) for *_, sent in drawn), default=0.0)
+    scale, heading = scale_cost(cost, largest)
+    figure = new_figure(13, 5.0)
+    left, right = figure.subplots(1, 2, sharey=True)
+    labels, lines = [group["label"] for group in groups], []
+    for label, style, (rounds, mean, sd, sent) in zip(
+        labels, line_styles(len(groups)), drawn, strict=True
+    ):
+        lines.append(draw_band(left, rounds, mean, sd, style, label))
+        draw_band(right, sent / scale, mean, sd, style, label)
+    style_axes(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
+    style_axes(right, "Accuracy against communication", heading, "")
+    for axes in (left, right):
+        axes.set_xlim(left=0)
+        format_percent_axis(axes)
+    add_legend(figure, lines, labels)
+    save_figure(figure, path)

@@ -1,0 +1,238 @@
+"""Who moved where: an alluvial plot of groups over the rounds of a run."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from fedjax_cfl.analysis import flows
+from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, style_axes
+from fedjax_cfl.runs.assignments import Assignments
+from fedjax_cfl.runs.results import series
+
+SNAPSHOTS = 16  # columns of an alluvial plot that can be told apart
+UNKNOWN, LOST = "0.88", "0.5"
+GAP, BAR = 0.025, 0.1  # between groups, of the height of all clients; a column's share of its room
+
+
+class Node(NamedTuple):
+    """A group at a snapshot: where it lies, as shares of all clients."""
+
+    bottom: float
+    height: float
+
+
+def draw_alluvial(
+    found: Assignments, rows: list[dict[str, Any]], labels: np.ndarray | None, title: str
+) -> Figure | None:
+    """Draws who moved where, with accuracy, ARI and the share of clients that moved below;
+    None where a method has no groups.
+
+    `rows` are those of metrics.jsonl, `labels` [S, C] the training labels of the clients.
+    """
+    if not flows.has_groups(found.groups):
+        return None
+    followed = flows.match_groups(found.groups)
+    classes = flows.choose_classes(found, followed, labels)
+    figure = new_figure(12, 7.2, title)
+    above, scores, moves = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.3, 0.9])
+    chosen = flows.choose_snapshots(len(found.rounds), SNAPSHOTS)
+    colours = _colour_classes(classes)
+    drawn = _draw_flows(above, found.rounds[chosen], followed[chosen], classes, chosen, colours)
+    shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
+    _mark_events(above, rows, drawn)
+    style_axes(above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients")
+    above.grid(visible=False)
+    _draw_scores(scores, rows)
+    _draw_moves(moves, found.rounds, flows.count_moves(followed))
+    above.set_xlim(_limits(found.rounds))
+    handles, names = _legend(classes, colours, rows, bool((found.groups < 0).any()))
+    add_legend(figure, handles, names, 5)
+    return figure
+
+
+def _limits(rounds: np.ndarray) -> tuple[float, float]:
+    bar = float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0]))) / 2
+    room = max(bar, 0.01 * float(rounds[-1] - rounds[0]))
+    return rounds[0] - room, rounds[-1] + room
+
+
+def _colour_classes(classes: flows.Classes) -> list[Any]:
+    """Returns the colour of class 0, 1, ... and, last, of class -1."""
+    palette = make_palette(7)
+    named = [LOST if name == flows.OTHER else palette[n] for n, name in enumerate(classes.names)]
+    return [*named, UNKNOWN]
+
+
+def _place_nodes(groups: np.ndarray) -> dict[int, Node]:
+    """Returns where the groups of a snapshot lie: by number from the top, clients without a
+    group at the bottom.
+    """
+    present, counts = np.unique(groups, return_counts=True)
+    nodes, top = {}, 1.0
+    for group, count in sorted(
+        zip(present.tolist(), counts.tolist(), strict=True), key=lambda pair: (pair[0] < 0, pair)
+    ):
+        height = count / groups.size
+        nodes[group] = Node(top - height, height)
+        top -= height + GAP
+    return nodes
+
+
+def _draw_flows(
+    axes: Axes,
+    rounds: np.ndarray,
+    groups: np.ndarray,
+    classes: flows.Classes,
+    chosen: np.ndarray,
+    colours: list[Any],
+) -> float:
+    """Draws groups [T, S] and the flows between them; returns the bottom of all."""
+    kinds, size = classes.numbers[chosen], groups.shape[1]
+    nodes = [_place_nodes(row) for row in groups]
+    width = BAR * float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0]))) / 2
+    for column in range(len(rounds) - 1):
+        found = flows.count_flows(groups[column], groups[column + 1], kinds[column + 1])
+        left = _stack(found.source, (found.target, found.kind), found.clients, nodes[column])
+        right = _stack(found.target, (found.source, found.kind), found.clients, nodes[column + 1])
+        bands = [
+            _band(rounds[column] + width, rounds[column + 1] - width, a, b, count / size)
+            for a, b, count in zip(left, right, found.clients, strict=True)
+        ]
+        stays = found.source == found.target
+        # few movers must not vanish behind many who stay
+        for some, alpha in ((stays, 0.35), (~stays, 0.7)):
+            axes.add_collection(
+                PolyCollection(
+                    [bands[n] for n in np.flatnonzero(some)],
+                    facecolors=[colours[found.kind[n]] for n in np.flatnonzero(some)],
+                    alpha=alpha,
+                    linewidths=0,
+                )
+            )
+    for column, at in enumerate(rounds):
+        _draw_column(axes, at, width, groups[column], kinds[column], nodes[column], colours)
+    for group, node in nodes[-1].items():
+        if group >= 0 and node.height > 0.02:
+            text = f" group {group}"
+            axes.text(rounds[-1] + width, node.bottom + node.height / 2, text, va="center")
+    bottom = min(node.bottom for column in nodes for node in column.values())
+    axes.set_yticks([])
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylim(bottom - 0.01, 1.08)
+    return bottom
+
+
+def _stack(
+    group: np.ndarray, order: tuple[np.ndarray, np.ndarray], count: np.ndarray, nodes: dict
+) -> np.ndarray:
+    """Returns the top of each flow on its node, where flows lie by `order`."""
+    top = np.zeros(len(count))
+    size = sum(count)
+    for own in np.unique(group):
+        mine = np.flatnonzero(group == own)
+        other, kind = order[0][mine], order[1][mine]
+        mine = mine[np.lexsort((kind, other, other < 0))]  # without a group: at the bottom
+        heights = count[mine] / size
+        node = nodes[int(own)]
+        top[mine] = node.bottom + node.height - np.concatenate([[0], np.cumsum(heights)[:-1]])
+    return top
+
+
+def _band(left: float, right: float, a: float, b: float, height: float) -> np.ndarray:
+    """Returns the outline of a band of constant height from top `a` to top `b`."""
+    t = np.linspace(0, 1, 2 if a == b else 24)
+    x, y = left + (right - left) * t, a + (b - a) * (3 * t**2 - 2 * t**3)
+    return np.column_stack([np.concatenate([x, x[::-1]]), np.concatenate([y, y[::-1] - height])])
+
+
+def _draw_column(
+    axes: Axes,
+    at: float,
+    width: float,
+    groups: np.ndarray,
+    kinds: np.ndarray,
+    nodes: dict[int, Node],
+    colours: list[Any],
+) -> None:
+    """Draws the groups of a snapshot as bars, each with the classes of its clients."""
+    for group, node in nodes.items():
+        values, counts = np.unique(kinds[groups == group], return_counts=True)
+        top = node.bottom + node.height
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+            height = count / groups.size
+            colour = UNKNOWN if group < 0 else colours[value]
+            axes.bar(at, -height, 2 * width, top, color=colour, linewidth=0)
+            top -= height
+        axes.bar(at, node.height, 2 * width, node.bottom, fill=False, ec="0.2", lw=0.6)
+
+
+def list_events(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns the rounds of evaluations before which clients' data changed, and before
+    which the server moved clients to other groups.
+    """
+    rounds = np.array([row["round"] for row in rows])
+    names = {"drift": "shifted_clients", "regrouping": "migrated_clients"}
+    return {name: rounds[np.nan_to_num(series(rows, key)) > 0] for name, key in names.items()}
+
+
+MARKS = {  # marker, face and words: no colour, which would be a class
+    "drift": ("v", "black", "clients' data changed"),
+    "regrouping": ("D", "white", "clients moved by the server"),
+}
+
+
+def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> None:
+    for level, (name, rounds) in enumerate(list_events(rows).items()):
+        marker, face, _ = MARKS[name]
+        height = np.full(len(rounds), 1.03 + 0.035 * level)
+        axes.plot(rounds, height, marker, mfc=face, mec="black", markersize=5, linestyle="none")
+        if len(rounds) <= SNAPSHOTS:
+            axes.vlines(rounds, bottom, height, color="black", linewidth=0.6, linestyle=":")
+
+
+def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    rounds = [row["round"] for row in rows]
+    marker = "o" if len(rows) <= 20 else ""
+    for name, label, colour, dash in (
+        ("accuracy", "accuracy", "black", "-"),
+        ("ari", "ARI", "#0072B2", "--"),
+    ):
+        values = series(rows, name)
+        if np.isfinite(values).any():
+            axes.plot(rounds, values, dash, color=colour, marker=marker, markersize=3, label=label)
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
+    style_axes(axes, "", "", "score")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9, loc="lower right", ncols=2)
+
+
+def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
+    width = 0.8 * float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0])))
+    axes.bar(rounds, 100 * shares, width, color="0.4")
+    axes.set_ylim(0, max(5.0, 105 * float(shares.max(initial=0))))
+    style_axes(axes, "", "round", "moved, %")
+
+
+def _legend(
+    classes: flows.Classes, colours: list[Any], rows: list[dict[str, Any]], unmet: bool
+) -> tuple[list[Any], list[str]]:
+    handles: list[Any] = [Patch(color=colours[n]) for n in range(len(classes.names))]
+    names = list(classes.names)
+    if unmet:
+        handles.append(Patch(color=UNKNOWN))
+        names.append("no model yet" if (classes.numbers >= 0).all() else "no model yet, or unknown")
+    elif (classes.numbers < 0).any():
+        handles.append(Patch(color=UNKNOWN))
+        names.append("true group unknown")
+    for name, rounds in list_events(rows).items():
+        if rounds.size:
+            marker, face, text = MARKS[name]
+            handles.append(Line2D([], [], marker=marker, mfc=face, mec="black", linestyle="none"))
+            names.append(text)
+    return handles, names

@@ -1,0 +1,278 @@
+"""One HTML page of finished runs, alone or side by side, that needs no network.
+
+Settings, curves, means with bootstrap intervals over seeds and paired differences, who
+moved where, and a table of every client that sorts and filters.
+"""
+
+import argparse
+import base64
+import hashlib
+import io
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+from fedjax_cfl.analysis import compare, flows
+from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
+from fedjax_cfl.analysis.compare_outputs import MEASURES
+from fedjax_cfl.analysis.plot import draw_curves
+from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
+from fedjax_cfl.analysis.plot_found import draw_final_groups
+from fedjax_cfl.analysis.plot_groups import draw_alluvial
+from fedjax_cfl.analysis.statistics import LEVEL, Estimate, bootstrap_mean, compare_pairs
+from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
+from fedjax_cfl.runs.display import title
+from fedjax_cfl.runs.results import (
+    SIMILARITY_FILE,
+    atomic_write,
+    read_clients,
+    read_settings,
+    to_plain,
+)
+from fedjax_cfl.validation import flatten_settings
+
+MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
+MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
+DPI, COLOURS = 110, 256  # of the pictures: PNG with a palette
+# measures of a comparison that the page shows
+SHOWN = ("best_accuracy", "shared_best_accuracy", "final_accuracy", "worst10_accuracy", "ari")
+SCORES = {name: MEASURES[name] for name in SHOWN}
+PAIRED = ("final_accuracy", "shared_best_accuracy", "worst10_accuracy", "ari")
+
+
+def report(
+    paths: Iterable[str | Path], out: str | Path = "report.html", pictures: str | Path | None = None
+) -> Path:
+    """Writes one page about the finished runs at or below `paths`, and the pictures in it
+    as PNG files where `pictures` is a folder; returns its path.
+
+    Raises InputError for files that no run wrote, or a page that cannot be written.
+    """
+    if not Path(out).absolute().parent.is_dir():
+        raise InputError(f"{out}: cannot be written, there is no such folder")
+    if Path(out).is_dir():
+        raise InputError(f"{out}: is a folder, expected a file to write")
+    runs = [load_costs(path) for path in find_runs(list(paths))]
+    groups = [
+        compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))
+    ]
+    runs = [run for group in groups for run in group["members"]]
+    few = [group["members"][0] for group in groups][:MAX_PICTURED]
+    pictured = {run["run_dir"] for run in (runs if len(runs) <= MAX_PICTURED else few)}
+    drawn = {"costs": draw_costs(groups)}
+    shown = [describe_run(run, MAX_CLIENTS // len(runs)) for run in runs]
+    for number, run in enumerate(runs):
+        if run["run_dir"] in pictured:
+            drawn |= {f"{number}-{name}": figure for name, figure in draw_run(run).items()}
+    images = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
+    text = render(groups, shown, images)
+    written = out
+    try:
+        with atomic_write(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        for name, image in images.items() if pictures else ():
+            written = Path(str(pictures)) / f"{name}.png"
+            written.parent.mkdir(parents=True, exist_ok=True)
+            written.write_bytes(image)
+    except OSError as error:
+        raise InputError(f"{written}: cannot be written ({error.strerror})") from None
+    print(f"wrote {out}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(text.encode()) / 1e6:.1f} MB")
+    return Path(out)
+
+
+# a run
+
+
+def load_costs(run_dir: Path) -> dict[str, Any]:
+    """Returns a run as a comparison has it, with its directory and all that it has cost."""
+    run = read_run(run_dir, None)
+    return run | {name: last_cost(run["rows"], name) for name in COSTS} | {"run_dir": run_dir}
+
+
+def read_groups(run: dict[str, Any]) -> tuple[Assignments | None, dict[str, np.ndarray] | None]:
+    """Returns the groups at every evaluation and the clients of a run, None where its
+    directory has no such file.
+    """
+    have = (run["run_dir"] / "clients.parquet").is_file()
+    return read_assignments(run["run_dir"]), read_clients(run["run_dir"]) if have else None
+
+
+def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
+    """Returns what the page says of a run in words and tables, of `most` clients at most."""
+    found, table = read_groups(run)
+    file = run["run_dir"] / ".hydra" / "config.yaml"
+    settings = dict(flatten_settings(read_settings(run["run_dir"]))) if file.is_file() else {}
+    return {
+        "title": title(run),
+        "folder": escape_text(run["run_dir"]),
+        "overrides": [escape_text(line) for line in run["asked"]],
+        "settings": {escape_text(name): escape_text(value) for name, value in settings.items()},
+        "numbers": format_numbers(run),
+        "clients": None if table is None else list_clients(table, found, most),
+    }
+
+
+def format_numbers(run: dict[str, Any]) -> dict[str, str]:
+    """Returns the headline numbers of a run in words."""
+    words = {}
+    for name, (heading, factor, digits) in (SCORES | COST_WORDS).items():
+        value = run.get(name)
+        if value is not None and name != "shared_best_accuracy":
+            words[heading] = f"{factor * value:,.{digits}f}"
+    return words | {"rounds": f"{run['rounds']:,}"}
+
+
+COST_WORDS = {name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()}
+
+
+def list_clients(
+    table: dict[str, np.ndarray], found: Assignments | None, most: int
+) -> dict[str, Any]:
+    """Returns the table of clients as plain columns: those of clients.parquet, the most
+    frequent label and how often the client changed its group.
+    """
+    chosen = sample_clients(len(table["client"]), most, 0)
+    columns = {name: values for name, values in table.items() if values.ndim == 1}
+    if "labels" in table:
+        labels = table["labels"]
+        columns["most_frequent_label"] = np.where(labels.sum(1) > 0, labels.argmax(1), -1)
+    if found is not None and found.clients.size == len(table["client"]):
+        followed = flows.match_groups(found.groups)
+        columns["moves"] = ((followed[1:] != followed[:-1]) & (followed[:-1] >= 0)).sum(0)
+    words = {name: name.replace("_", " ") for name in columns} | {"concept": "true group"}
+    plain = {words[name]: to_plain(values[chosen]) for name, values in columns.items()}
+    plain["client"] = [escape_text(name) for name in plain["client"]]
+    return {
+        "names": list(plain),
+        "rows": [[_short(value) for value in row] for row in zip(*plain.values(), strict=True)],
+        "all": len(table["client"]),
+    }
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
+    """Returns the pictures of a run, None where there is nothing to draw."""
+    found, table = read_groups(run)
+    labels = None if table is None or found is None else table.get("labels")
+    compared = (run["run_dir"] / SIMILARITY_FILE).is_file()
+    alike = read_clients(run["run_dir"], SIMILARITY_FILE) if compared else None
+    if found is not None and labels is not None:
+        labels = labels[found.clients]
+    return {
+        "curves": draw_curves(run["rows"], ""),
+        "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
+        "groups": None if table is None else draw_final_groups(table, "", alike),
+    }
+
+
+def to_png(figure: Figure) -> bytes:
+    """Returns a figure as a PNG of few colours, a third of the size."""
+    held, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(held, dpi=DPI, format="png")
+    picture = Image.open(held).convert("RGB")
+    # also colours of few pixels, which a colour bar has; kmeans brings those of many back
+    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=1).save(
+        small, "PNG", optimize=True
+    )
+    return small.getvalue()
+
+
+# the page
+
+
+def render(
+    groups: list[dict[str, Any]], runs: list[dict[str, Any]], images: dict[str, bytes]
+) -> str:
+    """Returns the page. What comes from files is escaped, and the page's own script is the
+    only one that its policy lets run.
+    """
+    room = resources.files("fedjax_cfl.runs")
+    script = (room / "report.js").read_text(encoding="utf-8")
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        (room / "report.html").read_text(encoding="utf-8")
+    )
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    shown = compare.shown_measures(groups)
+    names = [name for name in SCORES if name in shown] + [
+        name for name in COSTS if any(run[name] for group in groups for run in group["members"])
+    ]
+    return page.render(
+        script=Markup(script),
+        style=Markup((room / "report.css").read_text(encoding="utf-8")),
+        allowed=f"sha256-{allowed}",
+        level=f"{100 * LEVEL:.0f} %",
+        headings=[(SCORES | COST_WORDS)[name][0] for name in names],
+        groups=[_line(group, names) for group in groups],
+        paired=[SCORES[name][0] for name in PAIRED],
+        differences=_list_differences(groups),
+        runs=runs,
+        images={name: base64.b64encode(image).decode() for name, image in images.items()},
+    )
+
+
+def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Returns a set of runs as one line of the table."""
+    cells = []
+    for name in names:
+        estimate = bootstrap_mean([run.get(name) for run in group["members"]])
+        cells.append(format_estimate(estimate, *(SCORES | COST_WORDS)[name][1:]))
+    return {"label": group["label"], "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
+
+
+def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "label": found.label,
+            "minus": found.minus,
+            "seeds": found.seeds,
+            "cells": [
+                format_estimate(found.values[name], *SCORES[name][1:], sign="+") for name in PAIRED
+            ],
+        }
+        for found in compare_pairs(groups, PAIRED)
+    ]
+
+
+def format_estimate(
+    estimate: Estimate, factor: float, digits: int, sign: str = ""
+) -> dict[str, Any]:
+    """Returns the texts of a mean and of its interval, and whether the interval, rounded as it
+    is shown, excludes 0.
+    """
+    if not estimate.values:
+        return {"mean": "-", "interval": "", "apart": False}
+    mean, low, high = (
+        f"{factor * value:{sign},.{digits}f}"
+        for value in (estimate.mean, estimate.low, estimate.high)
+    )
+    bounds = [round(factor * value, digits) for value in (estimate.low, estimate.high)]
+    return {
+        "mean": mean,
+        "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
+        "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Runs `fedjax-cfl report RUN_DIR... [-o report.html] [--pictures DIR]`."""
+    parser = argparse.ArgumentParser(prog="fedjax-cfl report", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
+    )
+    parser.add_argument("-o", "--out", metavar="FILE", default="report.html")
+    parser.add_argument("--pictures", metavar="DIR", help="write the pictures as PNG files, too")
+    options = parse_arguments(parser, argv)
+    report(options.runs, options.out, options.pictures)
+    return 0

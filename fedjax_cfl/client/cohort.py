@@ -1,0 +1,169 @@
+"""How the clients of a cohort train, whatever their sizes, without padding all to the
+largest.
+
+A solver (`sgd`) is written for ONE client and returns its loop (`executor`); `over_clients`
+adds the cohort axis, here and nowhere else. On a CPU core clients train one after another, each
+with its weights in the cache, on an accelerator side by side (`lanes`). Devices split the
+cohort.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.client import executor, lanes
+from fedjax_cfl.client.execution import Execution
+from fedjax_cfl.client.executor import Program
+from fedjax_cfl.client.local import Work
+from fedjax_cfl.client.runs_as_one import CohortFn, over_clients_of_runs
+from fedjax_cfl.sharding import over_devices
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params
+
+SAMPLE_BLOCK = 64  # samples in one step of a pass over a client's whole training set
+
+
+class ClientFn(Protocol):
+    """Returns the program that trains ONE client from models [m, ...], see `executor`; its result
+    is an Upload. `over_clients` makes it train a cohort.
+    """
+
+    def __call__(
+        self,
+        client: jax.Array,  # [] int32
+        data: FederatedData,
+        shared: tuple[Key, Params],  # the round's key, the models [m, ...]
+        work: Work,  # of this client, without the axis S
+    ) -> Program: ...
+
+
+CostFn = Callable[[jax.Array], jax.Array]  # samples [k] -> cost [k] of such clients, in any unit
+
+
+def make_int_array(numbers: list[int]) -> jax.Array:
+    """Returns the numbers [n] int32 as an array that the compiled program makes.
+
+    A branch that captures constants cannot be mapped over runs, see `runs_as_one`.
+    """
+    return jnp.stack([jnp.full((), number, jnp.int32) for number in numbers])
+
+
+def over_clients(client_fn: Callable[..., Any], execution: Execution) -> CohortFn:
+    """Turns `client_fn`, a function of one client, into a function of a whole cohort.
+
+    `client_fn` is a `ClientFn`, or has its arguments with other `shared` values and
+    inputs: (client, data, shared, client_inputs) -> a program (see `executor`), or the result
+    itself, any pytree. The result does not depend on the executor, its lanes, slots or devices,
+    up to rounding.
+    Where a grid maps runs whose settings differ, `client_fn` must be a `Partial` of the values
+    that differ.
+    """
+    if execution.runs_as_one:
+        return over_clients_of_runs(client_fn, execution, run_clients)
+
+    def block(shared, client_inputs):
+        (data, shared), (clients, own) = shared, client_inputs
+
+        def solve(slot):
+            return client_fn(clients[slot], data, shared, jax.tree.map(lambda a: a[slot], own))
+
+        return run_clients(solve, clients < data.num_clients, execution)
+
+    mapped = over_devices(block, execution.mesh)
+
+    def run(cohort: Cohort, data: FederatedData, shared: Any, client_inputs: Any = ()) -> Any:
+        return mapped((data, shared), (cohort.ids, client_inputs))
+
+    return run
+
+
+def run_clients(solve: Callable[[jax.Array], Any], real: jax.Array, execution: Execution) -> Any:
+    """Runs the programs solve(slot), see `executor`, of the slots of one device where `real` [S],
+    by the executor of `execution`. Returns their results [S, ...], 0 in the other slots.
+    """
+    if execution.executor == "debug":
+        return executor.run_debug(solve, real)
+    if execution.executor == "sequential":
+        return executor.run_sequential(solve, real)
+    return lanes.run_lanes(solve, real, execution.width)
+
+
+def reads_in_place(execution: Execution) -> bool:
+    """Returns whether a client's solver can read rows of models [K, ...] of all clients where
+    they lie: on one device. Several devices each hold a part of every row
+    (`client_models.split_sharding`), and the runs of a grid would copy their K rows for each
+    client.
+    """
+    return execution.mesh.size == 1 and not execution.runs_as_one
+
+
+def cost_by_samples(held: jax.Array) -> jax.Array:
+    """Returns how long clients of `held` [k] samples take, in any unit.
+
+    The constant is what a client costs in addition to its steps: about those of 16 samples.
+    """
+    return held + 16.0
+
+
+def make_cohort(
+    ids: jax.Array, data: FederatedData, execution: Execution, cost: CostFn = cost_by_samples
+) -> Cohort:
+    """Gives the clients `ids` [k] (K: none) slots on the devices, balanced by `cost`."""
+    load = jnp.where(
+        ids < data.num_clients, cost(data.train.size[jnp.minimum(ids, data.num_clients - 1)]), 0.0
+    )
+    devices, side_by_side = execution.mesh.size, execution.width > 1
+    return balance_over_devices(ids, load, data.num_clients, devices, side_by_side)
+
+
+def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax.Array]:
+    """Returns (number of training samples, first position in `train.order`) of a client.
+
+    An empty slot has 0 samples.
+    """
+    clamped = jnp.minimum(client, data.num_clients - 1)
+    return (
+        jnp.where(client < data.num_clients, data.train.size[clamped], 0),
+        data.train.start[clamped],
+    )
+
+
+def balance_over_devices(
+    ids: jax.Array, load: jax.Array, num_clients: int, devices: int, side_by_side: bool
+) -> Cohort:
+    """Distributes the selected clients over the queues of the devices, longest first.
+
+    Args: `ids` [k] in order of selection; `load` [k] float, proportional to a client's
+    work, in any unit; `side_by_side`: a device has several lanes.
+    Returns slots [S]: device d trains slots d * S / devices onwards. S >= k is static and
+    a multiple of `devices`. Where clients train one at a time, each goes to the shortest
+    queue, so that queues differ by one client at most; there are a few slots more than
+    even shares need, so that many short clients can balance a long one. Where they train
+    side by side, a device takes as long as its longest client; clients are handed out
+    back and forth, so that all devices get a similar mixture. With one device the cohort
+    is only sorted.
+    """
+    even = -(-ids.size // devices)
+    # slots in one queue
+    length = min(ids.size, even + 8) if devices > 1 and not side_by_side else even
+    rank = jnp.argsort(-load, stable=True).astype(jnp.int32)
+
+    def next_client(queues, cost):
+        total, count = queues
+        device = jnp.argmin(jnp.where(count < length, total, jnp.inf))
+        return (total.at[device].add(cost), count.at[device].add(1)), device * length + count[
+            device
+        ]
+
+    if devices > 1 and not side_by_side:
+        empty = (jnp.zeros(devices), jnp.zeros(devices, jnp.int32))
+        _, slot = jax.lax.scan(next_client, empty, load[rank])
+    else:
+        turn, seat = jnp.divmod(jnp.arange(ids.size), devices)
+        slot = jnp.where(turn % 2, devices - 1 - seat, seat) * length + turn
+    slots = devices * length
+    return Cohort(
+        ids=jnp.full(slots, num_clients, jnp.int32).at[slot].set(ids[rank]),
+        rank=jnp.full(slots, ids.size, jnp.int32).at[slot].set(rank),
+    )

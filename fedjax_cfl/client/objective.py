@@ -1,0 +1,122 @@
+"""What a client minimises: an Objective, called as (params, start, client_extra, x [B,
+...], y [B], key, owner [B]) -> [B].
+
+`owner` is as in `Task`, `start` is the model the client received, `client_extra` what
+`prepare` computed for it. The same function serves gradient and metric. Any function of
+these arguments can be used. An Objective also says which part of it depends on the model alone:
+so SGD need not read the whole model for the loss that it reports, and training has a form in
+sample space (`dual_sgd`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import ArrayLike
+
+from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.types import Key, Params, Task
+
+ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
+PenaltyFn = Callable[..., ArrayLike]  # (params, start, client_extra) -> []
+
+
+def pull_back(mu: float | jax.Array, params: Params, start: Params) -> float | jax.Array:
+    """Returns mu / 2 * ||params - start||^2, []."""
+    squares = jax.tree.map(
+        lambda p, s: jnp.sum((p - s) ** 2), drop_statistics(params), drop_statistics(start)
+    )
+    return 0.5 * mu * jax.tree.reduce(jnp.add, squares)
+
+
+class Objective(struct.PyTreeNode):
+    """A loss of samples, L2, and a pull back to the received model."""
+
+    # (params, x [B, ...], y [B], key, owner [B]) -> [B], without L2
+    loss: Callable[..., jax.Array] = struct.field(pytree_node=False)
+    # (params) -> [], the L2 penalty; None: there is none
+    l2: Callable[[Params], ArrayLike] | None = struct.field(pytree_node=False, default=None)
+    mu: float | jax.Array | None = None  # [] weight of the proximal term; None: there is none
+    # (client_extra) -> mu, where clients differ
+    mu_of: Callable[[Any], jax.Array] | None = struct.field(pytree_node=False, default=None)
+    # (client_extra) -> direction, a pytree like params, of a linear term; None: there is none
+    direction: Callable[[Any], Params] | None = struct.field(pytree_node=False, default=None)
+
+    def weight(self, client_extra: Any) -> float | jax.Array | None:
+        """Returns the weight [] of a client's proximal term; None if there is no such term."""
+        return self.mu_of(client_extra) if self.mu_of else self.mu
+
+    def penalty(self, params: Params, start: Params, client_extra: Any) -> ArrayLike:
+        """Returns what depends on the model alone, []: L2, the proximal and the linear term."""
+        total, mu = self.l2(params) if self.l2 else 0.0, self.weight(client_extra)
+        if mu is not None:
+            total = total + pull_back(mu, params, start)
+        if self.direction:
+            total = total + project(self.direction(client_extra), params, start)
+        return total
+
+    def __call__(
+        self,
+        params: Params,
+        start: Params,
+        client_extra: Any,
+        x: jax.Array,
+        y: jax.Array,
+        key: Key | None,
+        owner: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the objective [B] of each sample; each one has the whole penalty."""
+        return self.loss(params, x, y, key, owner) + self.penalty(params, start, client_extra)
+
+
+def erm(task: Task) -> Objective:
+    """Returns the empirical risk: the loss of the task."""
+    return Objective(task.sample_loss or task.loss, task.penalty)
+
+
+def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
+    """Returns the two parts of an objective: what depends on samples, a function as the
+    objective itself, and the penalty, (params, start, client_extra) -> [], None if there is none.
+    A function that is no Objective is taken to depend on samples.
+    """
+    if not isinstance(objective, Objective):
+        return objective, None
+
+    def each(params, start, client_extra, x, y, key, owner):
+        return objective.loss(params, x, y, key, owner)
+
+    parts = objective.l2, objective.mu, objective.mu_of, objective.direction
+    return each, None if all(part is None for part in parts) else objective.penalty
+
+
+def proximal(mu: float | jax.Array | Callable[[Any], jax.Array], objective: Objective) -> Objective:
+    """Adds mu / 2 * ||params - start||^2 to every sample, that is mu * (params - start) to
+    every gradient (FedProx, eq. 2).
+
+    `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds no
+    term, and costs nothing.
+    """
+    if callable(mu):
+        return objective.replace(mu_of=mu)
+    return objective if isinstance(mu, int | float) and mu == 0 else objective.replace(mu=mu)
+
+
+def add_linear_term(direction: Callable[[Any], Params], objective: Objective) -> Objective:
+    """Adds <direction(client_extra), params - start> to every sample, that is the
+    direction, a pytree like params, to every gradient (FedDANE).
+
+    The result has no sample-space form: such a gradient is not a combination of the client's
+    samples.
+    """
+    return objective.replace(direction=direction)
+
+
+def project(direction: Params, params: Params, start: Params) -> jax.Array:
+    """Returns <direction, params - start>, []."""
+    terms = jax.tree.map(
+        lambda d, p, s: jnp.sum(d * (p - s)),
+        *(drop_statistics(tree) for tree in (direction, params, start)),
+    )
+    return jax.tree.reduce(jnp.add, terms)

@@ -1,0 +1,228 @@
+"""What one client does in a round: mini-batch SGD, or one gradient.
+
+`cohort.over_clients` applies it to a cohort.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fedjax_cfl.client import dual_sgd
+from fedjax_cfl.client.cohort import (
+    SAMPLE_BLOCK,
+    ClientFn,
+    CostFn,
+    client_range,
+    cost_by_samples,
+    make_int_array,
+)
+from fedjax_cfl.client.executor import Cases, Loop, Program, then
+from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
+from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
+from fedjax_cfl.data.federated import gather
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import has_statistics, move_statistics
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import FederatedData, Params, Task, Upload
+
+
+def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
+    """Trains one client by mini-batch SGD from the model of its group (FedAvg's
+    ClientUpdate; FlexCFL, Algorithm 1).
+
+    A client runs `local.epochs` reshuffled epochs, or `local.steps` mini-batch steps that
+    cycle through reshuffled epochs. `objective` is the loss of the task unless given.
+    Raises InputError for settings that are not allowed, and if `local.execution.first_layer` is
+    dual and there is no sample-space form.
+    """
+    objective = objective or erm(task)
+    if local.execution.first_layer == "dual" and not dual_sgd.has_dual_form(task, objective):
+        raise InputError(
+            "local.first_layer=dual: the model's first layer is not dense, or the objective is not"
+            " plain; use auto or direct"
+        )
+
+    def train_client(objective, lr, client, data, shared, work: Work) -> Program:
+        key, models = shared
+        key = jax.random.fold_in(key, client)
+        start = take_rows(models, work.group)
+        count, first = client_range(client, data)
+        plan = plan_steps(local, count, work.step_fraction, jax.random.bits(key, (2,)))
+        mine = local.replace(lr=lr * work.lr_scale)
+        # written here, before the choice of a loop: else each of the loops would compile it
+        table = plan.make_table(count, local, data.max_client_samples)
+        training = Training(
+            mine, objective, start, work.client_extra, client, count, first, key, plan, table
+        )
+
+        def upload(found: tuple[Params, jax.Array]) -> Upload:
+            delta, losses = found
+            losses = losses / jnp.maximum(plan.count_samples(count, local.batch_size), 1)
+            first_loss, last_loss = losses + add_penalties(training, delta)
+            return Upload(
+                delta=delta,
+                weight=count.astype(jnp.float32),
+                loss=first_loss,
+                last_loss=last_loss,
+                steps=plan.steps,
+                start_group=jnp.where(count > 0, work.group, 0),
+            )
+
+        return then(choose_loop(task, training, data), upload)
+
+    return Partial(train_client, as_pytree(objective), local.lr)
+
+
+def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
+    """Returns the training of one client: in sample space, of one of a few sizes, or directly.
+
+    Its result is (trained - start, loss sums [2] of the first and the last epoch).
+    """
+    local, capacity = training.local, data.max_client_samples
+    steps = partial(count_steps, local)
+    sizes = dual_sgd.dual_sizes(task, training.objective, local, capacity, steps)
+    cases: list[Callable[[], Loop]] = [
+        lambda size=size: dual_sgd.dual_loop(task, training, data, size) for size in sizes
+    ]
+    if not sizes or sizes[-1] < capacity:
+        cases.append(lambda: direct_loop(training, data))
+    if len(cases) == 1:
+        return cases[0]()
+    last = sizes if len(sizes) < len(cases) else sizes[:-1]
+    return Cases(jnp.sum(training.samples > make_int_array(last)).astype(jnp.int32), cases)
+
+
+def add_penalties(training: Training, delta: Params) -> jax.Array:
+    """Returns what the reported losses [2] have in addition to those of samples: the penalty of
+    the received model, and of the trained one where the last epoch is not the first. So no step
+    has to read all of a model for it.
+    """
+    _, penalty = split(training.objective)
+    if penalty is None:
+        return jnp.zeros(2)
+    start, plan = training.start, training.plan
+    models = start, jax.tree.map(jnp.add, start, delta)
+    first, last = (penalty(model, start, training.client_extra) for model in models)
+    terms = jnp.stack([first, jnp.where(plan.last_epoch > 0, last, first)])
+    return jnp.where(plan.steps > 0, terms, 0.0)
+
+
+def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
+    """Returns what `make_cohort` balances by: about how long clients of at most `capacity`
+    samples train.
+    """
+    steps = partial(count_steps, local)
+    sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
+    return (
+        (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held)))
+        if sizes
+        else cost_by_samples
+    )
+
+
+def direct_loop(training: Training, data: FederatedData) -> Loop:
+    """Returns the SGD of one client for any model."""
+    local, start, plan = training.local, training.start, training.plan
+    each_loss, penalty = split(training.objective)
+    accumulates = local.execution.executor == "lanes" and not (
+        penalty or local.momentum or local.weight_decay or has_statistics(start)
+    )
+
+    def step(s, carry):
+        params, velocity, losses = carry
+        places, real = plan.draw_samples(s, training.samples, local, training.table)
+        x, y = gather(data, data.train.order[training.first + places])
+        owner = jnp.where(real, training.client, -1)
+        noise = jax.random.fold_in(training.key, s)
+
+        def batch_loss(params):
+            each = each_loss(params, start, training.client_extra, x, y, noise, owner)
+            total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
+            mean = total / jnp.sum(owner >= 0)
+            if penalty:
+                mean = mean + penalty(params, start, training.client_extra)
+            # a GPU adds the gradient of -lr times the loss to a kernel within its own product; on
+            # a CPU that is a fifth slower
+            return -local.lr * mean if accumulates else mean, total
+
+        (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
+        if accumulates:
+            params = jax.tree.map(jnp.add, params, grad)
+        else:
+            params, velocity = take_step(local, params, velocity, grad)
+        return params, velocity, plan.add_loss(s, losses, total)
+
+    still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
+    return Loop(
+        plan.steps,
+        (start, still, (jnp.zeros(()), jnp.zeros(()))),
+        step,
+        lambda carry: (jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2])),
+    )
+
+
+def take_step(
+    local: Local, params: Params, velocity: Params, gradient: Params
+) -> tuple[Params, Params]:
+    """Returns (params, velocity) after a step of SGD, with momentum and weight decay."""
+    direction = gradient
+    if local.weight_decay:
+        direction = jax.tree.map(lambda g, p: g + local.weight_decay * p, direction, params)
+    if local.momentum:
+        direction = velocity = jax.tree.map(
+            lambda v, g: local.momentum * v + g, velocity, direction
+        )
+    moved = jax.tree.map(lambda p, d: p - local.lr * d, params, direction)
+    return move_statistics(moved, params, gradient), velocity
+
+
+def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
+    """Takes one full-batch gradient step of one client: delta = -lr * gradient of its mean
+    loss (FedSGD; gradient averaging of IFCA).
+    """
+    objective = objective or erm(task)
+
+    def step_client(objective, lr, client, data, shared, work: Work) -> Loop:
+        key, models = shared
+        key = jax.random.fold_in(key, client)
+        start = take_rows(models, work.group)
+        count, first = client_range(client, data)
+
+        def block(b, carry):
+            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
+            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
+            owner = jnp.where(place < count, client, -1)
+
+            def block_loss(params):
+                noise = jax.random.fold_in(key, b)
+                each = objective(params, start, work.client_extra, x, y, noise, owner)
+                return jnp.sum(jnp.where(place < count, each, 0.0)) / count
+
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
+
+        def end(carry):
+            loss, grad = carry
+            delta = jax.tree.map(lambda g: -lr * work.lr_scale * g, grad)
+            delta = move_statistics(delta, zeros[1], grad)
+            return Upload(
+                delta=delta,
+                weight=count.astype(jnp.float32),
+                loss=loss,
+                last_loss=loss,
+                steps=(count > 0).astype(jnp.int32),
+                start_group=jnp.where(count > 0, work.group, 0),
+            )
+
+        return Loop(-(-count // SAMPLE_BLOCK), zeros, block, end)
+
+    return Partial(step_client, as_pytree(objective), local.lr)
+
+
+def as_pytree(objective: ObjectiveFn) -> Objective | Partial:
+    """Returns an objective as a pytree, whose leaves may be traced; a function has none."""
+    return objective if isinstance(objective, Objective | Partial) else Partial(objective)

@@ -1,0 +1,108 @@
+"""The time model of FedScale (Lai et al., ICML 2022, https://arxiv.org/abs/2105.11367), and
+the devices that it takes: calibrated stand-ins, or a table of the user's own.
+
+A local step of B samples takes 3 B s seconds on a device that infers a sample in s seconds;
+a connection carries so many bytes a second, down and up alike. The stand-ins reproduce
+two means that Fielding reports (https://arxiv.org/abs/2411.01580, appendix E): 50.4 s for 20
+steps of 20 samples, and 116.7 s for ResNet-18 down and up.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.system.availability import Availability, read_availability
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, Clock, CohortSizes, device_profiles
+from fedjax_cfl.system.tables import read_numbers, read_table
+from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, check_arguments
+
+# log-normal: median and sigma of the logarithm
+INFERENCE_SECONDS = 0.035, 0.6  # a sample; the mean is 42 ms
+BYTES_PER_SECOND = 10.1e6 / 8, 1.0  # harmonic mean 6.15 Mbit/s
+KBIT = 1024 / 8  # bytes, as FedScale counts
+COLUMNS = ("computation", "communication")  # ms a sample, kbit a second
+ALWAYS_ONLINE = Availability()
+
+
+class Profiles(NamedTuple):
+    """One device for each client."""
+
+    sample_seconds: np.ndarray  # [K], inference of a sample
+    bytes_per_second: np.ndarray  # [K]
+
+
+def stand_in_profiles(num_clients: int, seed: int = 0) -> Profiles:
+    """Returns log-normal devices for K clients, fixed by the seed."""
+    rng = np.random.default_rng(seed)
+    seconds, rate = (
+        median * np.exp(sigma * rng.standard_normal(num_clients))
+        for median, sigma in (INFERENCE_SECONDS, BYTES_PER_SECOND)
+    )
+    return Profiles(seconds, rate)
+
+
+def read_profiles(path: str, num_clients: int) -> Profiles:
+    """Reads devices from a .csv or .parquet table with the columns computation (ms for a
+    sample) and communication (kbit/s), as FedScale's. Client i has row (i + 1) modulo the
+    number of rows.
+
+    Raises InputError for a file that cannot be read, or has values that are not > 0.
+    """
+    field = f"clock.path={path}"
+    columns = read_table(Path(path), field)
+    table = [read_numbers(columns, name, field) for name in COLUMNS]
+    for name, values in zip(COLUMNS, table, strict=True):
+        bad = np.flatnonzero(values <= 0)
+        if bad.size:
+            raise InputError(f"{field}: column {name} must hold numbers > 0 in row {bad[0] + 1}")
+    row = (np.arange(num_clients) + 1) % len(table[0])
+    return Profiles(table[0][row] / 1000, table[1][row] * KBIT)
+
+
+def fedscale_clock(
+    sizes: CohortSizes,
+    *,
+    path: str | None = None,
+    seed: int = 0,
+    model_factor: PositiveFloat = 1.0,
+    overcommit: FromOne = 1.0,
+    server_seconds: NonNegativeFloat = 0.0,
+    online: Availability = ALWAYS_ONLINE,
+    per_group: bool = False,
+) -> Clock:
+    """Returns FedScale's clock.
+
+    Args: `sizes` are those of the run; `path` is that of a table of devices, None: stand-ins drawn
+    by `seed`; `model_factor` > 0 multiplies the time of a sample; a round ends with the first
+    clients_per_round / `overcommit` answers, so that with 1.3 the slowest quarter counts as late;
+    `server_seconds` >= 0 are added to a round in which clients report drift; `online` says when
+    clients are online; `per_group`: each group has a clock of its own, see `system.timing`.
+    """
+    check_arguments(fedscale_clock, locals(), "clock")
+    clients = sizes.num_clients
+    devices = read_profiles(path, clients) if path else stand_in_profiles(clients, seed)
+    sample = model_factor * devices.sample_seconds
+    wait_for = None if overcommit == 1 else max(int(sizes.clients_per_round / overcommit + 1e-9), 1)
+    step = TRAIN_TO_INFERENCE * sizes.batch_size * sample
+    return device_profiles(step, devices.bytes_per_second, wait_for)._replace(
+        ask_seconds=asking_seconds(devices.bytes_per_second, sample),
+        server_seconds=server_seconds,
+        presence=read_availability(online, clients),
+        per_group=per_group,
+    )
+
+
+def asking_seconds(
+    bytes_per_second: np.ndarray, sample_seconds: np.ndarray
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns a function (bytes [K], samples [K]) -> [K] seconds that a client takes to
+    exchange so many bytes and to infer so many samples.
+    """
+    rate = jnp.asarray(bytes_per_second, jnp.float32)
+    each = jnp.asarray(sample_seconds, jnp.float32)
+    return lambda client_bytes, samples: client_bytes / rate + samples * each

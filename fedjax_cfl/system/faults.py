@@ -1,0 +1,248 @@
+"""Simulated faults of clients, and the server's guard against updates that are not finite.
+
+Every fault is drawn by client and round: the seed alone says which client fails in which
+round, whatever the algorithm, the executor or the devices.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from fedjax_cfl.client.executor import as_program, then
+from fedjax_cfl.data.shuffle import draw_permutation
+from fedjax_cfl.tree import leaf_norms, squared_norms, take_rows
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
+
+DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes of draws, see `client_keys`
+
+
+class Faults(NamedTuple):
+    """What goes wrong with clients, as probabilities per client and round, and what the
+    server does about it.
+    """
+
+    dropout: Fraction = 0.0  # downloads, but uploads nothing
+    straggler: Fraction = 0.0  # completes only a uniformly drawn share of its local steps
+    nan: Fraction = 0.0  # sends an update that is not finite
+    byzantine: Fraction = 0.0  # share of ALL clients that attack whenever they take part
+    # sign_flip: -scale * delta | noise: delta + scale * ||delta|| * unit noise | label_flip:
+    # trains on labels C - 1 - y
+    attack: Literal["sign_flip", "noise", "label_flip"] = "sign_flip"
+    scale: NonNegativeFloat = 1.0
+    # an update that is not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the
+    # run stops and names it)
+    nonfinite: Literal["skip", "zero", "raise"] = "skip"
+
+    def validate(self) -> "Faults":
+        """Returns itself. Raises InputError for a value that is not allowed."""
+        check_arguments(Faults, self._asdict(), "faults")
+        return self
+
+
+def client_keys(key: Key, purpose: int, cohort: Cohort) -> Key:
+    """Returns one key [S] for each client of the cohort, derived from its id."""
+    return jax.vmap(lambda client: jax.random.fold_in(jax.random.fold_in(key, purpose), client))(
+        cohort.ids
+    )
+
+
+def draw_failures(key: Key, purpose: int, cohort: Cohort, chance: float) -> jax.Array:
+    """Returns which clients [S] bool of the cohort fail, each with this probability."""
+    return jax.vmap(jax.random.uniform)(client_keys(key, purpose, cohort)) < chance
+
+
+def draw_byzantine(faults: Faults, key: Key, num_clients: int) -> jax.Array:
+    """Returns the clients [K] bool that attack: round(byzantine * K), the same in every
+    round.
+    """
+    count = round(faults.byzantine * num_clients)
+    return draw_permutation(key, num_clients) < count
+
+
+def apply_stragglers(
+    faults: Faults, key: Key, cohort: Cohort, step_fraction: jax.Array
+) -> jax.Array:
+    """Returns the share [S] of its local steps that each client completes: `step_fraction`,
+    or for a straggler a part of it.
+    """
+    if not faults.straggler:
+        return step_fraction
+    late, part = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(
+        client_keys(key, STRAGGLER, cohort)
+    ).T
+    return jnp.where(late < faults.straggler, step_fraction * part, step_fraction)
+
+
+def flip_labels(faults: Faults, byzantine: jax.Array, data: FederatedData) -> FederatedData:
+    """Returns the data that clients train on: with label_flip, attackers [K] see C - 1 - y."""
+    if not faults.byzantine or faults.attack != "label_flip":
+        return data
+    theirs = (data.owner >= 0) & byzantine[data.owner]
+    return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
+
+
+def apply_attack(
+    faults: Faults, key: Key, cohort: Cohort, upload: Upload, attackers: jax.Array
+) -> Upload:
+    """Returns the upload with the deltas of the `attackers` [S] bool changed by their attack.
+
+    Args: `key` is the round's for faults, from which noise is derived by client; `attackers`
+    [S] bool are the slots whose clients attack; `faults.scale` is the attack's strength.
+    """
+    if faults.attack == "sign_flip":
+        factor = jnp.where(attackers, -faults.scale, 1.0)
+        return upload.replace(
+            delta=jax.tree.map(partial(jax.vmap(jnp.multiply), factor), upload.delta)
+        )
+    if faults.attack != "noise":
+        return upload
+    leaves, shape = jax.tree.flatten(upload.delta)
+    size = sum(leaf[0].size for leaf in leaves)
+    norm = jnp.sqrt(squared_norms(upload.delta).sum(0))
+    reach = jnp.where(attackers, faults.scale * norm / size**0.5, 0.0)
+    # [S, leaves]
+    keys = jax.vmap(lambda key: jax.random.split(key, len(leaves)))(client_keys(key, NOISE, cohort))
+
+    def noisy(number, leaf):
+        noise = jax.vmap(lambda key, reach: reach * jax.random.normal(key, leaf.shape[1:]))
+        return leaf + noise(keys[:, number], reach)
+
+    return upload.replace(
+        delta=jax.tree.unflatten(shape, [noisy(number, leaf) for number, leaf in enumerate(leaves)])
+    )
+
+
+def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax.Array]:
+    """Applies the policy to updates that are not finite; the result is finite.
+
+    An update whose squared norm is beyond float32 counts as not finite. Returns (upload,
+    bad [S] bool, number of the first bad leaf [S], -1 for none).
+    """
+    each = leaf_norms(upload.delta)
+    finite, bad = jnp.isfinite(each), ~jnp.isfinite(each.sum(0))
+    losses = (
+        jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss)
+    )
+    if policy == "zero":
+        delta, weight = (
+            jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta),
+            upload.weight,
+        )
+        whole = squared_norms(delta).sum(0)
+    else:
+        delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
+        whole = jnp.where(bad, 0.0, squared_norms(upload.delta).sum(0))
+    loss, last_loss = losses
+    return (
+        upload.replace(
+            delta=delta, weight=weight, loss=loss, last_loss=last_loss, squared_norm=whole
+        ),
+        bad,
+        jnp.where(bad, jnp.argmin(finite, axis=0), -1),
+    )
+
+
+def inject_faults(
+    faults: Faults, key: Key, cohort: Cohort, upload: Upload, byzantine: jax.Array
+) -> tuple[Upload, FaultCounts]:
+    """Applies faults to what the cohort sends, and then the guard against updates that are not
+    finite.
+
+    Args: `key` is the round's for faults, from which every draw is derived by client;
+    `byzantine` [K] bool are the clients that attack, see `draw_byzantine`.
+    """
+    real = upload.weight > 0
+    attackers = real & cohort.take(byzantine) if faults.byzantine else jnp.zeros_like(real)
+    if faults.byzantine:
+        upload = apply_attack(faults, key, cohort, upload, attackers)
+    if faults.nan:
+        broken = real & draw_failures(key, NAN, cohort, faults.nan)
+        upload = upload.replace(delta=fill_rows(broken, jnp.nan, upload.delta))
+    silent = (
+        real & draw_failures(key, DROPOUT, cohort, faults.dropout)
+        if faults.dropout
+        else jnp.zeros_like(real)
+    )
+    if faults.dropout:
+        upload = drop_updates(silent, upload)
+    upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
+    # the first in the order of selection, whatever the slots
+    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
+    culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(
+        jnp.int32
+    )
+    return upload, FaultCounts(silent.sum(), bad.sum(), attackers.sum(), culprit)
+
+
+def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
+    """Returns a function of one client, as `solve`, that gives (Upload, FaultCounts).
+
+    Faults are applied while the client's update is still in the cache. Its `shared` is
+    (that of `solve`, (the key, the attackers [K] bool of `inject_faults`)).
+    """
+
+    def solve_with_faults(solve, client, data, shared, client_inputs):
+        own, (key, attackers) = shared
+
+        def send(upload: Upload) -> tuple[Upload, FaultCounts]:
+            cohort = Cohort(client[None], jnp.zeros(1, jnp.int32))
+            each = jax.tree.map(lambda leaf: leaf[None], upload)
+            upload, counts = inject_faults(faults, key, cohort, each, attackers)
+            return take_rows(upload, 0), counts
+
+        return then(as_program(solve(client, data, own, client_inputs)), send)
+
+    return Partial(solve_with_faults, solve if isinstance(solve, Partial) else Partial(solve))
+
+
+def sum_fault_counts(each: FaultCounts, cohort: Cohort) -> FaultCounts:
+    """Returns the counts of a cohort, given those of `each` client [S]."""
+    bad = each.nonfinite > 0
+    # the first in the order of selection, whatever the slots
+    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
+    culprit = jnp.where(jnp.any(bad), each.first_nonfinite[first], -1)
+    return FaultCounts(each.dropped.sum(), each.nonfinite.sum(), each.byzantine.sum(), culprit)
+
+
+def drop_updates(dropped: jax.Array, upload: Upload) -> Upload:
+    """Returns the upload without the updates of the slots `dropped` [S] bool."""
+    norm = upload.squared_norm
+    return upload.replace(
+        delta=fill_rows(dropped, 0.0, upload.delta),
+        weight=jnp.where(dropped, 0.0, upload.weight),
+        squared_norm=None if norm is None else jnp.where(dropped, 0.0, norm),
+    )
+
+
+def no_faults() -> FaultCounts:
+    """Returns the counts of a cohort in which nothing went wrong."""
+    zero = jnp.zeros((), jnp.int32)
+    return FaultCounts(zero, zero, zero, jnp.full(2, -1, jnp.int32))
+
+
+def sum_rounds(counts: FaultCounts) -> FaultCounts:
+    """Returns the sum of counts over their leading axis, which may be that of rounds.
+
+    `first_nonfinite` is taken from the first entry that has a bad update; -1 if none has.
+    """
+    total = jax.tree.map(lambda leaf: leaf.sum(0), counts)
+    first = jnp.argmax(counts.first_nonfinite[:, 0] >= 0)
+    return total.replace(first_nonfinite=counts.first_nonfinite[first])
+
+
+def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
+    """Returns the sum of counts. Its `first_nonfinite` is that of the first of them that has a
+    bad update.
+    """
+    return sum_rounds(jax.tree.map(lambda *each: jnp.stack(each), *counts))
+
+
+def fill_rows(rows: jax.Array, value: ArrayLike, tree: Params) -> Params:
+    """Returns `tree` [S, ...] with `value` everywhere in the `rows` [S] bool."""
+    return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(rows, value, leaf), tree)

@@ -1,0 +1,183 @@
+"""The simulated system of a run: which clients are online, what fails, how long a round takes,
+and what it sends. Methods neither control it nor depend on it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_cfl.client.local import Work
+from fedjax_cfl.keys import BYZANTINE, FAULTS, SELECT
+from fedjax_cfl.system import faults, timing, traffic
+from fedjax_cfl.system.clock import Clock
+from fedjax_cfl.system.faults import Faults
+from fedjax_cfl.system.reports import add_reports, make_report
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import (
+    Cohort,
+    FaultCounts,
+    FederatedData,
+    Info,
+    Key,
+    Poll,
+    Report,
+    Selection,
+    State,
+    Upload,
+)
+
+
+class RoundLog(NamedTuple):
+    """What one round did apart from changing the state, in the order in which it is known."""
+
+    shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
+    migration: Report  # before selection, of the whole or of each client [K]
+    poll: Poll | None = None  # of each client [K], before it was selected
+    planned: tuple[Report, ...] = ()  # of each slot [S], before it trained
+    # the state that the cohort was trained from, and the group [S] whose model each received
+    trained: State | None = None
+    received: jax.Array | None = None
+    training: Report | None = None  # models sent, and faults
+    # [S] float32, how long each client took; None: time is not simulated
+    seconds: jax.Array | None = None
+    duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
+    late: jax.Array | None = None  # [] int32, clients that answered after its end
+    finishing: traffic.Traffic | None = None  # of the server's last step
+
+    def add_up(self) -> Report:
+        """Returns the sum of all that was reported."""
+        assert self.training is not None and self.finishing is not None  # the round has ended
+        rest = self.finishing
+        if self.poll:
+            rest = traffic.add_traffic(self.poll.traffic, rest)
+        return add_reports(self.migration, *self.planned, self.training, make_report(rest))
+
+
+class System(NamedTuple):
+    """What happens to clients; by default nothing fails, and no time passes."""
+
+    select: Selection  # who takes part
+    faults: Faults = Faults()
+    clock: Clock | None = None  # simulated time; None: none passes
+    # True: the state keeps the model each client last received, and clients are tested on it
+    keep_received: bool = False
+
+    def start_time(self, num_groups: int) -> jax.Array:
+        """Returns the time before round 0, see `State.clock_ms`."""
+        return timing.start_clock(self.clock, num_groups)
+
+    def init_received(self, state: State) -> State:
+        """Returns the state with the models that clients are tested on before they take part, if
+        they are kept: that of each client's group, of group 0 if it has none.
+        """
+        if not self.keep_received:
+            return state
+        return state.replace(received=take_rows(state.groups, jnp.maximum(state.assignment, 0)))
+
+    def let_fail(self, solve: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of one client, as `solve`, whose update may get lost or be broken on
+        its way, see `faults.with_faults`.
+        """
+        return faults.with_faults(self.faults, solve)
+
+    def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
+        """Returns the clients [k] that the selection takes, only such as are online, and what
+        any did before that.
+        """
+        return timing.choose_clients(self.clock, self.select, keys[SELECT], state, data)
+
+    def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
+        """Returns the work that each client completes: stragglers take fewer steps."""
+        fraction = faults.apply_stragglers(self.faults, keys[FAULTS], cohort, work.step_fraction)
+        return work._replace(step_fraction=fraction)
+
+    def perturb(self, keys: Key, data: FederatedData) -> tuple[FederatedData, tuple]:
+        """Returns the data that clients train on, and what `faults.with_faults` needs to change
+        what they send.
+        """
+        attackers = faults.draw_byzantine(self.faults, keys[BYZANTINE], data.num_clients)
+        return faults.flip_labels(self.faults, attackers, data), (keys[FAULTS], attackers)
+
+    def deliver(
+        self,
+        data: FederatedData,
+        cohort: Cohort,
+        upload: Upload,
+        counts: FaultCounts,
+        log: RoundLog,
+        ships_model: bool,
+    ) -> tuple[Upload, RoundLog]:
+        """Returns the updates that reach the server in time, and what the training took.
+
+        A late client, and one that is offline before it can answer, count as one that never
+        answered. A client's time includes the traffic and the inference of what was planned,
+        but not a model that it received before it was selected.
+
+        Args: `counts` is what went wrong with each slot [S]; `ships_model` is False where what a
+        client receives is in the plan's reports already.
+        """
+        clock, clients, state = self.clock, data.num_clients, log.trained
+        assert state is not None and log.received is not None  # the cohort has been trained
+        model_bytes = traffic.model_bytes_of(state.groups)
+        served = cohort.ids < clients
+        answered = served & (counts.dropped == 0)
+        if log.poll is not None:
+            served &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
+        if not ships_model:
+            served = jnp.zeros_like(served)
+        duration = timing.wait_before(clock, state, log.migration, log.poll, model_bytes)
+        late, seconds = jnp.zeros((), jnp.int32), None
+        if clock is not None:
+            sent = make_report(traffic.make_traffic(units_down=served, units_up=answered))
+            reports = [sent, *log.planned]
+            seconds = timing.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
+            waited = duration
+            end = timing.end_round(
+                clock, state, data, cohort, log.received, answered, seconds, waited
+            )
+            duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
+            counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
+            answered &= ~end.gone
+            upload = faults.drop_updates(end.late | end.gone, upload)
+        report = make_report(
+            traffic.make_traffic(units_down=served, units_up=answered),
+            fault_counts=faults.sum_fault_counts(counts, cohort),
+        )
+        return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
+
+    def follow_groups(self, before: State, after: State, reclustered: jax.Array | int = 0) -> State:
+        """Returns the state `after` groups may have begun or ended, with the time of each."""
+        return timing.merge_clocks(self.clock, before, after, reclustered)
+
+    def close(self, state: State, info: Info, log: RoundLog) -> tuple[State, Info]:
+        """Returns the state after the round's traffic and time, and its complete report."""
+        assert log.trained is not None and log.duration is not None and log.late is not None
+        reports = log.add_up()
+        info = info.replace(
+            shifted=log.shifted,
+            migrated=reports.migrated,
+            reclustered=reports.reclustered,
+            fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
+            late=log.late,
+            seconds=log.duration.max(),
+        )
+        state = state.replace(
+            traffic=traffic.add_traffic(state.traffic, reports.traffic),
+            clock_ms=timing.advance_clock(state.clock_ms, log.duration),
+            start_faults=faults.no_faults(),
+        )
+        return self.follow_groups(log.trained, state), info
+
+
+SystemLike = System | Selection  # a selection alone: nothing fails, and no time passes
+
+
+def as_system(given: SystemLike) -> System:
+    """Returns a system as it is, and a selection as the system in which nothing fails.
+
+    Raises InputError for faults that are not allowed.
+    """
+    system = System(given) if isinstance(given, Selection) else given
+    return system._replace(faults=system.faults.validate())
