@@ -11,6 +11,7 @@ from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.results import (
     METRICS_FILE,
+    SUMMARY_FILE,
     read_metrics,
     read_summary,
     rounds_to,
@@ -100,7 +101,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
 
 def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the summary and the rows of a run, checked."""
-    summary_file, metrics_file = run_dir / "summary.json", run_dir / METRICS_FILE
+    summary_file, metrics_file = run_dir / SUMMARY_FILE, run_dir / METRICS_FILE
     summary = read_summary(_check_file(summary_file).parent) or {}
     rows = read_metrics(_check_file(metrics_file).parent)
     names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]

@@ -112,7 +112,7 @@ def make_member(
     """Returns what a session is told of one run."""
     local = build_local(resolved, setup.task, setup.data, setup.mesh)
     choices = dict(HydraConfig.get().runtime.choices)
-    settings = build_settings(resolved, choices, local.execution.width)
+    settings = build_settings(resolved, choices, local.execution.width, setup.data)
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
     return Member(settings, overrides, run_dir, trackers, extras, plot.plot_curves)
 

@@ -14,6 +14,7 @@ import numpy as np
 from fedjax_cfl.errors import warn
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
+from fedjax_cfl.runs.identity import digest_identity, run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import CHECKPOINTS, save_final
 from fedjax_cfl.runs.settings import RunSettings
@@ -72,8 +73,9 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     The training is paid for: what fails besides the models and the summary is one line of
     warning. Where the disk refuses, OSError is raised, and the run can be gone on with.
     """
-    run_dir, algorithm = member.run_dir, setup.algorithm
-    save_final(run_dir, algorithm, result.state, result.data)
+    run_dir = member.run_dir
+    run_id = digest_identity(run_identity(member.settings, setup.data))
+    save_final(run_dir, setup.algorithm, result.state, result.data, run_id)
     measured = attempt(
         "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
     )
@@ -91,9 +93,10 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     )
     rows = results.read_metrics(run_dir)
     summary = build_summary(member, rows, setup, result) | extras.numbers
+    summary |= {"run_id": run_id, "data_id": member.settings.data_digest}
     attempt("curves.png is not drawn", lambda: member.draw(run_dir, summary), without_disk=True)
     # last: its presence says that the run is finished
-    results.write_json(run_dir / "summary.json", summary)
+    results.write_json(run_dir / results.SUMMARY_FILE, summary)
     return summary
 
 

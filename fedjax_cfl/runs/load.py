@@ -29,7 +29,13 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.runs.record import BEST, FINAL
-from fedjax_cfl.runs.results import read_clients, read_metrics, read_settings, read_summary
+from fedjax_cfl.runs.results import (
+    SUMMARY_FILE,
+    read_clients,
+    read_metrics,
+    read_settings,
+    read_summary,
+)
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Task
 
@@ -164,7 +170,13 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
             f"run_dir={run_dir}: the run has not finished and has no final models; the command"
             " that began it goes on with it"
         )
-    best, _ = read_models(run_dir / BEST)
+    best, best_facts = read_models(run_dir / BEST)
+    for folder, found in ((FINAL, facts), (BEST, best_facts)):
+        if found is not None and found.get("run_id") != summary.get("run_id"):
+            raise InputError(
+                f"{run_dir / folder}: holds models of another run than {SUMMARY_FILE}; put back the"
+                " folder that this run has written"
+            )
     settings = read_settings(run_dir)
     shape, classes = tuple(facts["sample_shape"]), int(facts["num_classes"])
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)

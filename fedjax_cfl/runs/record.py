@@ -20,7 +20,8 @@ from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
-from fedjax_cfl.runs.results import METRICS_FILE
+from fedjax_cfl.runs.identity import digest_identity
+from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.types import Algorithm, FederatedData, State
@@ -51,7 +52,9 @@ def open_record(
     checkpoints; `begun` is the round after which the run begins, or goes on.
     """
     rounds, keep, digest = settings.plan.rounds, settings.checkpoint.keep, hashlib.sha256()
-    clients = settings.draw_recorded_clients(identity["clients"])
+    clients, run_id = settings.draw_recorded_clients(identity["clients"]), digest_identity(identity)
+    if begun < rounds:  # of fewer rounds: while it goes on, the run is not finished
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     saved = logged = (begun, time.monotonic())  # round, when
     with (
         results.open_metrics(run_dir) as handle,
@@ -81,7 +84,7 @@ def open_record(
             facts |= {"assignments": assignments.fingerprint()}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
             parts = step, tree, facts, identity
-            save_checkpoint(run_dir, pending, parts, keep, read_back=step == begun)
+            save_checkpoint(run_dir, pending, run_id, parts, keep, read_back=step == begun)
             pending, saved = None, (step, time.monotonic())
 
         def wants(row) -> bool:
@@ -101,6 +104,7 @@ def open_record(
 def save_checkpoint(
     run_dir: Path,
     best: tuple[int, Any] | None,
+    run_id: str,
     parts: tuple[int, Any, dict, dict],
     keep: int,
     *,
@@ -108,13 +112,14 @@ def save_checkpoint(
 ) -> None:
     """Saves the models of the `best` evaluation, if there are any, and a checkpoint.
 
-    Args: `parts` are the arguments of `checkpoint.save`; `read_back`: the checkpoint is read
+    Args: `run_id` is what `digest_identity` returns; `parts` are the arguments of
+    `checkpoint.save`, of which the newest `keep` stay; `read_back`: the checkpoint is read
     again, because the run has not been trained yet and nothing is lost. Raises RunError where
     one of them cannot be written, or read.
     """
     try:
         if best:
-            checkpoint.save(run_dir / BEST, *best, {}, {}, keep=1)
+            checkpoint.save(run_dir / BEST, *best, {"run_id": run_id}, {}, keep=1)
         path = checkpoint.save(run_dir / CHECKPOINTS, *parts, keep=keep)
         if read_back:
             checkpoint.read_back(path)
@@ -130,11 +135,17 @@ def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
     )
 
 
-def save_final(run_dir: Path, algorithm: Algorithm, state: State, data: FederatedData) -> None:
+def save_final(
+    run_dir: Path, algorithm: Algorithm, state: State, data: FederatedData, run_id: str
+) -> None:
     """Saves the models of the last round in final/, with what `load_run` needs to use
     them. Raises RunError where they cannot be written.
+
+    Args: `state` is where the run ended; `data` are its data; `run_id` is what `digest_identity`
+    returns.
     """
     facts: dict[str, Any] = {
+        "run_id": run_id,
         "sample_shape": list(data.x.shape[1:]),
         "num_classes": data.num_classes,
     }

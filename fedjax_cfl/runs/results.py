@@ -24,6 +24,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
+SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
 NEW_CLIENTS_FILE, SIMILARITY_FILE = "new_clients.parquet", "similarity.parquet"
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
@@ -177,7 +178,7 @@ def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> byt
 
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """Reads summary.json, or returns None where the run has not finished."""
-    path = Path(run_dir) / "summary.json"
+    path = Path(run_dir) / SUMMARY_FILE
     if not path.is_file():
         return None
     try:

@@ -11,7 +11,7 @@ from fedjax_cfl import distributed
 from fedjax_cfl.errors import FinishedRun, InputError, warn
 from fedjax_cfl.runs.assignments import PART, verified_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
-from fedjax_cfl.runs.labels import is_execution
+from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, verified_rows
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
@@ -24,37 +24,11 @@ from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData
 from fedjax_cfl.validation import flatten_settings
 
-# Settings, in addition to those of `is_execution`, that a continuation of a run may change:
-# they do not change what has been computed already.
-RESUME_MAY_CHANGE = ("rounds", "eval_every", "eval_auxiliary", "eval_distance")
-RESUME_MAY_CHANGE += ("evaluate.finetune", "evaluate.similarity")
-
 # Settings that may differ between the processes of one run: only process 0 reads them, or they
 # say where a process is.
 PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
 PROCESS_MAY_DIFFER += ("logger",)
 FINISHED = "already holds this run, finished after {} rounds; choose another or more rounds"
-
-
-def run_identity(settings: RunSettings, data: FederatedData) -> dict[str, Any]:
-    """Returns what a continuation must repeat: every setting that bears on the numbers,
-    and the shape of the data.
-    """
-    # a refusal lists the first
-    named = sorted(
-        flatten_settings(settings.everything),
-        key=lambda leaf: not leaf[0].endswith((".name", "seed")),
-    )
-    kept = {
-        name: value
-        for name, value in named
-        if not is_execution(name) and not name.startswith(RESUME_MAY_CHANGE)
-    }
-    return kept | {
-        "clients": data.num_clients,
-        "samples": int(data.y.size),
-        "capacity": data.max_client_samples,
-    }
 
 
 def resume_grid(

@@ -20,9 +20,9 @@ from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs import signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.finish import Member, finish_run
+from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
-from fedjax_cfl.runs.resume import run_identity
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
@@ -110,8 +110,8 @@ def train_members(
             if not distributed.is_primary():
                 return 0, []
             return 0, [
-                finish_run(member, setups[0], result)
-                for member, result in zip(members, found, strict=True)
+                finish_run(member, setup, result)
+                for member, setup, result in zip(members, setups, found, strict=True)
             ]
     except OSError as error:
         raise RunError(

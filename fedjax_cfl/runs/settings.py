@@ -29,6 +29,7 @@ class RunSettings(NamedTuple):
     assignments: int  # clients whose groups are kept at every evaluation
     checkpoint: CheckpointSettings
     resume: Literal["auto", "must", "never"]
+    data_digest: str  # see `identity.digest_data`
     names: dict[str, str]  # of the algorithm and the data set
     choices: dict[str, str]  # the option chosen in each group of the configuration
     everything: dict[str, Any]  # every setting, nested as in the configuration

@@ -1,0 +1,109 @@
+"""What makes a run that run: its settings, its data, and the files that it has written itself."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl.data.federated import federate
+from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.runs import session
+from fedjax_cfl.runs.identity import digest_data
+from fedjax_cfl.runs.results import read_metrics, read_summary
+
+LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
+OWN = f"dataset=npz dataset.source.path=own.npz partition=by_user {LINE}"
+
+
+def make_arrays(seed=0, samples=60):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(3, size=samples)
+    x = (np.eye(3, 4)[y] + 0.1 * rng.normal(size=(samples, 4))).astype(np.float32)
+    return {"x": x, "y": y, "client": np.arange(samples) % 6}
+
+
+def change(arrays, name):
+    value = arrays[name].copy()
+    value[-1] = value[0] if name == "client" else (value[-1] + 1) % 3
+    return arrays | {name: value}
+
+
+@pytest.mark.parametrize("name", ["x", "y", "client"])
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_file_that_has_changed_is_not_mixed_in(name, finished, fedjax_cfl, tmp_path, monkeypatch):
+    """The numbers of a run that went on with other samples would be those of no data set."""
+    arrays = make_arrays()
+    np.savez(tmp_path / "own.npz", **arrays)
+    if finished:
+        assert fedjax_cfl(f"{OWN} rounds=2 run_dir=run")[0] == 0
+    else:
+        with monkeypatch.context() as patch:
+            stop_in_round(patch, 1)
+            assert fedjax_cfl(f"{OWN} rounds=3 checkpoint.every=1 run_dir=run")[0] == 1
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    np.savez(tmp_path / "own.npz", **change(arrays, name))
+    status, _, err = fedjax_cfl(f"{OWN} rounds=3 checkpoint.every=1 run_dir=run")
+    assert status == 2 and err.count("\n") == 1 and "is of a different run (data: " in err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    np.savez(tmp_path / "own.npz", **arrays)
+    assert fedjax_cfl(f"{OWN} rounds=3 checkpoint.every=1 run_dir=run")[0] == 0
+    assert [row["round"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def stop_in_round(patch, round):
+    """Lets a run end, with an error, after the row of a round."""
+    drive = session.drive
+
+    def stopping(program, plan, starts, on_start, on_rows):
+        def stop(rows, groupings, snapshots):
+            on_rows(rows, groupings, snapshots)
+            if rows[0]["round"] == round:
+                raise RunError("stopped")
+
+        return drive(program, plan, starts, on_start, stop)
+
+    patch.setattr(session, "drive", stopping)
+
+
+def test_a_longer_run_that_was_interrupted_is_not_finished(fedjax_cfl, tmp_path, monkeypatch):
+    assert fedjax_cfl(f"{LINE} rounds=2 run_dir=run")[0] == 0
+    with monkeypatch.context() as patch:
+        stop_in_round(patch, 3)
+        assert fedjax_cfl(f"{LINE} rounds=5 run_dir=run")[0] == 1
+    assert read_summary(tmp_path / "run") is None
+    with pytest.raises(InputError, match="has not finished"):
+        cfl.load_run(tmp_path / "run")
+    assert "no finished run" in fedjax_cfl("compare run")[2]
+    assert fedjax_cfl(f"{LINE} rounds=5 run_dir=run")[0] == 0
+    assert fedjax_cfl(f"{LINE} rounds=5 run_dir=whole")[0] == 0
+    ours, theirs = (read_summary(tmp_path / name) for name in ("run", "whole"))
+    assert ours is not None and theirs is not None
+    for name in ("rounds", "final_accuracy", "best_accuracy", "bytes_up", "run_id", "data_id"):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.parametrize("folder", ["final", "best"])
+def test_models_of_another_run_are_refused(folder, fedjax_cfl, tmp_path):
+    for seed in (0, 1):
+        assert fedjax_cfl(f"{LINE} discard=none rounds=2 seed={seed} run_dir=run{seed}")[0] == 0
+    cfl.load_run(tmp_path / "run0")
+    shutil.rmtree(tmp_path / "run0" / folder)
+    shutil.copytree(tmp_path / "run1" / folder, tmp_path / "run0" / folder)
+    with pytest.raises(InputError, match=f"{folder}: holds models of another run"):
+        cfl.load_run(tmp_path / "run0")
+
+
+def test_every_array_is_part_of_the_digest(toy_pool):
+    held = cfl.Partition(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    data = federate(toy_pool, held)
+    other = toy_pool.x.copy()
+    other[3, 1] += 1e-6
+    moved = held._replace(owner=np.roll(held.owner, 1))
+    found = {
+        digest_data(data),
+        digest_data(federate(toy_pool._replace(x=other), held)),
+        digest_data(federate(toy_pool, moved)),
+        digest_data(data.replace(concept=data.concept + 1)),
+    }
+    assert len(found) == 4 and digest_data(federate(toy_pool, held)) in found
