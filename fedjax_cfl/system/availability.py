@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_cfl.data.tables import read_numbers, read_table
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.tables import read_numbers, read_table
 from fedjax_cfl.validation import PositiveFloat
 
 NEVER = 2**31 - 1  # milliseconds: longer than any interval

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.tables import read_numbers, read_table
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.availability import Availability, read_availability
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, Clock, CohortSizes, device_profiles
-from fedjax_cfl.system.tables import read_numbers, read_table
 from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, check_arguments
 
 # log-normal: median and sigma of the logarithm

@@ -4,9 +4,9 @@
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.columns import read_columns
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
 from fedjax_cfl.data.datasets.pool import check_pool
+from fedjax_cfl.data.tables import read_columns
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, check_arguments
