@@ -11,6 +11,9 @@ import pytest
 
 from fedjax_cfl import formatting
 from fedjax_cfl.analysis import compare, compare_inputs, plot
+from fedjax_cfl.analysis.compare import reduce_set
+from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
+from fedjax_cfl.analysis.statistics import compare_pairs
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
@@ -262,5 +265,35 @@ def test_gain_and_speedup_over_a_baseline_of_the_same_seed(tmp_path, capsys):
     assert ifca["accuracy_gain"][0] == pytest.approx(0.2) and ifca["speedup"][0] == 2.0
     assert ifca["speedup"][2] == 1, "nobody to compare seed 9 with"
     assert "speed-up" in capsys.readouterr().out
-    with pytest.raises(InputError, match="--baseline cfl: must name one of"):
-        compare.compare([tmp_path], baseline="cfl")
+    for name in ("cfl", ""):
+        with pytest.raises(InputError, match=f"--baseline {name}: must name one of"):
+            compare.compare([tmp_path], baseline=name)
+
+
+def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):
+    """Data of another partition.seed, file or alpha have another identity."""
+    ours, other = {"data_id": "a"}, {"data_id": "b"}
+    row = json.dumps(ROW | {"macro_accuracy": 0.5}) + "\n"
+    run_of(tmp_path / "a", SUMMARY | ours, row)
+    run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | other, row)
+    _, ifca = compare.compare([tmp_path], baseline="fedavg")
+    assert ifca["accuracy_gain"][2] == 0
+    said = "1 of 1 runs of ifca have no gain: no run of fedavg has the same seed and the same data"
+    assert said in capsys.readouterr().out
+    groups = [reduce_set(one) for one in compare.merge_seeds(read_all(tmp_path))]
+    assert compare_pairs(groups, ["final_accuracy"]) == []
+    run_of(tmp_path / "c", SUMMARY | ours, row)
+    with pytest.raises(InputError, match="--baseline fedavg: holds a seed more than once"):
+        compare.compare([tmp_path], baseline="fedavg")
+
+
+def test_runs_of_other_partition_seeds_are_not_pooled(tmp_path):
+    for seed in (1, 2):
+        summary = SUMMARY | {"seed": 0, "overrides": [f"partition.seed={seed}"]}
+        run_of(tmp_path / str(seed), summary, json.dumps(ROW) + "\n")
+    labels = [one["label"] for one in compare.merge_seeds(read_all(tmp_path))]
+    assert labels == ["fedavg partition.seed=1", "fedavg partition.seed=2"]
+
+
+def read_all(folder):
+    return [read_run(path, None) for path in find_runs([folder])]

@@ -48,12 +48,19 @@ def compare(
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")
     runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
     sets = merge_seeds(add_shared_best(runs))
-    groups = [reduce_set(one) for one in (add_baseline(sets, baseline) if baseline else sets)]
+    sets = sets if baseline is None else add_baseline(sets, baseline)
+    groups = [reduce_set(one) for one in sets]
     for group in groups:
         if len(set(group["seeds"].split())) < group["runs"]:
             print(
                 f"note: {group['label']} holds the same seed more than once (seeds"
                 f" {group['seeds']}), so its sd is too small"
+            )
+        alone = group["runs"] - group["accuracy_gain"][2]
+        if baseline is not None and alone:
+            print(
+                f"note: {alone} of {group['runs']} runs of {group['label']} have no gain: no run of"
+                f" {baseline} has the same seed and the same data"
             )
     measures = shown_measures(groups)
     names = {name: heading for name, (heading, _, _) in MEASURES.items()}

@@ -90,7 +90,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
         "overrides": {
             name: value
             for name, value in parse_overrides(overrides).items()
-            if name not in IDENTITY and name.split(".")[-1] != "seed" and not is_execution(name)
+            if name not in IDENTITY and name != "seed" and not is_execution(name)
         },
         "rounds_to_target": None if target is None else rounds_to(rows, target),
         "units": sum(sent) if sent else None,

@@ -61,19 +61,33 @@ def measure_beside(
     ]
 
 
+def pair_key(run: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns what two runs must share to be compared seed by seed: the seed and the data."""
+    return run.get("seed"), run.get("data_id")
+
+
 def add_baseline(sets: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Returns sets of runs (see `compare.merge_seeds`) whose runs have the measures
-    `RELATIVE` beside the run of their seed in the set called `name`, by its label or
-    algorithm. Raises InputError unless there is one such set.
+    """Returns sets of runs (see `compare.merge_seeds`) whose runs have the measures `RELATIVE`
+    beside the run of their seed, on the same data, in the set called `name`, by its label or
+    algorithm; without such a run they have none of them.
+
+    Raises InputError unless there is one such set, with one run for each seed and data.
     """
     chosen = [one for one in sets if name in (one["label"], one["algorithm"])]
     if len(chosen) != 1:
         labels = ", ".join(one["label"] for one in sets)
         raise InputError(f"--baseline {name}: must name one of the sets of runs: {labels}")
-    base = {run.get("seed"): run["rows"] for run in chosen[0]["members"] if run["rows"]}
+    members = [run for run in chosen[0]["members"] if run["rows"]]
+    base = {pair_key(run): run["rows"] for run in members}
+    if len(base) < len(members):
+        seeds = " ".join(str(run.get("seed")) for run in members)
+        raise InputError(
+            f"--baseline {name}: holds a seed more than once (seeds {seeds}); name its folders, one"
+            " for each seed"
+        )
 
     def beside(run: dict[str, Any]) -> dict[str, Any]:
-        rows = base.get(run.get("seed"))
+        rows = base.get(pair_key(run))
         return run | compare_to_baseline(run["rows"], rows) if rows else run
 
     return [one | {"members": [beside(run) for run in one["members"]]} for one in sets]

@@ -198,7 +198,7 @@ def render(
     """Returns the page. What comes from files is escaped, and the page's own script is the
     only one that its policy lets run.
     """
-    room = resources.files("fedjax_cfl.runs")
+    room = resources.files("fedjax_cfl.analysis")
     script = (room / "report.js").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         (room / "report.html").read_text(encoding="utf-8")

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_cfl.analysis.relative import pair_key
+
 RESAMPLES, LEVEL = 10_000, 0.95
 MAX_PAIRED_SETS = 6  # beyond it all sets are compared with the best one only
 
@@ -63,11 +65,11 @@ def _same_data(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
-    left, right = ({run.get("seed"): run for run in each["members"]} for each in (one, other))
-    seeds = [seed for seed in left if seed in right and seed is not None]
+    left, right = ({pair_key(run): run for run in each["members"]} for each in (one, other))
+    shared = [key for key in left if key in right and key[0] is not None]
 
     def minus(name: str) -> Estimate:
-        pairs = [(left[seed].get(name), right[seed].get(name)) for seed in seeds]
+        pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
         return bootstrap_mean([a - b for a, b in pairs if a is not None and b is not None])
 
-    return Difference(one["label"], other["label"], len(seeds), {m: minus(m) for m in measures})
+    return Difference(one["label"], other["label"], len(shared), {m: minus(m) for m in measures})
