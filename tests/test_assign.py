@@ -161,3 +161,24 @@ def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
     state = met(directions, [-1] * 14, memory=memory)
     chosen, _ = nearest_direction(pretrain)(KEY, state, toy, cohort)
     assert chosen.tolist() == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("wrap", [every_round, cold_start])
+def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
+    """A word of each slot, and a model of the whole step, besides what the wrapper counts."""
+    cohort = Cohort(jnp.array([0, 3, 14], jnp.int32), jnp.arange(3, dtype=jnp.int32))
+    state = met(models, [-1] * 14)
+
+    def choose(key, state, data, cohort):
+        each = make_report(traffic.make_traffic(units_up=1, words_up=jnp.array([5, 6, 0])))
+        return jnp.zeros(3, jnp.int32), each
+
+    def choose_silently(key, state, data, cohort):
+        return jnp.zeros(3, jnp.int32), make_report()
+
+    loud, silent = (
+        ledger(traffic.add_traffic(wrap(one)(KEY, state, toy, cohort)[1].traffic))
+        for one in (choose, choose_silently)
+    )
+    assert loud.words_up - silent.words_up == 11 and loud.units_up - silent.units_up == 1
+    assert loud.units_down == silent.units_down > 0

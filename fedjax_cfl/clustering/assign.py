@@ -14,7 +14,7 @@ from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.pretrain import TrainFn
 from fedjax_cfl.round.hooks import AssignFn
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_to_report, make_report
 from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import leaf_norms
 from fedjax_cfl.types import Cohort, FederatedData, Key, Report, State, Task
@@ -52,7 +52,7 @@ def every_round(choose: AssignFn) -> AssignFn:
         gid, report = choose(key, state, data, cohort)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (state.active.sum() - 1), words_up=real)
-        return gid, report.replace(traffic=sent)
+        return gid, add_to_report(report, sent)
 
     return assign
 
@@ -94,7 +94,7 @@ def cold_start(choose: AssignFn) -> AssignFn:
         met = jnp.maximum(met_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
         sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.sum())
-        return gid, report.replace(traffic=sent)
+        return gid, add_to_report(report, sent)
 
     return assign
 

@@ -1,8 +1,10 @@
 """What a step of a round reports: what was sent, who moved, what failed."""
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from fedjax_cfl.system.counts import add_counts
 from fedjax_cfl.system.faults import add_fault_counts, no_faults
 from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import FaultCounts, Report, Traffic
@@ -31,6 +33,20 @@ def make_report(
         no_faults() if fault_counts is None else fault_counts,
         jnp.asarray(samples, jnp.float32),
     )
+
+
+def add_to_report(report: Report, sent: Traffic) -> Report:
+    """Returns a report to which the traffic `sent` is added, each of the whole step or of each
+    slot [S]. Of the two, what is of the whole step is put into the first slot of the other.
+    """
+
+    def add(one, other):
+        if one.ndim > other.ndim:
+            one, other = other, one
+        whole = one if one.ndim == other.ndim else jnp.zeros_like(other).at[0].set(one)
+        return add_counts(whole, other)
+
+    return report.replace(traffic=jax.tree.map(add, report.traffic, sent))
 
 
 def add_reports(*reports: Report) -> Report:

@@ -50,7 +50,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, Start, StartFn
-from fedjax_cfl.system.reports import add_reports, make_report
+from fedjax_cfl.system.reports import add_reports, add_to_report, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import take_rows
@@ -138,9 +138,9 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
     def with_counts(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        gid, _ = assign(key, state, data, cohort)
+        gid, report = assign(key, state, data, cohort)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        return gid, make_report(make_traffic(words_up=real * data.num_classes * words))
+        return gid, add_to_report(report, make_traffic(words_up=real * data.num_classes * words))
 
     return with_counts
 
