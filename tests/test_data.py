@@ -1,5 +1,6 @@
 """Federated data: the views against loops, on the host and under jit."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedjax_cfl as cfl
 from fedjax_cfl.data import concept, partition
 from fedjax_cfl.data import federated as federation
 from fedjax_cfl.errors import InputError
@@ -140,3 +142,78 @@ def test_no_retrace():
     for k in range(3):
         view = step(view, jnp.full(N, k, jnp.int32))
     assert len(calls) == 1 and view.size.tolist() == [0, 0, len(NUMBERS), 0, 0]
+
+
+GOOD = {"x": np.eye(6, 4, dtype=np.float32), "y": np.arange(6) % 3, "client": np.arange(6) % 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"y": np.arange(6) % 3 + 1}, "y is 3 in sample 2, expected 0 .. 2"),
+        ({"y": np.arange(6) / 2}, "y is 0.5 in sample 1"),
+        ({"y": np.arange(5)}, "y has shape (5,), x has shape (6, 4)"),
+        ({"y": np.arange(6) - 1}, "y is -1 in sample 0"),
+        ({"x": np.full((6, 4), np.nan)}, "x is NaN or infinite in 6 samples"),
+        ({"x": np.array(list("abcdef"))}, "x has dtype <U1"),
+        ({"client": np.arange(5)}, "client has shape (5,)"),
+        ({"client": np.arange(6) - 1}, "client is -1 in sample 0"),
+        ({"num_classes": 0}, "num_classes=0, expected at least 1"),
+        ({"test": np.full(6, 2)}, ""),
+        ({"time": 10**12 + np.arange(6)}, "time is 1000000000000 in sample 0"),
+    ],
+)
+def test_arrays_from_python_are_refused_as_those_of_files_are(changes, line):
+    """Labels beyond the last class train without a word otherwise."""
+    arrays = GOOD | {"num_classes": 3} | changes
+    if "test" in changes:  # any number but 0 is true
+        assert cfl.federate(cfl.Pool(**arrays), hold(6, [1] * 5 + [0])).num_clients == 2
+        return
+    with pytest.raises(InputError, match=re.escape(f"pool: {line}")):
+        cfl.federate(cfl.Pool(**arrays), hold(6))
+
+
+def hold(samples, test=None, **changes):
+    test = np.zeros(samples, bool) if test is None else np.array(test)
+    parts = {"sample": np.arange(samples), "owner": np.arange(samples) % 2, "test": test}
+    return cfl.Partition(**parts | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"sample": np.arange(6) + 1}, "samples are 1 .. 6, expected 0 .. 5"),
+        ({"sample": np.arange(6) - 1}, "samples are -1 .. 4"),
+        ({"owner": np.arange(6) / 2}, "owner has shape (6,) and dtype float64"),
+        ({"owner": np.arange(6) - 1}, "owners are -1 .. 4"),
+        ({"owner": np.arange(5)}, "sample, owner and test have shapes (6,), (5,) and (6,)"),
+        ({"test": np.arange(6)}, "test has dtype int64"),
+        ({"test": np.ones(6, bool)}, "no client holds a training sample"),
+    ],
+)
+def test_partitions_that_do_not_fit_are_refused(changes, line):
+    with pytest.raises(InputError, match=re.escape(f"partition: {line}")):
+        cfl.federate(cfl.Pool(**GOOD, num_classes=3), hold(6, **changes))
+
+
+def test_gaps_between_labels_are_closed_and_named(tmp_path):
+    np.savez(tmp_path / "a.npz", **GOOD | {"y": np.array([10, 20, 30, 10, 20, 30])})
+    pool = cfl.datasets.npz(tmp_path / "a.npz")
+    assert pool.num_classes == 3 and pool.class_names == ("10", "20", "30")
+    assert pool.y.tolist() == [0, 1, 2, 0, 1, 2]
+    said = cfl.datasets.npz(tmp_path / "a.npz", num_classes=31)
+    assert said.num_classes == 31 and said.class_names is None
+    rng = np.random.default_rng(0)
+    targets = {"x": np.zeros((5000, 2), np.float32), "y": rng.permutation(5000)}
+    np.savez(tmp_path / "b.npz", **targets)
+    with pytest.raises(InputError, match="5,000 different values in 5,000 samples, which looks"):
+        cfl.datasets.npz(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize("shift", [2**62, -5, 2**63])
+def test_clients_may_have_any_whole_number_as_their_name(tmp_path, shift):
+    ids = np.array([shift + k % 2 for k in range(6)])
+    np.savez(tmp_path / "a.npz", **GOOD | {"client": ids})
+    pool = cfl.datasets.npz(tmp_path / "a.npz")
+    assert pool.client.tolist() == [0, 1] * 3
+    assert [int(name) for name in pool.client_names] == [shift, shift + 1]

@@ -196,7 +196,7 @@ NPZ = {
         "y is 18446744073709551615 in sample 3",
     ),
     "labels above int32": (packed(y=np.array([0, 1, 2, 2**31])), "y is 2147483648"),
-    "half a label": (packed(y=Y + 0.5), "y is 0.5"),
+    "half a label": (packed(y=Y + 0.5), "looks like a target to regress"),
     "x of no dimension": (packed(x=X[0, 0]), "x has shape ()"),
     "x without features": (packed(x=X[:, :0]), "shape (0,)"),
     "x without features, huge": (
@@ -209,7 +209,6 @@ NPZ = {
     "NaN": (packed(x=np.where(X == 5, np.nan, X)), "NaN or infinite in 1"),
     "infinite": (packed(x=X - np.inf), "NaN or infinite in 4"),
     "beyond float32": (packed(x=X.astype(float) * 1e300), "NaN or infinite"),
-    "negative client": (packed(client=Y - 1), "client is -1"),
     "half a client": (packed(client=Y / 2), "client is 0.5"),
     "too few clients": (packed(client=Y[:3]), "client has shape (3,)"),
     "clients of two dimensions": (packed(client=Y[:, None]), "client has shape (4, 1)"),

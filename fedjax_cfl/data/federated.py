@@ -11,9 +11,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.transform import TURNS, turn_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, ClientNames, FederatedData, Partition, Pool
+
+
+def check_arrays(pool: Pool, on_host: bool) -> Pool:
+    """Returns a pool with the types of `Pool`. Raises InputError for what `datasets.npz` would
+    refuse in a file; `on_host` samples are only looked at when they are read.
+    """
+    if pool.num_classes < 1:
+        raise InputError(f"pool: num_classes={pool.num_classes}, expected at least 1")
+    if not on_host:
+        return check_pool(pool, "pool")
+    stand_in = np.zeros((len(pool.x), 1), np.uint8)
+    return check_pool(pool._replace(x=stand_in), "pool")._replace(x=pool.x)
+
+
+def check_partition(holdings: Partition, samples: int) -> Partition:
+    """Returns a partition with the types of `Partition`. Raises InputError for one that does not
+    fit a pool of so many samples.
+    """
+    sample, owner, test = (
+        np.asarray(part) for part in (holdings.sample, holdings.owner, holdings.test)
+    )
+    for name, array in (("sample", sample), ("owner", owner)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InputError(
+                f"partition: {name} has shape {array.shape} and dtype {array.dtype}, expected"
+                " integers [N]"
+            )
+    if not owner.shape == sample.shape == test.shape:
+        raise InputError(
+            f"partition: sample, owner and test have shapes {sample.shape}, {owner.shape} and"
+            f" {test.shape}, expected [N] each"
+        )
+    if test.dtype != bool and not np.isin(test, (0, 1)).all():
+        raise InputError(f"partition: test has dtype {test.dtype}, expected True or False")
+    if sample.size and not (sample.min() >= 0 and sample.max() < samples):
+        raise InputError(
+            f"partition: samples are {sample.min()} .. {sample.max()}, expected 0 .. {samples - 1}"
+        )
+    return holdings._replace(sample=sample, owner=owner, test=test.astype(bool))
 
 
 def federate(
@@ -32,7 +72,8 @@ def federate(
     `prefetch`). Raises InputError for an owner outside of 0 .. K - 1, or if no client holds a
     training sample.
     """
-    owner = np.asarray(holdings.owner, np.int32)
+    pool, holdings = check_arrays(pool, on_host), check_partition(holdings, len(pool.y))
+    owner = holdings.owner.astype(np.int32)
     if not len(owner) or holdings.test.all():
         raise InputError("partition: no client holds a training sample, expected at least one")
     clients = int(owner.max()) + 1 if clients is None else clients

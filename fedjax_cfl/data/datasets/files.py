@@ -12,6 +12,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt
 
+MOST_LIKELY_CLASSES = 1000  # more, in few samples each, are no classes
 OPTIONAL = ("client", "split", "concept", "time")
 CHECK_BYTES = 2**27  # bytes checked at once
 
@@ -163,7 +164,29 @@ def _number_labels(
                 f"{path}: y is 1 .. {last:g} and never 0, expected class numbers from 0 on: store"
                 f" y - 1, or set num_classes={last + 1:g} if class 0 has no samples here"
             )
-    return y, None
+    return _close_gaps(path, y, num_classes)
+
+
+def _close_gaps(
+    path: str, y: np.ndarray, num_classes: int | None
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Returns class numbers without gaps, where it is not said how many classes there are, and the
+    labels as names of the classes. Raises InputError for what looks like no classes at all.
+    """
+    whole = y.dtype.kind in "iuf" and y.size > 0 and np.isfinite(y).all()
+    if num_classes is not None or not whole:
+        return y, None  # `check_pool` says what is wrong
+    labels = np.unique(y)
+    continuous = (labels != np.floor(labels)).any()
+    if continuous or labels.size > max(MOST_LIKELY_CLASSES, y.size // 10):
+        kind = "numbers that are not whole" if continuous else f"{labels.size:,} different values"
+        raise InputError(
+            f"{path}: y has {kind} in {y.size:,} samples, which looks like a target to regress;"
+            " expected class numbers, or num_classes if these are classes"
+        )
+    if labels[0] < 0 or labels[-1] >= 2**31 or np.array_equal(labels, np.arange(labels.size)):
+        return y, None
+    return np.searchsorted(labels, y), tuple(f"{label:g}" for label in labels.tolist())
 
 
 def _number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,13 +199,15 @@ def _number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.nda
         client = np.char.decode(client, "utf-8", "backslashreplace")
     if client.dtype.kind not in "buifU":
         raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
-    if client.dtype.kind in "if":
-        bad = ~((client >= 0) & (client < 2**53) & (client == np.floor(client)))  # NaN is bad, too
+    if client.dtype.kind == "f":
+        bad = ~((np.abs(client) < 2**53) & (client == np.floor(client)))  # NaN is bad, too
         if bad.any():
             raise InputError(
-                f"{path}: client is {client[bad][0]} in sample {bad.argmax()}, expected integers"
-                " 0, 1, 2, ... or text"
+                f"{path}: client is {client[bad][0]} in sample {bad.argmax()}, expected whole"
+                " numbers below 2^53, or text"
             )
+    if client.dtype == np.uint64 and client.max(initial=0) >= 2**63:
+        client = client.astype(str)  # results have no such integers
     if client.dtype.kind in "bf":
         client = client.astype(np.int64)
     ids, number = np.unique(client, return_inverse=True)

@@ -9,6 +9,12 @@ from fedjax_cfl.types import Pool
 
 # a label beyond this is no label, and tables of classes should not end in a lack of memory
 MAX_CLASSES = 1_000_000
+# what to do with whole numbers that are negative or too large
+REMEDIES = {
+    "client": ": store numpy.unique(client, return_inverse=True)[1]",
+    "time": ": store time - time.min(), in seconds or another unit that is coarse enough",
+    "y": ": store numpy.unique(y, return_inverse=True)[1]",
+}
 
 
 def check_pool(pool: Pool, name: str) -> Pool:
@@ -76,9 +82,12 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
     # NaN fails every comparison
     bad = ~((values >= 0) & (values < 2**31) & (values == np.floor(values)))
     if bad.any():
+        wrong, hint = values[bad][0], ""
+        if wrong == np.floor(wrong):
+            hint = f" up to {2**31 - 1}{REMEDIES.get(field, '')}"
         raise InputError(
-            f"{name}: {field} is {values[bad][0]} in sample {bad.argmax()}, expected integers 0, 1,"
-            " 2, ..."
+            f"{name}: {field} is {wrong} in sample {bad.argmax()}, expected integers 0, 1, 2, ..."
+            f"{hint}"
         )
     return values.astype(np.int32)
 
