@@ -1,5 +1,6 @@
 """A finished run read back: settings, rows, clients, models that predict; `predict`."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -250,3 +251,26 @@ def test_predict_without_labels(predict, folder):
     np.savez(folder / "x.npz", x=arrays["x"])
     status, _, error = predict("run x.npz")
     assert status == 2 and error.endswith("without y none can be chosen\n")
+
+
+def test_predict_reads_clients_and_split_as_training_does(fedjax_cfl, tmp_path):
+    """Ids that a table program has stored as 0.0, 1.0 ...; a split in words is refused by both."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(2, size=80)
+    x = (np.eye(2, 4)[y] + rng.normal(size=(80, 4))).astype(np.float32)
+    arrays = {"x": x, "y": y + 5, "client": np.arange(80.0) % 4, "split": np.arange(80) // 60}
+    np.savez(tmp_path / "own.npz", **arrays)
+    own = "dataset=npz dataset.source.path=own.npz algorithm=nonfed clients_per_round=4"
+    assert fedjax_cfl(f"{own} rounds=3 run_dir=run")[0] == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    _, out, _ = fedjax_cfl("predict run own.npz")
+    assert (
+        f"clients of the run: 80 samples, models 0, 1, 2, 3, accuracy {row['accuracy']:.2%}" in out
+    )
+    words = np.where(arrays["split"] == 1, "test", "train")
+    np.savez(tmp_path / "words.npz", **arrays | {"split": words})
+    status, _, err = fedjax_cfl("predict run words.npz")
+    assert status == 2 and "expected 0 (train) or 1 (test)" in err and err.count("\n") == 1
+    (tmp_path / "out.npz").touch()
+    status, _, err = fedjax_cfl("predict run missing.npz --out out.npz")
+    assert status == 2 and "missing.npz" in err and err.count("\n") == 1

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_cfl.data.datasets.files import number_clients
+from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
@@ -37,7 +39,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--best", action="store_true", help="models of the best evaluation")
     parser.add_argument("--out", metavar="OUT.npz", help="write predicted, model, known [N]")
     given = parse_arguments(parser, argv)
-    if given.out and Path(given.out).exists() and os.path.samefile(given.out, given.file):
+    files = [Path(name) for name in (given.out, given.file) if name]
+    if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
     run, arrays = load_run(given.run_dir), read_npz(given.file, ("x",), ("y", "client", "split"))
     saved = run.best if given.best else run.final
@@ -63,11 +66,13 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
             raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
     if "y" in arrays:
         arrays["y"] = run.check_labels(arrays["y"], len(x))
+    if "split" in arrays:  # read as training reads it
+        arrays["split"] = read_test_mask("file", arrays["split"], np.zeros(len(x)))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     predicted, model = np.zeros(len(x), np.int32), np.zeros(len(x), np.int32)
     known = np.zeros(len(x), bool)
-    names, number = np.unique(clients, return_inverse=True)
+    names, number = number_clients("file", clients, len(x))
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         here = met.get(str(client))
@@ -93,7 +98,7 @@ def choose_model(
         who = f"client {arrays['client'][rows[0]]}" if "client" in arrays else "a file without ids"
         raise InputError(f"{who} has no model in this run, and without y none can be chosen")
     if "split" in arrays:
-        rows = rows[arrays["split"][rows] == 0]
+        rows = rows[~arrays["split"][rows]]
         if not rows.size:
             raise InputError("split: a client that the run never met has no training samples")
     return run.find_model(arrays["x"][rows], arrays["y"][rows], saved)
@@ -105,7 +110,7 @@ def describe_predictions(
     """Returns the lines to print: one for clients with a model in the run, one for others."""
     scored: Any = np.ones(len(found.known), bool)
     if "split" in arrays:
-        scored = arrays["split"] != 0
+        scored = arrays["split"]
     lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
     kinds = (("clients of the run", found.known), ("clients never met", ~found.known))
     for name, rows in kinds:

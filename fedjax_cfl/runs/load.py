@@ -140,6 +140,9 @@ class LoadedRun(NamedTuple):
         y = np.asarray(y)
         if y.dtype.kind == "S":
             y = np.char.decode(y, "utf-8", "backslashreplace")
+        numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
+        if numbers and y.dtype.kind in "iuf":  # labels had gaps, and classes are named by them
+            y = np.array([f"{label:g}" for label in y.tolist()])
         if y.dtype.kind == "U" and self.class_names is not None:
             unknown = y[~np.isin(y, self.class_names)]
             if unknown.size:

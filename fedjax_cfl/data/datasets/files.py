@@ -122,7 +122,7 @@ def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None)
         if "concept" in arrays:
             raise InputError(f"{path}: concept is there without client, expected both or neither")
         return check_pool(pool, path)
-    ids, client = _number_clients(path, arrays["client"], len(y))
+    ids, client = number_clients(path, arrays["client"], len(y))
     names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
     return check_pool(
         pool._replace(
@@ -189,7 +189,7 @@ def _close_gaps(
     return np.searchsorted(labels, y), tuple(f"{label:g}" for label in labels.tolist())
 
 
-def _number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
+def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of the clients [K], sorted, and each sample's client number [N]."""
     if client.shape != (samples,):
         raise InputError(
