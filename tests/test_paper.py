@@ -456,3 +456,24 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(verb, tmp_path, monkeypatc
     assert runner.main(arguments, lambda overrides: None, None) == 0
     assert all("local.lr=0.5" in line for line in verb.started())
     assert (tmp_path / "eta=0.1" / "fake" / "table.csv").exists()
+
+
+@pytest.mark.parametrize("name", sorted(runner.PROGRAM_NAMES.values()))
+def test_a_figure_without_its_program_is_refused(name, tmp_path, monkeypatch):
+    """The installed package does not contain benchmarks/; nothing may be trained before it is
+    said.
+    """
+    monkeypatch.setattr(runner, "PROGRAMS", tmp_path)
+    monkeypatch.delitem(sys.modules, f"reproduce.{name}", raising=False)
+    with pytest.raises(InputError, match=f"is made by benchmarks/reproduce/{name}.py, which"):
+        runner.load_program("some_figure", name)
+
+
+@pytest.mark.parametrize("name", sorted(runner.PROGRAM_NAMES.values()))
+def test_the_program_of_a_figure_is_found_in_a_checkout(name, monkeypatch):
+    folder = Path(__file__).parents[1] / "benchmarks" / "reproduce"
+    monkeypatch.setattr(runner, "PROGRAMS", folder)
+    monkeypatch.delitem(sys.modules, f"reproduce.{name}", raising=False)
+    module = runner.load_program("some_figure", name)
+    assert Path(module.__file__) == folder / f"{name}.py"
+    assert hasattr(module, "reproduce") or hasattr(module, "draw_figures")

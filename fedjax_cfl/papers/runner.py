@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -58,15 +59,17 @@ def load_program(table: str, name: str) -> ModuleType:
     """Returns the module benchmarks/reproduce/NAME.py. Raises InputError where the package does
     not lie in a checkout.
     """
-    path = PROGRAMS / f"{name}.py"
+    full, path = f"reproduce.{name}", PROGRAMS / f"{name}.py"
+    if full in sys.modules:
+        return sys.modules[full]
     if not path.is_file():
         raise InputError(
             f"{table}: its figure is made by benchmarks/reproduce/{name}.py, which the installed"
             " package does not contain; use a clone of the repository and pip install -e ."
         )
-    spec = importlib.util.spec_from_file_location(f"reproduce_{name}", path)
+    spec = importlib.util.spec_from_file_location(full, path)
     assert spec is not None and spec.loader is not None  # of a file there always are
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
