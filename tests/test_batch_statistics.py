@@ -45,10 +45,11 @@ def faces(others: float):
     """Three clients; the pixels of all but CLIENT are multiplied by `others`."""
     owner = np.concatenate([np.repeat(np.arange(3), sizes) for sizes in (TRAIN, TEST)])
     x = normal(len(owner), *SHAPE)
-    x[owner != CLIENT] *= others
     test = np.arange(len(owner)) >= sum(TRAIN)
     pool = Pool(x, (np.arange(len(owner)) % 2).astype(np.int32), 2)
-    return cfl.federate(pool, Partition(np.arange(len(owner)), owner, test))
+    data = cfl.federate(pool, Partition(np.arange(len(owner)), owner, test))
+    x[owner != CLIENT] *= others  # only now: NaN is refused above
+    return data.replace(x=jnp.asarray(x))
 
 
 @pytest.fixture(scope="module")

@@ -146,12 +146,24 @@ def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
     before = done.stat().st_mtime_ns, rows(tmp_path / "sweep" / "1")
     (tmp_path / "sweep" / "1" / "summary.json").unlink()
     status, out, error = fedjax_cfl(line)
-    assert (status, error) == (0, "") and out.count("finished after 2 rounds") == 1
+    assert (status, error) == (0, "") and out.count("finished after 2 rounds; passed over") == 1
     assert "resuming after round 2" in out and (tmp_path / "sweep/1/summary.json").exists()
     assert (done.stat().st_mtime_ns, rows(tmp_path / "sweep" / "1")) == before
     assert fedjax_cfl(f"{line} resume=never")[0] == 2
     status, _, error = fedjax_cfl(f"{line} local.lr=0.5")
     assert status == 2 and "is of a different run (local.lr: 0.05 there, 0.5 here)" in error
+
+
+@pytest.mark.parametrize("folder", [".", "new"])
+def test_a_sweep_that_cannot_begin_leaves_the_current_folder(
+    folder, fedjax_cfl, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    line = "dataset=npz dataset.source.path=missing.npz algorithm=fedavg,fedsgd"
+    status, _, error = fedjax_cfl(f"-m {line} run_dir={folder}")
+    assert status == 2 and "missing.npz" in error
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "here"]
 
 
 def test_a_grid_is_not_written_into_a_run(fedjax_cfl, tmp_path):

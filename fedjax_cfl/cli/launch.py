@@ -68,7 +68,7 @@ def run_config(config: DictConfig) -> None:
     except FinishedRun as error:
         if alone:
             sys.exit(print_error(error))
-        print(error)
+        print(f"{str(error).partition(';')[0]}; passed over")
     except (RunError, OSError) as error:
         print_error(
             f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error
@@ -81,12 +81,18 @@ def run_config(config: DictConfig) -> None:
 
 
 def remove_unused_sweep(run_dir: Path) -> None:
-    """Removes the folder of a sweep that never began: all it holds is what was there
-    before its first run.
+    """Removes what a sweep that never began has written, if that is all there is, and its folder,
+    unless that is the current one or holds it.
     """
-    left = {path.name for path in run_dir.parent.rglob("*")}
-    if left == {"multirun.yaml", INDEX_FILE, run_dir.name}:
-        shutil.rmtree(run_dir.parent)
+    folder, here = run_dir.parent, Path.cwd()
+    if {path.name for path in folder.rglob("*")} != {"multirun.yaml", INDEX_FILE, run_dir.name}:
+        return
+    if folder not in (here, *here.parents):
+        shutil.rmtree(folder)
+        return
+    shutil.rmtree(run_dir)
+    for name in ("multirun.yaml", INDEX_FILE):
+        (folder / name).unlink()
 
 
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
