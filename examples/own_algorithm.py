@@ -19,7 +19,7 @@ ROUNDS = 30
 cfl.use_cpu_cores()
 
 
-def sticky_ifca(task, local, select, *, m: int, gain: float = 0.1):
+def sticky_ifca(task, local, system, *, m: int, gain: float = 0.1):
     """IFCA whose clients change groups only for a loss that is lower by the share `gain`."""
     losses = over_clients(training_loss(task), local.execution)
 
@@ -32,7 +32,7 @@ def sticky_ifca(task, local, select, *, m: int, gain: float = 0.1):
         return jnp.where(stay, old, best), make_report()
 
     hooks = Hooks(sgd(task, local), start=random_groups(task, m), assign=every_round(choose))
-    return federated(task, local, select, hooks)
+    return federated(task, local, system, hooks)
 
 
 def rename_labels(at: int):

@@ -238,7 +238,7 @@ class State(struct.PyTreeNode):
     # [2] uint32 (high, low), simulated milliseconds so far; [m, 2] with a clock for each group
     clock_ms: jax.Array
     # [K, ...], the model that each client last received, before that the one it is served at the
-    # start; () unless `Local.keep_received`
+    # start; () unless `System.keep_received`
     received: Params
     start_faults: FaultCounts  # what went wrong at the start; the first round reports it
 
@@ -255,7 +255,7 @@ class Info(struct.PyTreeNode):
     group_discrepancy: jax.Array  # [m]
     dissimilarity: jax.Array  # [] mean (1 - cos(delta, own group's step)) / 2
     selected: jax.Array  # [] int32, clients selected
-    clients: jax.Array  # [] int32, clients trained
+    clients: jax.Array  # [] int32, clients whose update was used
     steps: jax.Array  # [2] uint32 (high, low), local SGD steps taken
     cold: jax.Array  # [] int32, clients of the cohort that had no group before
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round

@@ -2,7 +2,7 @@
 
 The range of a setting stands in the annotation of the parameter that takes it:
 
-    def tkm(task, local, select, *, m: PositiveInt, beta: Trim = 0.2) -> Algorithm:
+    def tkm(task, local, system, *, m: PositiveInt, beta: Trim = 0.2) -> Algorithm:
         check_arguments(tkm, locals(), "algorithm")
 
 `check_arguments` reads it for callers from Python. The command line reads it from every

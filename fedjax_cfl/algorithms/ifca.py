@@ -3,7 +3,7 @@ Learning", NeurIPS 2020, https://arxiv.org/abs/2006.04088. The same method is Hy
 in Mansour, Mohri, Ro, Suresh 2020, https://arxiv.org/abs/2002.10619 ("HypoCluster(K)"
 in the FeSEM paper), with means weighted by samples.
 
-In every round each client tests all m models on its training data and trains the best
+In every round each client of the cohort tests all m models on its training data and trains the best
 one. The server averages the updates of each model.
 """
 
@@ -77,10 +77,12 @@ def ifca(
     Option II of the paper is the default; option I, gradient averaging, is
     `solve=gradient_step` with `aggregate=cohort_mean`.
     Args: `start` is independent_models | reject_unbalanced(share) | spread_models; `with_l2`
-    adds the L2 penalty to the losses that are compared (D10); `migrate` is as in
-    `ifca_mig`; `max_m`: room for so many models, so that runs of any m up to it share what is
-    compiled; clients test max_m models then.
-    Raises InputError for `max_m` below m, or with another start than independent_models.
+    adds the L2 penalty to the losses that are compared (D10); `migrate`
+    moves clients before the selection (a `MigrateFn`), None: nobody; `max_m`: room for so many
+    models, so that runs of any m up to it share what is compiled. The losses of max_m models are
+    computed then, and m are counted as sent.
+    Raises InputError for `max_m` below m, for an array m without it, and for more room than m with
+    another start than independent_models.
     """
     check_arguments(ifca, locals(), "algorithm")
     groups = count_groups(m, max_m)
@@ -182,7 +184,8 @@ def ifca_restarts(
 
 
 def first_cohort(local: Local, system: SystemLike, key: Key, data: FederatedData) -> Cohort:
-    """Returns the cohort of the first round.
+    """Returns a cohort drawn as that of round 0, by a key of the start: the very cohort of round 0
+    only where the selection draws nothing, as a round robin.
 
     Raises InputError for a selection that is not known before the run.
     """
@@ -221,7 +224,7 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
                 attempt, _ = carry
                 return attempt + 1, draw(jax.random.fold_in(key, attempt), data).groups
 
-            drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, draw(key, data).groups)))
+            drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, None)))
             answers = drawn * real.sum()
             sent = make_traffic(units_down=answers * m, words_up=answers)
             return Start(groups, report=make_report(sent))

@@ -62,8 +62,8 @@ def check_settings(
     """Raises InputError for the first setting of a resolved configuration that is not
     allowed, beginning with those `asked` for.
 
-    `rules` and `default` go by dotted name; `default` holds the values before anything
-    was changed: a setting without a rule of its own keeps its kind.
+    `rules` and `default` go by dotted name; `default` has the values without overrides. A setting
+    without a rule must keep the type of its default.
     """
     check_nesting(config, default)
     for name, value in sorted(flatten_settings(config), key=lambda leaf: leaf[0] not in asked):

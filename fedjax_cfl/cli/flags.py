@@ -1,6 +1,7 @@
 """The flags of the command line: which there are, and which only show something.
 
-Imports neither JAX nor anything of the library, so that `--help` answers at once.
+Imports neither JAX nor, but for `errors`, anything of the library, so that `--help` answers at
+once.
 """
 
 import argparse

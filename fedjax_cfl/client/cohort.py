@@ -56,8 +56,8 @@ def over_clients(client_fn: Callable[..., Any], execution: Execution) -> CohortF
     inputs: (client, data, shared, client_inputs) -> a program (see `executor`), or the result
     itself, any pytree. The result does not depend on the executor, its lanes, slots or devices,
     up to rounding.
-    Where a grid maps runs whose settings differ, `client_fn` must be a `Partial` of the values
-    that differ.
+    If the runs of a grid differ in a setting, bind its value to `client_fn` by a `Partial`: what
+    a function closes over cannot be mapped over runs.
     """
     if execution.runs_as_one:
         return over_clients_of_runs(client_fn, execution, run_clients)

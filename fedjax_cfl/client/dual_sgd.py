@@ -135,8 +135,7 @@ def dual_sizes(
     fitting = [
         size
         for size in sizes
-        if local.execution.first_layer == "dual"
-        or is_dual_cheaper(size, *shape, batch, steps(size))
+        if first_layer == "dual" or is_dual_cheaper(size, *shape, batch, steps(size))
     ]
     return [size for size in fitting if size >= MIN_DUAL_SAMPLES] or fitting[-1:]
 

@@ -22,8 +22,8 @@ def training_loss(task: Task, with_l2: bool = False) -> Callable[..., Loop]:
     """Returns a function of one client: the mean loss [m] of each model over the client's
     whole training set.
 
-    It is (client, data, models [m, ...], ()) -> [m], for `over_clients`. The loss
-    is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
+    It is (client, data, models [m, ...], ()) -> a Loop with the result [m], for `over_clients`.
+    The loss is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
     code does (D10).
     """
 

@@ -2,7 +2,7 @@
 
 A `vmap` of local training itself would waste work: a mapped `lax.switch` runs every
 branch, and a mapped loop runs as long as the longest run needs. Here the axis of the runs
-joins the cohort axis instead. The clients of all runs train one after another, each with
+joins the cohort axis instead. The clients of all runs train as one cohort, each with
 its own branch and its own number of steps; the rest of a round is mapped.
 """
 

@@ -96,9 +96,9 @@ def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
 
 
 def add_penalties(training: Training, delta: Params) -> jax.Array:
-    """Returns what the reported losses [2] have in addition to those of samples: the penalty of
-    the received model, and of the trained one where the last epoch is not the first. So no step
-    has to read all of a model for it.
+    """Returns the penalties [2] to add to the reported losses: that of the received model, and that
+    of the trained one if the last epoch is not the first. They are added once, here, so that no
+    step reads the whole model for them.
     """
     _, penalty = split(training.objective)
     if penalty is None:

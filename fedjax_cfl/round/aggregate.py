@@ -1,7 +1,7 @@
 """Server aggregation: each function is an `AggregateFn` (see `hooks`) or returns one.
 
 The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.
-`state` is the state before the round's training, with the cohort's groups `gid` already
+`state` is the state before the server's step, with the cohort's groups `gid` already
 in its assignment.
 """
 
@@ -34,7 +34,7 @@ def weighted_mean(
 def uniform_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group's clients that have data, unweighted (IFCA, FeSEM).
+    """Averages the updates of each group's clients whose update is used, unweighted (IFCA, FeSEM).
 
     Args: as those of `AggregateFn`.
     """

@@ -134,7 +134,7 @@ def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple
 def draw_cohort(
     parts: Parts, keys: Key, state: State, data: FederatedData, log: RoundLog
 ) -> tuple[Cohort, RoundLog]:
-    """Step 2: draws the clients, here and nowhere else, and gives them slots, longest first.
+    """Step 2: draws the cohort that trains, and gives its clients slots, longest first.
 
     Args: `parts` is what the round is made of; `keys` [PURPOSES] are those of the round, see
     `derive_keys`; `log` is what the round has done so far, and is returned with what this step

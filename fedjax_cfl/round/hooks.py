@@ -42,15 +42,16 @@ class StartFn(Protocol):
 
 class MigrateFn(Protocol):
     """Changes groups before a round's selection: clients move, or new groups are founded.
-    Traffic and samples of its report take simulated time where they are given for each client.
+    Under a clock, traffic and samples take time only if the report gives them for each client [K],
+    not as a total.
     """
 
     def __call__(self, key: Key, state: State, data: FederatedData) -> tuple[State, Report]: ...
 
 
 class AssignFn(Protocol):
-    """Names the group [S] that each client of the cohort trains. Traffic and samples of its
-    report take simulated time where they are given for each slot.
+    """Names the group [S] that each client of the cohort trains. Under a clock, traffic and
+    samples take time only if the report gives them for each slot [S], not as a total.
     """
 
     def __call__(

@@ -54,7 +54,7 @@ def make_info(
     mass: jax.Array,
     mesh: Mesh | None = None,
 ) -> Info:
-    """Returns what is known from a round's updates; the engine adds the rest.
+    """Returns what is known from a round's updates; `System.close` adds the rest.
 
     The discrepancy is that of FlexCFL, eq. 3: ||trained - new model of its own group||, over
     all clients and per group.

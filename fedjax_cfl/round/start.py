@@ -33,8 +33,8 @@ class GroupCount(NamedTuple):
         return jnp.arange(self.size) < self.used
 
     def serve(self, state: State) -> ServedModels:
-        """Serves each client the model of its group, of those in use where their number is
-        known when a program is compiled.
+        """Serves each client the model of its group. Models that are not in use are left out,
+        unless `used` is an input of the program.
         """
         known = self.used if isinstance(self.used, int) else self.size
         return ServedModels(take_rows(state.groups, slice(known)), state.assignment)
@@ -101,8 +101,8 @@ def no_clients(key: Key, num_clients: int) -> jax.Array:
 def find_data_clients(
     start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
 ) -> Callable[..., jax.Array] | None:
-    """Returns `Algorithm.data_clients`, (key, round, K) -> ids, whose samples a round (None:
-    the start) reads; None where that is not known before the run.
+    """Returns `Algorithm.data_clients`: (key, round, K) -> the clients whose samples that round
+    reads; round None is the start. Returns None if they are not known before the run.
     """
     if start_clients is None or draw is None:
         return None

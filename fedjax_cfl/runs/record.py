@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     write: Callable[[dict[str, Any], Grouping], None]  # (row, grouping): at once
     save: Callable[[Snapshot], None]  # (snapshot): a checkpoint
-    # (row) -> whether `save_if_due` will want the snapshot, unless the run stops
+    # (row) -> whether `save_if_due` will read the snapshot; where the run stops it always does
     wants: Callable[[dict[str, Any]], bool]
     # (row, snapshot, stop): the models if they are the best so far, and a checkpoint if it is
     # time, or if the run stops or ends there

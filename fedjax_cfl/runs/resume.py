@@ -144,8 +144,8 @@ def find_verified(
 def sync_resume(
     begin: Callable[[], Snapshot | None], settings: RunSettings, setup: Setup
 ) -> Snapshot | None:
-    """Returns in every process what `begin`, a use of `resume_run`, returns in process
-    0; what it raises ends all of them.
+    """Calls `begin`, a use of `resume_run`, in process 0, and returns its result in all processes.
+    If it raises InputError, all raise.
 
     Raises InputError in the other processes, too, and then without a text; and in all
     of them if they were given different settings or data.

@@ -36,8 +36,8 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
 
 
 class Inputs(NamedTuple):
-    """Numbers that a run's programs are given instead of holding them: runs that differ in
-    nothing else share what is compiled.
+    """Settings that are arguments of the compiled programs, not constants in them: runs that differ
+    in these alone share a program.
     """
 
     values: Mapping[str, float]  # by setting

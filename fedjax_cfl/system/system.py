@@ -1,5 +1,6 @@
 """The simulated system of a run: which clients are online, what fails, how long a round takes,
-and what it sends. Methods neither control it nor depend on it.
+and what it sends. No hook of a round depends on it; some starts read the selection, or what is
+done with updates that are not finite.
 """
 
 from collections.abc import Callable
@@ -111,9 +112,10 @@ class System(NamedTuple):
     ) -> tuple[Upload, RoundLog]:
         """Returns the updates that reach the server in time, and what the training took.
 
-        A late client, and one that is offline before it can answer, count as one that never
-        answered. A client's time includes the traffic and the inference of what was planned,
-        but not a model that it received before it was selected.
+        The update of a late client is not used; it is counted as sent, and the client as late. One
+        that goes offline before it answers counts as dropped. A client's time includes the traffic
+        and the inference of what was planned, but not a model that it received before it was
+        selected.
 
         Args: `counts` is what went wrong with each slot [S]; `ships_model` is False where what a
         client receives is in the plan's reports already.
@@ -148,7 +150,9 @@ class System(NamedTuple):
         return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
 
     def follow_groups(self, before: State, after: State, reclustered: jax.Array | int = 0) -> State:
-        """Returns the state `after` groups may have begun or ended, with the time of each."""
+        """Returns the state `after` with the clock of each group set: between `before` and `after`
+        groups may have begun or ended.
+        """
         return timing.merge_clocks(self.clock, before, after, reclustered)
 
     def close(self, state: State, info: Info, log: RoundLog) -> tuple[State, Info]:
