@@ -17,6 +17,9 @@ from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, State, Upload
 
 LEAST_CLIENTS = 5  # of a group in a round: with fewer, none is scored
+# of 2-means: over 200 groups of ten random unit vectors its cut is 0.1 % above the best in the
+# mean, 1.6 % at most; with 4 restarts it is 1.4 and 7.8 %
+RESTARTS = 32
 REWARD = 5.0
 
 
@@ -72,7 +75,7 @@ def name_sides(
     side has been named since the last cut; `several` [] bool: there is more than one group.
     """
     rows = jnp.where(several, fit.member & fit.known, fit.member)
-    labels = kmeans(key, unit, 2, restarts=4, weight=rows.astype(jnp.float32)).labels
+    labels = kmeans(key, unit, 2, restarts=RESTARTS, weight=rows.astype(jnp.float32)).labels
     fresh = jnp.where(rows & (rows.sum() >= 2), labels, -1)
 
     prefer = jnp.where(fit.side[:, 1] > fit.side[:, 0], 1, 0)
