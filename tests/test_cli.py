@@ -171,7 +171,7 @@ REFUSED = {
     "dataset=npz dataset.source.path={files}/no_y.npz": "no_y.npz: 'y' is missing",
     "dataset=npz dataset.source.path={files}/nan.npz": "nan.npz: x is NaN or infinite sample 3",
     "dataset=npz dataset.source.path={files}/inf.npz": "inf.npz: x is NaN or infinite sample 3",
-    "dataset=npz dataset.source.path={files}/half.npz": "half.npz: y is 0.5",
+    "dataset=npz dataset.source.path={files}/half.npz": "half.npz: y has numbers that are",
     "dataset=npz dataset.source.path={files}/negative.npz": "negative.npz: y is -1",
     "dataset=npz dataset.source.path={files}/huge.npz": "huge.npz: y is",
     "dataset=npz dataset.source.path={files}/good.npz dataset.source.num_classes=2": (

@@ -59,11 +59,10 @@ def test_updates_are_compared_from_the_mean_of_the_models(toy, linear, local, mo
     able = (index >= 0) & (np.asarray(toy.train.size) > 0)
     np.testing.assert_array_equal(clients, np.flatnonzero(able))
     mean = jax.tree.map(lambda leaf: leaf[index[able]].mean(0)[None], models)
-    resolved = local
-    train = over_clients(sgd(linear, resolved), resolved)
+    train = over_clients(sgd(linear, local), local.execution)
     flat = []
     for client in clients:
-        cohort = make_cohort(jax.numpy.array([client]), toy, resolved)
+        cohort = make_cohort(jax.numpy.array([client]), toy, local.execution)
         work = full_work(jax.numpy.zeros_like(cohort.ids))
         slot = int(np.flatnonzero(np.asarray(cohort.ids) == client)[0])
         delta = train(cohort, toy, (key, mean), work).delta

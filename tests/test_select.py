@@ -114,7 +114,7 @@ def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
 def test_stragglers_take_their_share_of_steps(toy, linear, local):
     """2 of 3 epochs are two thirds of the steps, for every size of client."""
     three = local.replace(epochs=3)
-    train = jax.jit(over_clients(sgd(linear, three), three))
+    train = jax.jit(over_clients(sgd(linear, three), three.execution))
     ids = jnp.arange(14)
     work = full_work(0 * ids)._replace(step_fraction=jnp.full(14, 2 / 3))
     model = jax.tree.map(lambda leaf: leaf[None], linear.init(KEY))

@@ -222,9 +222,9 @@ def test_must_needs_checkpoints(tmp_path, missing):
 def test_python_is_answered_as_the_command_line(toy, linear, local):
     select, key = cfl.select.uniform(5), jax.random.key(0)
 
-    def run(local=local, select=select, **options):
+    def run(local=local, changes=None, select=select, **options):
         return cfl.run(
-            cfl.algorithms.fedavg(linear, local, select),
+            cfl.algorithms.fedavg(linear, local.replace(**changes or {}), select),
             linear,
             toy,
             key,
@@ -235,12 +235,12 @@ def test_python_is_answered_as_the_command_line(toy, linear, local):
         ({"rounds": 0}, "rounds=0: must be a whole number >= 1"),
         ({"eval_every": 0}, "eval_every=0: must be a whole number >= 1"),
         ({"discard": "never"}, "discard=never: must be one of rounds, met, none"),
-        ({"local": local.replace(epochs=0)}, "local.epochs=0: must be a whole number from 1 to"),
+        ({"changes": {"epochs": 0}}, "local.epochs=0: must be a whole number from 1 to"),
         (
-            {"local": local.replace(batch_size=0)},
+            {"changes": {"batch_size": 0}},
             "local.batch_size=0: must be a whole number >= 1",
         ),
-        ({"local": local.replace(lr=-1.0)}, "local.lr=-1.0: must be a finite number > 0"),
+        ({"changes": {"lr": -1.0}}, "local.lr=-1.0: must be a finite number > 0"),
         (
             {"select": cfl.select.uniform(99)},
             f"clients_per_round=99: must be at most {toy.num_clients}, the number of clients",

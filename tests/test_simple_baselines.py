@@ -347,7 +347,7 @@ def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
         tkm(linear, local, select.full_participation(), m=3, theta=0.2, erm_epochs=6), data, 2
     )[0]
     naive = play(
-        tkm(linear, troubled, select.full_participation(), m=3, theta=0.2, erm_epochs=6, beta=0.0),
+        tkm(linear, local, troubled, m=3, theta=0.2, erm_epochs=6, beta=0.0),
         data,
         2,
     )[0]

@@ -230,7 +230,7 @@ def test_a_client_of_one_label_swaps_nothing():
 @pytest.mark.parametrize("make", [stream.bucket, stream.gradual, stream.rotate])
 def test_a_window_of_everything_never_moves(make):
     data = make_data(5, square=True)
-    made = make(intervals=4, period=2, retained=8)
+    made = make(window=stream.Window(intervals=4, period=2, retained=8))
     begun, memory = made.init(KEY, data)
     now, after, shifted = made.apply(KEY, 1, begun, memory, None)
     assert now is begun and memory == after == () and not shifted.any()

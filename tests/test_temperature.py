@@ -234,7 +234,7 @@ def misplaced(linear, local):
 def founded_anew(task, local, alpha):
     """Returns the `migrate` that founds two groups anew in round 3, from 2 alpha clients."""
     founding = ColdStart(alpha, cluster_by_edc(), train_steps(11), recluster=[3])
-    trial = train_aside(sgd(task, founding.pretrain(local)), local)
+    trial = train_aside(sgd(task, founding.pretrain(local)), local, COHORT)
     found = make_found_groups(trial, local, founding, count_groups(2, None))
     return recluster_at(found, trial, local, founding, None, None)
 

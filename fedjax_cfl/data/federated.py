@@ -96,10 +96,8 @@ def federate(
         x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
     else:
         x = pool.x[rows]
-    train, test = (
-        build_client_index(np.flatnonzero(mask), owner[mask], clients)
-        for mask in (~holdings.test, holdings.test)
-    )
+    sides = ~holdings.test, holdings.test
+    train, test = (build_client_index(np.flatnonzero(s), owner[s], clients) for s in sides)
     return FederatedData(
         x=jnp.asarray(x),
         y=jnp.asarray(y, jnp.int32),

@@ -21,7 +21,7 @@ from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.identity import digest_identity
-from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
+from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.types import Algorithm, FederatedData, State
@@ -51,19 +51,17 @@ def open_record(
     Args: `settings` are those of the run; `identity` is that of `run_identity`, for its
     checkpoints; `begun` is the round after which the run begins, or goes on.
     """
-    rounds, keep, digest = settings.plan.rounds, settings.checkpoint.keep, hashlib.sha256()
+    rounds, keep = settings.plan.rounds, settings.checkpoint.keep
     clients, run_id = settings.draw_recorded_clients(identity["clients"]), digest_identity(identity)
-    if begun < rounds:  # of fewer rounds: while it goes on, the run is not finished
-        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     saved = logged = (begun, time.monotonic())  # round, when
     with (
         results.open_metrics(run_dir) as handle,
         open_assignments(run_dir, clients) as assignments,
         open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
     ):
-        held, before = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
-        digest.update(held)
-        written, best = held.count(b"\n"), results.summarize_rows(before)["best_accuracy"]
+        held, rows = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
+        written, best = held.count(b"\n"), results.summarize_rows(rows)["best_accuracy"]
+        digest = hashlib.sha256(held)
         pending = None  # (round, models and who uses which) of the best evaluation, if not saved
 
         def write(row: dict[str, Any], grouping: Grouping) -> None:
@@ -74,14 +72,14 @@ def open_record(
             written += 1
             if is_due(logged, row["round"], rounds):
                 logged = row["round"], time.monotonic()
-                line = f"round {row['round']} of {rounds}, {format_progress(row)}"
-                print(time.strftime("%F %T"), line, file=log, flush=True)
+                line = f"{time.strftime('%F %T')} round {row['round']} of {rounds}, "
+                print(line + format_progress(row), file=log, flush=True)
 
         def save(snapshot: Snapshot) -> None:
             nonlocal pending, saved
             os.fsync(handle.fileno())
-            facts = {"counters": snapshot.counters, "metrics": [written, digest.hexdigest()]}
-            facts |= {"assignments": assignments.fingerprint()}
+            groups, numbers = assignments.fingerprint(), [written, digest.hexdigest()]
+            facts = {"counters": snapshot.counters, "metrics": numbers, "assignments": groups}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
             parts = step, tree, facts, identity
             save_checkpoint(run_dir, pending, run_id, parts, keep, read_back=step == begun)

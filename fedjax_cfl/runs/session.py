@@ -23,6 +23,7 @@ from fedjax_cfl.runs.finish import Member, finish_run
 from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
+from fedjax_cfl.runs.results import SUMMARY_FILE
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
@@ -183,6 +184,8 @@ def open_outputs(
     """
     settings = member.settings if alone else keep_common(member.settings)
     identity = run_identity(member.settings, setup.data)
+    if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
+        (member.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     record = open_record(settings, member.run_dir, setup.algorithm, identity, begun)
     tracked = open_trackers(member.trackers, member.run_dir, settings.everything, begun)
     return files.enter_context(record), files.enter_context(tracked)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets import leaf_json, readers
-from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
+from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt
@@ -184,7 +184,7 @@ def _close_gaps(
             f"{path}: y has {kind} in {y.size:,} samples, which looks like a target to regress;"
             " expected class numbers, or num_classes if these are classes"
         )
-    if labels[0] < 0 or labels[-1] >= 2**31 or np.array_equal(labels, np.arange(labels.size)):
+    if labels[0] < 0 or labels[-1] > MAX_CLASSES or np.array_equal(labels, np.arange(labels.size)):
         return y, None
     return np.searchsorted(labels, y), tuple(f"{label:g}" for label in labels.tolist())
 
