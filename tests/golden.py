@@ -27,7 +27,7 @@ SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_roun
 # differ between two runs that are the same
 VARYING = {"wall_s", "compile_s", "train_s", "eval_s", "client_updates_per_s", "local_steps_per_s"}
 VARYING |= {"peak_memory_bytes", "planned_memory_bytes", "overrides", "programs", "versions"}
-VARYING |= {"programs_from_cache", "run_dir", "started", "finished", "command"}
+VARYING |= {"programs_from_cache", "run_id", "data_id"}
 IFCA = ["algorithm=ifca", "algorithm.m=2"]
 SWAP = ["drift=swap_all", "drift.p=0.4"]
 
