@@ -77,7 +77,7 @@ def measured(
     name: str, algorithm, task, trains: cfl.Local, data, shift, first: int, rounds: int
 ) -> None:
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
-    key, mesh = jax.random.key(0), trains.mesh
+    key, mesh = jax.random.key(0), trains.execution.mesh
     data = drift.bound_client_samples(data, shift)
     carry = jax.jit(
         lambda key, data: (algorithm.init(key, data), init_data_state(shift, key, data))
@@ -92,14 +92,14 @@ def measured(
             algorithm, task, mesh, state, data_state.apply_to(data), True
         )[0]
     )
-    solve = over_clients(sgd(task, trains), trains)
+    solve = over_clients(sgd(task, trains), trains.execution)
 
     @jax.jit
     def train(key, state, data_state, data):
         ids = cfl.select.rr_then_random(COHORT).draw(
             derive_key(key, SELECT, state.round), state.round, CLIENTS
         )
-        cohort = make_cohort(ids, data_state.apply_to(data), trains)
+        cohort = make_cohort(ids, data_state.apply_to(data), trains.execution)
         gid = jnp.maximum(state.assignment[cohort.ids], 0)
         return solve(
             cohort,

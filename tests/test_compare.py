@@ -280,6 +280,10 @@ def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):
     assert ifca["accuracy_gain"][2] == 0
     said = "1 of 1 runs of ifca have no gain: no run of fedavg has the same seed and the same data"
     assert said in capsys.readouterr().out
+    run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | ours, json.dumps(ROW) + "\n")
+    compare.compare([tmp_path], baseline="fedavg")  # of a run without accuracy: not for its data
+    assert "have no gain" not in capsys.readouterr().out
+    run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | other, row)
     groups = [reduce_set(one) for one in compare.merge_seeds(read_all(tmp_path))]
     assert compare_pairs(groups, ["final_accuracy"]) == []
     run_of(tmp_path / "c", SUMMARY | ours, row)

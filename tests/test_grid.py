@@ -13,7 +13,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.grid import grid_axes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
-from fedjax_cfl.runs.grid import list_points
+from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.simulation.vectorize import stack_data
 
 SMALL = (
@@ -236,7 +236,7 @@ def test_the_first_axis_is_outermost():
         "coordinator": None,
         "resident": "device",
     }
-    assert list_points(grid_axes(config)) == [
+    assert grid_points(grid_axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},
         {"seed": 4, "algorithm.eta_g": 0.5},
         {"seed": 2, "algorithm.eta_g": 0.0},

@@ -22,8 +22,7 @@ from fedjax_cfl.clustering.pretrain import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.system.select import full_participation
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
@@ -70,7 +69,7 @@ def fedcluster(
         regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )
     cohort_only = federated(task, local, system, hooks)
-    of_all = as_system(system)._replace(select=full_participation())
+    of_all = select_everybody(system)
     everybody = federated(task, local, of_all, hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:

@@ -33,8 +33,7 @@ from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Star
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.select import full_participation
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, membership_weights
 from fedjax_cfl.types import (
@@ -100,7 +99,7 @@ def fl_hc(
     clustering = federated(
         task,
         local,
-        as_system(system)._replace(select=full_participation()),
+        select_everybody(system),
         Hooks(solve, start=start, regroup=found, aggregate=zero_step),
     )
 

@@ -21,8 +21,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.select import full_participation
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
@@ -66,7 +65,7 @@ def nonfed(
         aggregate=client_delta(local.execution.mesh),
     )
     if trains == "all":
-        system = as_system(system)._replace(select=full_participation())
+        system = select_everybody(system)
     algorithm = federated(task, local, system, hooks)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:

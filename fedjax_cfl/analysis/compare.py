@@ -56,7 +56,7 @@ def compare(
                 f"note: {group['label']} holds the same seed more than once (seeds"
                 f" {group['seeds']}), so its sd is too small"
             )
-        alone = group["runs"] - group["accuracy_gain"][2]
+        alone = sum("accuracy_gain" not in run for run in group["members"])
         if baseline is not None and alone:
             print(
                 f"note: {alone} of {group['runs']} runs of {group['label']} have no gain: no run of"

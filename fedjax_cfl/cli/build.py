@@ -26,7 +26,6 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.identity import digest_data
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
@@ -215,12 +214,12 @@ def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_settings(
-    config: dict[str, Any], choices: dict[str, str], width: int, data: FederatedData
+    config: dict[str, Any], choices: dict[str, str], width: int, data_digest: str
 ) -> RunSettings:
     """Returns what the session of a run reads of its settings.
 
     `choices` are the options chosen in the groups of the configuration; `width` is that of
-    `Execution`; `data` are those of the run.
+    `Execution`; `data_digest` is that of its data, see `digest_data`.
     """
     return RunSettings(
         config["seed"],
@@ -231,7 +230,7 @@ def build_settings(
         config["assignments"],
         CheckpointSettings(**config["checkpoint"]),
         config["resume"],
-        digest_data(data),
+        data_digest,
         {part: config[part]["name"] for part in ("algorithm", "dataset")},
         choices,
         config,

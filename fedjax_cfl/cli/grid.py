@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.grid import list_points
+from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.validation import check_value, one_of
 
 # what members may differ in
@@ -56,4 +56,4 @@ def read_number(name: str, value: str) -> int | float:
 
 def run_folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:
     """Returns the members' directories, numbered as the runs of a sweep are."""
-    return [Path(run_dir) / str(number) for number in range(len(list_points(grid)))]
+    return [Path(run_dir) / str(number) for number in range(len(grid_points(grid)))]

@@ -32,7 +32,8 @@ from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs.finish import Member, attempt
-from fedjax_cfl.runs.grid import common_step, list_points, train_grid
+from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
+from fedjax_cfl.runs.identity import digest_data
 from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
@@ -99,7 +100,7 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
     setup = build(resolved)
     inputs = find_inputs(resolved, setup)
-    member = make_member(resolved, list_overrides(), run_dir, setup)
+    member = make_member(resolved, list_overrides(), run_dir, setup, digest_data(setup.data))
     with contextlib.ExitStack() as locks:
 
         def begin():
@@ -113,12 +114,16 @@ def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
 
 
 def make_member(
-    resolved: dict[str, Any], overrides: list[str], run_dir: Path, setup: Setup
+    resolved: dict[str, Any], overrides: list[str], run_dir: Path, setup: Setup, data_digest: str
 ) -> Member:
-    """Returns what a session is told of one run."""
+    """Returns what a session is told of one run.
+
+    Args: `resolved` are its settings, `overrides` those of the command line; `run_dir` is where it
+    is written; `setup` is what it is made of; `data_digest` is that of the setup's data.
+    """
     local = build_local(resolved, setup.task, setup.data, setup.mesh)
     choices = dict(HydraConfig.get().runtime.choices)
-    settings = build_settings(resolved, choices, local.execution.width, setup.data)
+    settings = build_settings(resolved, choices, local.execution.width, data_digest)
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
     return Member(settings, overrides, run_dir, trackers, extras, plot.plot_curves)
 
@@ -137,7 +142,12 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     for config, _, _ in described:
         if config["seed"] not in setups:
             setups[config["seed"]] = build(config)
-    members = [make_member(*parts, setups[parts[0]["seed"]]) for parts in described]
+    digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
+    members = [
+        make_member(*parts, setups[seed], digests[seed])
+        for parts in described
+        for seed in (parts[0]["seed"],)
+    ]
     config = described[0][0]
     first = setups[config["seed"]]
 
@@ -154,7 +164,7 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
         )
         for member in members:
             record(member)
-        write_index(run_dir, list_points(axes))
+        write_index(run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
     if not status:
         # every run has been written: what compares them can be asked for again
@@ -176,7 +186,7 @@ def list_members(
         if text.partition("=")[0] not in (*axes, "vectorize", "seeds", "run_dir")
     ]
     members = []
-    for point, folder in zip(list_points(axes), run_folders(run_dir, axes), strict=True):
+    for point, folder in zip(grid_points(axes), run_folders(run_dir, axes), strict=True):
         own = copy.deepcopy(config)
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     saved = run.best if given.best else run.final
     if saved is None:
         raise InputError(f"run_dir={given.run_dir}: no evaluation had an accuracy to be best of")
+    read_as_training(given.file, arrays)
     try:
         found = predict_all(run, saved, arrays)
     except InputError as error:
@@ -54,6 +55,18 @@ def main(argv: list[str]) -> int:
     if given.out:
         write_predictions(given.out, found, run.class_names)
     return 0
+
+
+def read_as_training(file: str, arrays: dict[str, np.ndarray]) -> None:
+    """Replaces clients by their ids, and split by a mask of test samples, as training reads them.
+    Raises InputError, which names the file, for what training would refuse.
+    """
+    size = np.shape(arrays["x"])[:1]
+    if "client" in arrays:
+        ids, number = number_clients(file, arrays["client"], *size or (1,))
+        arrays["client"] = ids[number]
+    if "split" in arrays:
+        arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(size))
 
 
 def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray]) -> Predictions:
@@ -66,13 +79,11 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
             raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
     if "y" in arrays:
         arrays["y"] = run.check_labels(arrays["y"], len(x))
-    if "split" in arrays:  # read as training reads it
-        arrays["split"] = read_test_mask("file", arrays["split"], np.zeros(len(x)))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     predicted, model = np.zeros(len(x), np.int32), np.zeros(len(x), np.int32)
     known = np.zeros(len(x), bool)
-    names, number = number_clients("file", clients, len(x))
+    names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         here = met.get(str(client))

@@ -29,7 +29,7 @@ def check_arrays(pool: Pool, on_host: bool) -> Pool:
     return check_pool(pool._replace(x=stand_in), "pool")._replace(x=pool.x)
 
 
-def check_partition(holdings: Partition, samples: int) -> Partition:
+def check_holdings(holdings: Partition, samples: int) -> Partition:
     """Returns a partition with the types of `Partition`. Raises InputError for one that does not
     fit a pool of so many samples.
     """
@@ -53,7 +53,11 @@ def check_partition(holdings: Partition, samples: int) -> Partition:
         raise InputError(
             f"partition: samples are {sample.min()} .. {sample.max()}, expected 0 .. {samples - 1}"
         )
-    return holdings._replace(sample=sample, owner=owner, test=test.astype(bool))
+    if owner.size and not (owner.min() >= 0 and owner.max() < 2**31):
+        raise InputError(
+            f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
+        )
+    return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
 
 
 def federate(
@@ -72,8 +76,8 @@ def federate(
     `prefetch`). Raises InputError for an owner outside of 0 .. K - 1, or if no client holds a
     training sample.
     """
-    pool, holdings = check_arrays(pool, on_host), check_partition(holdings, len(pool.y))
-    owner = holdings.owner.astype(np.int32)
+    pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
+    owner = holdings.owner
     if not len(owner) or holdings.test.all():
         raise InputError("partition: no client holds a training sample, expected at least one")
     clients = int(owner.max()) + 1 if clients is None else clients

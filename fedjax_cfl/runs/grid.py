@@ -29,7 +29,7 @@ from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.simulation.vectorize import compile_members
 
 
-def list_points(grid: dict[str, list]) -> list[dict[str, Any]]:
+def grid_points(grid: dict[str, list]) -> list[dict[str, Any]]:
     """Returns the members' settings, the first axis outermost."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
@@ -76,7 +76,7 @@ def train_grid(
     sets = [setup.data for setup in setups]
     if all(_equal(first.data, other) for other in sets[1:]):
         sets = sets[:1]
-    inside = list_points({name: values for name, values in grid.items() if name != "seed"})
+    inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
     keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [settings.seed])])
 

@@ -15,6 +15,7 @@ from fedjax_cfl.system import faults, timing, traffic
 from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.system.reports import add_reports, make_report
+from fedjax_cfl.system.select import full_participation
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Cohort,
@@ -176,6 +177,11 @@ class System(NamedTuple):
 
 
 SystemLike = System | Selection  # a selection alone: nothing fails, and no time passes
+
+
+def select_everybody(given: SystemLike) -> System:
+    """Returns the system in which all clients take part in every round."""
+    return as_system(given)._replace(select=full_participation())
 
 
 def as_system(given: SystemLike) -> System:

@@ -23,9 +23,11 @@ def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
 
     uint8 features are read as x / 255; all others become float32 as they are. `y` and
     `split` may be of any type of number, also bool, as long as they are whole. Labels,
-    client ids and concepts may be text: they are numbered in sorted order. Client ids
-    may have gaps; `concept` is the true group of each client, in the sorted order of
-    their ids. `time` is when a sample came into being, a whole number in any unit.
+    client ids and concepts may be text: they are numbered in sorted order. Client ids may
+    be any whole numbers. Labels with gaps, as 10, 20, 30, are numbered too, and name the
+    classes, unless `num_classes` says how many there are; `concept` is the true group of each
+    client, in the sorted order of their ids. `time` is when a sample came into being, a whole
+    number in any unit.
     Raises InputError for anything else.
     """
     arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)

@@ -62,11 +62,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
     client = (
         None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
     )
-    test = (
-        None
-        if pool.test is None
-        else _whole(name, "test", np.asarray(pool.test), len(x)).astype(bool)
-    )
+    test = None if pool.test is None else _mask(name, np.asarray(pool.test), len(x))
     time = None if pool.time is None else _whole(name, "time", np.asarray(pool.time), len(x))
     return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test, time=time)
 
@@ -90,6 +86,16 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
             f"{hint}"
         )
     return values.astype(np.int32)
+
+
+def _mask(name: str, test: np.ndarray, length: int) -> np.ndarray:
+    """Returns which samples are for testing [N] bool, from bool or 0 and 1."""
+    numbers = _whole(name, "test", test, length)
+    if (bad := numbers > 1).any():
+        raise InputError(
+            f"{name}: test is {numbers[bad][0]} in sample {bad.argmax()}, expected True or False"
+        )
+    return numbers.astype(bool)
 
 
 def number_owners(client: np.ndarray) -> np.ndarray:
