@@ -179,7 +179,9 @@ class Upload(struct.PyTreeNode):
     # [S] int32, the group whose model was trained from, 0 where nothing was
     start_group: jax.Array
     squared_norm: Any = None  # [S] float32, ||delta||^2, set by `faults.guard_nonfinite`
-    extra: Any = ()  # [S, ...], what the method's clients send in addition
+    # [S, ...], what the method's clients send in addition: finite numbers, 0 in the slots of
+    # updates that are not used
+    extra: Any = ()
 
 
 class FaultCounts(struct.PyTreeNode):
@@ -187,10 +189,11 @@ class FaultCounts(struct.PyTreeNode):
 
     # [] int32, clients that trained but never answered, or were offline before they could
     dropped: jax.Array
-    nonfinite: jax.Array  # [] int32, clients whose update was not finite
+    # [] int32, clients whose update, or what they sent in addition, was not finite
+    nonfinite: jax.Array
     byzantine: jax.Array  # [] int32, clients that attacked
-    # [2] int32, the first client with an update that was not finite and the number of the leaf;
-    # -1 if none
+    # [2] int32, the first client with an update that was not finite and the number of the leaf,
+    # that after the last leaf for `Upload.extra`; -1 if none
     first_nonfinite: jax.Array
 
 
@@ -212,7 +215,11 @@ class Report(struct.PyTreeNode):
     groups were assigned.
     """
 
-    traffic: Traffic  # of the whole step, or of each client [K] or slot [S]
+    # of the whole step, or of each client [K] or slot [S]. What a slot sends up goes with its
+    # update: it is not counted if that does not arrive
+    traffic: Traffic
+    # the same, of what is sent up before training, and arrives whatever happens to the update
+    early: Traffic
     migrated: jax.Array  # [] int32, clients that changed group
     reclustered: jax.Array  # [] int32, how often all clients were clustered again
     fault_counts: FaultCounts

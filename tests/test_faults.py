@@ -2,7 +2,9 @@
 NaN to reach a model.
 """
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,6 +16,8 @@ from conftest import build, ledger, nightly, others_nightly, with_execution
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.cfl import cfl as cfl_method
 from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.feddane import feddane
+from fedjax_cfl.algorithms.feddrift import DriftLosses, remember_losses
 from fedjax_cfl.algorithms.fedopt import fedadam
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fl_hc import fl_hc
@@ -21,17 +25,22 @@ from fedjax_cfl.algorithms.flexcfl.flexcfl import draw_founders, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
+from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.keys import FAULTS, START, derive_key
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.round.start import count_groups
-from fedjax_cfl.system import faults, select
+from fedjax_cfl.round.start import count_groups, random_groups
+from fedjax_cfl.simulation.rows import raise_if_nonfinite
+from fedjax_cfl.system import faults, power_of_choice, select
 from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.system.faults import Faults
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.system.oort import OortMemory, remember
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
 CLIENTS, ROUNDS = 14, 3
@@ -256,6 +265,114 @@ def test_screening_by_hand():
     np.testing.assert_array_equal(zeroed.weight, upload.weight)
 
 
+EXTRA = {
+    "words": np.array([[1, 2], [np.nan, 4], [5, 6], [np.inf, 8]], np.float32),
+    "group": np.arange(4, dtype=np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "words", "weight"),
+    [
+        ("skip", [[1, 2], [0, 0], [5, 6], [0, 8]], [1, 0, 3, 0]),
+        ("zero", [[1, 2], [0, 4], [5, 6], [0, 8]], [1, 2, 3, 0]),
+    ],
+)
+def test_what_is_sent_beside_a_model_is_screened_with_it(policy, words, weight):
+    """Client 1 is lost by what it sends beside its model; client 3 has nothing to train on."""
+    upload = upload_of(np.ones((4, 3)), [1, 2, 3, 0])
+    left, bad, leaf = faults.guard_nonfinite(policy, upload.replace(extra=EXTRA))
+    np.testing.assert_array_equal(bad, [False, True, False, False])
+    np.testing.assert_array_equal(leaf, [-1, 2, -1, -1])
+    np.testing.assert_array_equal(left.extra["words"], words)
+    np.testing.assert_array_equal(
+        left.extra["group"], [0, 0, 2, 3] if policy == "skip" else [0, 1, 2, 3]
+    )
+    assert left.extra["group"].dtype == np.int32
+    np.testing.assert_array_equal(left.weight, weight)
+    np.testing.assert_array_equal(rows(left)[1], np.full(3, policy == "zero"))
+
+
+def test_what_is_sent_beside_a_model_is_lost_with_it():
+    """A client that drops out is not one whose numbers are not finite; its loss is gone, too."""
+    upload = upload_of(np.ones((4, 3))).replace(extra=EXTRA, loss=jnp.full(4, jnp.inf))
+    none = jnp.zeros(20, bool)
+    left, counts = faults.inject_faults(
+        Faults(dropout=1.0), KEY, cohort_of(3, 5, 7, 11), upload, none
+    )
+    assert (int(counts.dropped), int(counts.nonfinite)) == (4, 0)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((left.extra, left.loss, left.weight)))
+    attacked, _ = faults.inject_faults(
+        Faults(byzantine=1.0, scale=3.0), KEY, cohort_of(3), upload_of([[1, 2, 3]]), ~none
+    )
+    np.testing.assert_array_equal(rows(attacked), [[-3, -6, -9]])
+
+
+def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
+    """Clients that drop out leave no trace in a memory, and nothing that they were to send up
+    with their model counts; what they sent before they trained does.
+    """
+    chance, bad = 0.5, 9
+
+    def prepare(key, state, data, cohort, work):
+        real = cohort.ids < CLIENTS
+        sent = make_traffic(units_down=real, units_up=2 * real, words_up=3 * real)
+        return work, make_report(sent, early=make_traffic(words_up=100 * real))
+
+    def solve(client, data, shared, work):
+        def send(upload):
+            return upload.replace(extra=jnp.where(client == bad, jnp.nan, client + 1.0))
+
+        return then(sgd(linear, local)(client, data, shared, work), send)
+
+    def finish(state, before, cohort, gid, upload):
+        return state.replace(memory=cohort.put(state.memory, upload.extra)), make_traffic()
+
+    def start(key, data):
+        return random_groups(linear, 1)(key, data)._replace(memory=jnp.zeros(CLIENTS))
+
+    system = cfl.System(select.from_table(EVERYBODY), Faults(dropout=chance))
+    hooks = Hooks(solve, start=start, prepare=prepare, finish=finish)
+    _, last, infos = compiled(federated(linear, local, system, hooks), 1)(toy)
+    cohort, key = cohort_of(*range(CLIENTS)), derive_key(KEY, FAULTS, 0)
+    gone = faults.draw_failures(key, faults.DROPOUT, cohort, chance) & (toy.train.size > 0)
+    assert 0 < gone.sum() < REAL and not gone[bad]
+    remembered = np.arange(1, CLIENTS + 1) * ~np.asarray(gone)
+    remembered[bad] = 0
+    np.testing.assert_array_equal(last.memory, remembered)
+    assert infos.fault_counts.first_nonfinite[0].tolist() == [bad, 2]
+    arrived = CLIENTS - int(gone.sum())
+    assert ledger(last.traffic) == Traffic(2 * CLIENTS, 3 * arrived, 0, 3 * arrived + 100 * CLIENTS)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "up"),
+    [
+        nightly(ifca, {"m": 2}, (CLIENTS - REAL, CLIENTS - REAL)),
+        nightly(feddane, {}, (CLIENTS + CLIENTS - REAL, 0)),
+    ],
+)
+def test_words_are_lost_with_a_model_and_gradients_are_not(method, options, up, linear, local, toy):
+    """Everybody with samples drops out after the download, FedDANE's clients in phase two."""
+    _, last, _ = go(linear, local, toy, method, failing=Faults(dropout=1.0), rounds=1, **options)
+    sent = ledger(last.traffic)
+    assert (sent.units_up, sent.words_up) == up
+
+
+def test_a_loss_that_is_not_finite_is_not_remembered():
+    upload = upload_of(np.ones((3, 2)), [1, 2, 3]).replace(loss=jnp.array([jnp.nan, 5, jnp.inf]))
+    cohort = cohort_of(0, 1, 2)
+    chosen = power_of_choice.rpow_d(1, 2).update(jnp.ones(4), None, cohort, upload, None)
+    np.testing.assert_array_equal(chosen, [1, 5, 1, 1])
+    memory = DriftLosses(jnp.ones(4), None, None, None)
+    state = State(*[None] * len(dataclasses.fields(State))).replace(memory=memory)
+    after, _ = remember_losses(state, None, cohort, None, upload)
+    np.testing.assert_array_equal(after.memory.best, [1, 5, 1, 1])
+    tried = OortMemory(jnp.ones(4), *[jnp.zeros(4)] * 3, jnp.int32(1), 0.0, 0.0, jnp.zeros(2))
+    known = remember(tried, cohort, upload, None)
+    np.testing.assert_array_equal(known.utility, [10, 10, 10, 1])
+
+
 def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
     _, state, infos = go(linear, local, toy, failing=Faults(nan=1.0, nonfinite="zero"))
     np.testing.assert_array_equal(infos.clients, REAL)
@@ -286,6 +403,14 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
             on_row=lambda row, snapshot: seen.append(row["round"]),
         )
     assert seen == [1], "the row of the round that failed is not written"
+
+
+def test_raise_names_numbers_beside_the_model(linear):
+    counts = faults.no_faults().replace(first_nonfinite=jnp.array([[-1, -1], [7, 2]]))
+    groups = jax.eval_shape(jax.vmap(linear.init), jax.random.split(KEY, 1))
+    strict = SimpleNamespace(nonfinite="raise")
+    with pytest.raises(NonFiniteUpdate, match=r"^round 6: client 7 sent numbers beside its model "):
+        raise_if_nonfinite(strict, groups, 6, SimpleNamespace(fault_counts=counts))
 
 
 def test_a_diverging_client_is_screened_too(linear, local, toy):

@@ -1,5 +1,7 @@
 """What is sent: the numbers of FlexCFL's figure 6."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,13 @@ from conftest import build, ledger
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.founding import add_founding
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig
-from fedjax_cfl.system import counts, select, traffic
-from fedjax_cfl.system.reports import add_reports, make_report
-from fedjax_cfl.types import Traffic
+from fedjax_cfl.system import counts, select, timing, traffic
+from fedjax_cfl.system.clock import device_profiles
+from fedjax_cfl.system.devices import asking_seconds
+from fedjax_cfl.system.reports import add_reports, add_to_report, count_arrived, make_report
+from fedjax_cfl.types import Cohort, Traffic
 
 KEY = jax.random.key(11)
 
@@ -136,7 +141,9 @@ def test_bytes_of_each_slot():
         words_up=jnp.array([0, 2, 5]),
     )
     assert traffic.slot_bytes(entry, 100).tolist() == [200, 308, 20]
-    assert traffic.slot_bytes(traffic.make_traffic(), 100).tolist() == 0
+    assert traffic.slot_bytes(traffic.make_traffic(units_up=7), 100).tolist() == 0
+    mixed = entry.replace(units_up=counts.make_count(9))  # of the whole step: of no slot
+    assert traffic.slot_bytes(mixed, 100).tolist() == [100, 308, 20]
     assert ledger(entry) == Traffic(4, 1, 0, 7)
 
 
@@ -148,3 +155,28 @@ def test_reports_add_up():
     assert int(total.migrated) == 7
     sent = ledger(total.traffic)
     assert (sent.units_down, sent.units_up) == (1, 5)
+
+
+def test_what_is_of_a_whole_step_belongs_to_no_slot():
+    """It arrives, whosever update is lost, and takes no client's time."""
+    whole = make_report(traffic.make_traffic(units_up=7), samples=1000)
+    report = add_to_report(whole, traffic.make_traffic(units_up=jnp.array([1, 2, 4])))
+    arrived = count_arrived(report, jnp.array([False, True, False]))
+    assert ledger(add_reports(arrived).traffic) == Traffic(0, 9, 0, 0)
+    clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
+    cohort, steps = Cohort(jnp.arange(3), jnp.arange(3)), SimpleNamespace(steps=jnp.zeros(3))
+    seconds = timing.client_seconds(clock, cohort, steps, [report], 8, 3)
+    assert seconds.tolist() == [8, 16, 32]
+
+
+def test_groups_that_are_founded_again_take_nobody_any_time():
+    """Two clients take time to move; the 1000 models of the founding take none."""
+    sent = traffic.make_traffic(units_down=jnp.array([0, 3, 5]))
+    moves = make_report(sent, samples=jnp.array([0, 20, 10]))
+    both = add_founding(moves, make_report(traffic.make_traffic(units_down=1000), reclustered=0))
+    assert ledger(add_reports(both).traffic) == Traffic(1008, 0, 0, 0)
+    clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
+    state = SimpleNamespace(
+        clock_ms=jnp.zeros(2, jnp.uint32), assignment=jnp.zeros(3, jnp.int32), active=jnp.ones(1)
+    )
+    assert timing.wait_before(clock, state, both, None, 8).tolist() == [50]

@@ -199,7 +199,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
 
         begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
         gid, trained, report = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, report.replace(traffic=make_traffic(trained, trained))
+        return gid, report.replace(early=make_traffic(trained, trained))
 
     return assign
 

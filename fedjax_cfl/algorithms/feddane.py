@@ -103,6 +103,7 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         sent = make_traffic(units_down=real * (1 if select is None else 2), units_up=real)
         samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
-        return work._replace(client_extra=correction), make_report(sent, samples=samples)
+        # the gradients of the first phase arrive
+        return work._replace(client_extra=correction), make_report(early=sent, samples=samples)
 
     return prepare

@@ -188,8 +188,8 @@ def remember_losses(
     Args: as those of `FinishFn`.
     """
     best = state.memory.best
-    answered = jnp.where(upload.weight > 0, cohort.ids, best.size)
-    best = best.at[answered].set(upload.loss, mode="drop")
+    known = (upload.weight > 0) & jnp.isfinite(upload.loss)
+    best = best.at[jnp.where(known, cohort.ids, best.size)].set(upload.loss, mode="drop")
     return state.replace(memory=state.memory.replace(best=best)), make_traffic()
 
 

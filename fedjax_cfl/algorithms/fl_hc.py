@@ -204,6 +204,6 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
         nothing = make_report(samples=jnp.zeros(gid.shape))
         joined, report = lax.cond(jnp.any(waiting), nearest, lambda: (gid, nothing))
         sent = make_traffic(units_down=waiting, units_up=waiting)
-        return jnp.where(waiting, joined, gid), report.replace(traffic=sent)
+        return jnp.where(waiting, joined, gid), report.replace(early=sent)
 
     return assign

@@ -80,12 +80,13 @@ def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: A
     culprits = np.asarray(infos.fault_counts.first_nonfinite)
     for place in np.flatnonzero(culprits[:, 0] >= 0):
         client, leaf = culprits[place]
-        layer = jax.tree_util.keystr(
-            jax.tree_util.tree_leaves_with_path(groups)[leaf][0], simple=True, separator="/"
-        )
+        layers = jax.tree_util.tree_leaves_with_path(groups)
+        what = "numbers beside its model that are not finite"
+        if leaf < len(layers):
+            layer = jax.tree_util.keystr(layers[leaf][0], simple=True, separator="/")
+            what = f"a non-finite update of {layer}"
         raise NonFiniteUpdate(
-            f"round {done - len(culprits) + place + 1}: client {client} sent a"
-            f" non-finite update of {layer}"
+            f"round {done - len(culprits) + place + 1}: client {client} sent {what}"
         )
 
 

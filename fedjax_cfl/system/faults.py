@@ -1,5 +1,9 @@
 """Simulated faults of clients, and the server's guard against updates that are not finite.
 
+What clients send beside their model, `Upload.extra`, is lost with an update that is dropped or
+comes too late, and is as good as an update that is not finite if one of its numbers is not. `nan`
+and attacks change the model alone.
+
 Every fault is drawn by client and round: the seed alone says which client fails in which
 round, whatever the algorithm, the executor or the devices.
 """
@@ -27,9 +31,10 @@ class Faults(NamedTuple):
     server does about it.
     """
 
-    dropout: Fraction = 0.0  # downloads, but uploads nothing
+    # downloads, but uploads nothing: neither its model nor what goes up with it
+    dropout: Fraction = 0.0
     straggler: Fraction = 0.0  # completes only a uniformly drawn share of its local steps
-    nan: Fraction = 0.0  # sends an update that is not finite
+    nan: Fraction = 0.0  # sends a model that is not finite
     byzantine: Fraction = 0.0  # share of ALL clients that attack whenever they take part
     # sign_flip: -scale * delta | noise: delta + scale * ||delta|| * unit noise | label_flip:
     # trains on labels C - 1 - y
@@ -119,30 +124,28 @@ def apply_attack(
 
 
 def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax.Array]:
-    """Applies the policy to updates that are not finite; the result is finite.
+    """Applies the policy to updates that are not finite; the result is finite, except that a
+    loss is as the client reports it.
 
-    An update whose squared norm is beyond float32 counts as not finite. Returns (upload,
-    bad [S] bool, number of the first bad leaf [S], -1 for none).
+    An update whose squared norm is beyond float32 counts as not finite, and one with a number
+    in its `extra` that is not. Returns (upload, bad [S] bool, number of the first bad leaf [S],
+    that after the last one for `extra`, -1 for none).
     """
     each = leaf_norms(upload.delta)
-    finite, bad = jnp.isfinite(each), ~jnp.isfinite(each.sum(0))
-    losses = (
-        jnp.where(bad & ~jnp.isfinite(loss), 0.0, loss) for loss in (upload.loss, upload.last_loss)
-    )
+    spoilt = (upload.weight > 0) & find_nonfinite(upload.extra, upload.weight.shape)
+    finite = jnp.concatenate([jnp.isfinite(each), ~spoilt[None]])
+    bad = ~jnp.isfinite(each.sum(0)) | spoilt
+    upload = clear_losses(bad | (upload.weight == 0), upload)
+    extra = jax.tree.map(clear_nonfinite, upload.extra)
     if policy == "zero":
-        delta, weight = (
-            jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), upload.delta),
-            upload.weight,
-        )
+        delta, weight = jax.tree.map(clear_nonfinite, upload.delta), upload.weight
         whole = squared_norms(delta).sum(0)
     else:
         delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, squared_norms(upload.delta).sum(0))
-    loss, last_loss = losses
+        extra = fill_rows(bad, 0.0, extra)
     return (
-        upload.replace(
-            delta=delta, weight=weight, loss=loss, last_loss=last_loss, squared_norm=whole
-        ),
+        upload.replace(delta=delta, weight=weight, squared_norm=whole, extra=extra),
         bad,
         jnp.where(bad, jnp.argmin(finite, axis=0), -1),
     )
@@ -213,11 +216,23 @@ def sum_fault_counts(each: FaultCounts, cohort: Cohort) -> FaultCounts:
 def drop_updates(dropped: jax.Array, upload: Upload) -> Upload:
     """Returns the upload without the updates of the slots `dropped` [S] bool."""
     norm = upload.squared_norm
-    return upload.replace(
+    return clear_losses(dropped, upload).replace(
         delta=fill_rows(dropped, 0.0, upload.delta),
         weight=jnp.where(dropped, 0.0, upload.weight),
         squared_norm=None if norm is None else jnp.where(dropped, 0.0, norm),
+        extra=fill_rows(dropped, 0.0, upload.extra),
     )
+
+
+def clear_losses(unused: jax.Array, upload: Upload) -> Upload:
+    """Returns the upload with losses of 0 in place of those that are not finite, in the slots
+    `unused` [S] bool: in a mean their weight is 0, and 0 times infinity is not.
+    """
+    loss, last_loss = (
+        jnp.where(unused & ~jnp.isfinite(loss), 0.0, loss)
+        for loss in (upload.loss, upload.last_loss)
+    )
+    return upload.replace(loss=loss, last_loss=last_loss)
 
 
 def no_faults() -> FaultCounts:
@@ -245,4 +260,26 @@ def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
 
 def fill_rows(rows: jax.Array, value: ArrayLike, tree: Params) -> Params:
     """Returns `tree` [S, ...] with `value` everywhere in the `rows` [S] bool."""
-    return jax.tree.map(lambda leaf: jax.vmap(jnp.where, (0, None, 0))(rows, value, leaf), tree)
+
+    def fill(leaf):
+        return jax.vmap(jnp.where, (0, None, 0))(rows, jnp.asarray(value, leaf.dtype), leaf)
+
+    return jax.tree.map(fill, tree)
+
+
+def find_nonfinite(tree: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns which rows [S] bool of `tree` [S, ...] have a number that is not finite; `shape`
+    is (S,).
+    """
+    bad = jnp.zeros(shape, bool)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            bad |= ~jnp.isfinite(leaf).all(axis=tuple(range(1, leaf.ndim)))
+    return bad
+
+
+def clear_nonfinite(leaf: jax.Array) -> jax.Array:
+    """Returns an array with 0 in the place of every number that is not finite."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return jnp.where(jnp.isfinite(leaf), leaf, 0.0)

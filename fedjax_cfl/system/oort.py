@@ -225,11 +225,12 @@ def next_call(memory: OortMemory, pacing: Pace) -> OortMemory:
 def remember(
     memory: OortMemory, cohort: Cohort, upload: Upload, seconds: jax.Array | None
 ) -> OortMemory:
-    """Stores what the clients of a cohort have shown. Those without an answer get the mean
-    utility of the round; if no client answered, all keep theirs.
+    """Stores what the clients of a cohort have shown. Those without an answer, or whose loss is
+    not finite, get the mean utility of the round; if no client answered, all keep theirs.
     """
     clients = memory.utility.size
-    real, answered = cohort.ids < clients, upload.weight > 0
+    real = cohort.ids < clients
+    answered = (upload.weight > 0) & jnp.isfinite(upload.loss)
     known = jnp.minimum(cohort.ids, clients - 1)
     exploited = real & (memory.count[known] > 0)
     used = jnp.sum(jnp.where(exploited, memory.utility[known], 0.0))

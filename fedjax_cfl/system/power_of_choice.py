@@ -134,7 +134,7 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
     def update(
         loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
     ) -> jax.Array:
-        answered = jnp.where(upload.weight > 0, cohort.ids, loss.size)
-        return loss.at[answered].set(upload.loss, mode="drop")
+        known = (upload.weight > 0) & jnp.isfinite(upload.loss)
+        return loss.at[jnp.where(known, cohort.ids, loss.size)].set(upload.loss, mode="drop")
 
     return Selection(lambda data: jnp.full(data.num_clients, jnp.inf, jnp.float32), select, update)

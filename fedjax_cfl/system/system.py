@@ -14,7 +14,7 @@ from fedjax_cfl.keys import BYZANTINE, FAULTS, SELECT
 from fedjax_cfl.system import faults, timing, traffic
 from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
-from fedjax_cfl.system.reports import add_reports, make_report
+from fedjax_cfl.system.reports import add_reports, count_arrived, make_report
 from fedjax_cfl.system.select import full_participation
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
@@ -111,7 +111,8 @@ class System(NamedTuple):
         log: RoundLog,
         ships_model: bool,
     ) -> tuple[Upload, RoundLog]:
-        """Returns the updates that reach the server in time, and what the training took.
+        """Returns the updates that reach the server in time, and what the training took. What a
+        client was planned to send up with its update is counted only if it answers.
 
         The update of a late client is not used; it is counted as sent, and the client as late. One
         that goes offline before it answers counts as dropped. A client's time includes the traffic
@@ -148,6 +149,7 @@ class System(NamedTuple):
             traffic.make_traffic(units_down=served, units_up=answered),
             fault_counts=faults.sum_fault_counts(counts, cohort),
         )
+        log = log._replace(planned=tuple(count_arrived(each, answered) for each in log.planned))
         return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
 
     def follow_groups(self, before: State, after: State, reclustered: jax.Array | int = 0) -> State:

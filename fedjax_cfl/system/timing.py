@@ -108,7 +108,8 @@ def wait_before(
     own = clock_of(clock, groups_of(state))
     client_bytes = slot_bytes(migration.traffic, model_bytes)
     if client_bytes.ndim or migration.samples.ndim:
-        reports = latest(clock.ask_seconds(client_bytes, migration.samples), own, count)
+        samples = migration.samples if migration.samples.ndim else jnp.zeros(())
+        reports = latest(clock.ask_seconds(client_bytes, samples), own, count)
         reports = jnp.where(migration.reclustered > 0, reports.max(), reports)
         waited += jnp.where(reports > 0, reports + clock.server_seconds, 0.0)
     if poll is not None:
@@ -131,11 +132,15 @@ def client_seconds(
     Args: `reports` have traffic and samples of each slot [S], the model's among them;
     `model_bytes` is the size of one model; `num_clients` is K.
     """
-    size = [slot_bytes(report.traffic, model_bytes) for report in reports]
+    size = [
+        slot_bytes(entry, model_bytes)
+        for report in reports
+        for entry in (report.traffic, report.early)
+    ]
     seconds = clock.seconds(cohort, upload, sum(size, jnp.zeros(())))
     if clock.ask_seconds is not None:
         nothing = jnp.zeros(num_clients)
-        samples = sum(report.samples for report in reports)
+        samples = sum(report.samples for report in reports if report.samples.ndim)
         each = cohort.put(nothing, samples)
         seconds += cohort.take(clock.ask_seconds(nothing, each))
     return jnp.where(cohort.ids < num_clients, seconds, 0.0)

@@ -3,6 +3,7 @@ everything else (FlexCFL Fig. 6).
 """
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from fedjax_cfl.system.counts import (
@@ -36,9 +37,15 @@ def add_traffic(*entries: Traffic) -> Traffic:
 
 
 def slot_bytes(entry: Traffic, model_bytes: int) -> jax.Array:
-    """Returns the bytes [S] float32, down and up together, of an entry's slots."""
+    """Returns the bytes [S] float32, down and up together, of an entry's slots; 0 if it has none.
+    What is of the whole step is no slot's.
+    """
+
+    def of_slots(count: jax.Array) -> jax.Array:
+        return jnp.zeros(()) if count.ndim == 1 else count_to_float(count)
+
     units, words = (
-        count_to_float(down) + count_to_float(up)
+        of_slots(down) + of_slots(up)
         for down, up in ((entry.units_down, entry.units_up), (entry.words_down, entry.words_up))
     )
     return units * model_bytes + 4.0 * words

@@ -316,7 +316,15 @@ def recluster_at(
         state, founded = jax.lax.cond(
             due, found_again, lambda key, state, data: (state, make_report()), key, state, data
         )
-        # of each client still, for the clock; that of founding again takes no simulated time
-        return state, add_reports(moves, founded).replace(samples=moves.samples)
+        return state, add_founding(moves, founded)
 
     return migrate
+
+
+def add_founding(moves: Report, founded: Report) -> Report:
+    """Returns the sum of what clients that move and a founding of groups report. The clock sees
+    what each client [K] did to move; founding groups again takes no simulated time.
+    """
+    return add_reports(moves, founded).replace(
+        traffic=moves.traffic, early=founded.traffic, samples=moves.samples
+    )
