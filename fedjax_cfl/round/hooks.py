@@ -61,7 +61,9 @@ class AssignFn(Protocol):
 
 class PrepareFn(Protocol):
     """Changes the work of the cohort: fewer steps, or something that a client needs in addition
-    to the model. Reports what was sent and inferred for it, in each slot [S].
+    to the model. Reports what was sent and inferred for it, in each slot [S]: what a client sends
+    up beside its update (`Upload.extra`) as well, which is not counted if the update does not
+    arrive.
     """
 
     def __call__(

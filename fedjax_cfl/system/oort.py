@@ -5,7 +5,11 @@ Clients of high loss and of short rounds are selected, and a share of the slots 
 clients that were never tried. Statistics are shared by all groups.
 
 Differs from the paper: the utility takes the mean loss of a client, which an upload has, in
-place of the root of its mean squared loss. Constants are those of the FedScale code.
+place of the root of its mean squared loss. A client counts as taking one second until it has been
+selected, where FedScale knows an expected time; the percentile of durations is one of all clients,
+as FedScale's. So while more of them than that percentile (30 % at first) have not been tried,
+preferred is one second: every tried client whose rounds take longer is penalised, by the square of
+its seconds, also one that is fast among its like. Constants are those of the FedScale code.
 """
 
 from typing import NamedTuple
@@ -174,7 +178,8 @@ def oort(
 ) -> Selection:
     """Selects by Oort within each group's quota.
 
-    Clients not tried yet count as fast as each other. Without a clock all durations stay as they
+    Clients not tried yet count as taking one second each, see the module for what that does to the
+    others. Without a clock all durations stay as they
     are, and no client is penalised for long rounds.
     """
     check_arguments(oort, locals())
