@@ -102,6 +102,18 @@ def test_q_fair_by_hand(q):
     np.testing.assert_allclose(step, [up.sum() / down.sum()], rtol=1e-5)
 
 
+def test_q_fair_leaves_out_a_loss_whose_share_is_beyond_float32():
+    """1e30 squared is infinite; and of two such clients alone nothing is learnt."""
+    part = q_fair(2.0, Local(0.25, 1, 5))
+    given = [0.3, -0.1], [3, 8], [0, 0], 1
+    alone, _ = combined(part, [0.3], [3], [0], client_extra=jnp.array([0.5]))
+    found, mass = combined(part, *given, client_extra=jnp.array([0.5, 1e30]))
+    np.testing.assert_allclose(found, alone, **EXACT)
+    assert np.isfinite(mass).all() and alone != 0
+    found, mass = combined(part, *given, client_extra=jnp.array([1e30, jnp.inf]))
+    assert found == 0 and mass == 0
+
+
 def groups_of(*rows):
     return {"a": jnp.array(rows, jnp.float32)[:, :1], "b": jnp.array(rows, jnp.float32)[:, 1:]}
 

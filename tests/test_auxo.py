@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +58,14 @@ def twin_score(signature, fit, labels, first, several):
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("case", ["first", "both", "one", "none", "few"])
+@pytest.mark.parametrize("case", ["first", "both", "one", "none", "few", "alone"])
 def test_scores_equal_their_twin(case, several):
     rng = np.random.default_rng(len(case))
     signature = rng.normal(size=(16, 12)).astype("f4")
     member = np.arange(16) < (4 if case == "few" else 13)
     known, score = rng.random(16) < 0.6, rng.normal(2, 2, size=16).astype("f4")
+    if case == "alone":
+        known = np.arange(16) == 3
     side = np.full((16, 2), 0.5, "f4")
     clear = rng.random(16) < (0.4 if case in ("both", "one", "few") else 0)
     clear[:2] |= case in ("both", "one")
@@ -154,6 +157,30 @@ def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
     )
     after, _ = auxo.split_and_join(auxo.split_at([5]), 0.0)(jax.random.key(0), full, toy)
     assert np.flatnonzero(after.assignment).tolist() == [3]
+
+
+def test_clients_explore_less_and_less(toy, linear, local):
+    """0.8 * 0.99^69 = 0.4 of 4,000 clients join a random one of two groups, the others their
+    best.
+    """
+    state, clients = begin(toy, linear, local), 4000
+    best = jnp.tile(jnp.array([0.0, 1.0, 9.0]), (clients, 1))
+    memory = state.memory.replace(
+        group=best,
+        side=jnp.zeros((clients, 3, 2)),
+        count=jnp.ones((clients, 3)),
+        joining=jnp.ones(clients, bool),
+    )
+    state = state.replace(
+        active=jnp.array([True, True, False]),
+        memory=memory,
+        assignment=jnp.zeros(clients, jnp.int32),
+    )
+    migrate = auxo.split_and_join(auxo.split_at([5]), 0.8)
+    data = SimpleNamespace(num_clients=clients)
+    for round, wanted in ((0, 1600), (69, 800), (2000, 0)):
+        after, _ = migrate(jax.random.key(0), state.replace(round=jnp.int32(round)), data)
+        assert abs(int(jnp.sum(after.assignment == 0)) - wanted) <= 120 * (wanted > 0)
 
 
 def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, local):

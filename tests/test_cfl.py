@@ -35,6 +35,7 @@ ONCE = {
     "eps2": 0.3,
     "gamma_max": 0.3,
     "warm_up": 1,
+    "min_size": 2,
 }
 
 
@@ -96,6 +97,13 @@ def test_the_first_cut_may_come_in_the_round_that_ends_the_warm_up(concepts, cut
     states, _ = cutting(concepts, 4, **limits)
     counts = [int(state.active.sum()) for state in states]
     assert counts[: warm_up + 1] == [1] * (warm_up + 1) and counts[warm_up + 1] == 2
+
+
+@pytest.mark.parametrize(("min_size", "groups"), [(CLIENTS, 1), (CLIENTS - 1, 2)])
+def test_only_larger_groups_are_cut(concepts, cutting, min_size, groups):
+    limits = {"eps1": 1e9, "eps2": 0.0, "gamma_max": 0.0, "warm_up": 0, "min_size": min_size}
+    states, _ = cutting(concepts, 1, **limits)
+    assert states[-1].active.sum() == groups
 
 
 def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutting):
@@ -305,6 +313,18 @@ def test_a_cut_is_the_best_of_all(seed):
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize(("sign", "gamma"), [(1, 0.0), (-1, 1.0)])
+def test_gamma_must_exceed_its_limit(sign, gamma):
+    """Equal updates have gamma 0, opposite ones 1: with that limit nothing is cut."""
+    rows = np.outer([1, 1, sign, sign], np.eye(7)[0])
+    ids, data = jnp.arange(4, dtype=jnp.int32), type("Data", (), {"num_clients": 4})
+    for limit, cut in ((gamma, False), (gamma - 0.01, True)):
+        regroup = bipartition(lambda *given: jnp.array([True, False]), "single", limit, False)
+        state = blank(2, 4, [0, 0, 0, 0])
+        state, _ = regroup(KEY, state, data, Cohort(ids, ids), 0 * ids, upload_of(rows))
+        assert state.active.tolist() == [True, cut]
 
 
 @pytest.mark.parametrize(("name", "value"), [("linkage", "ward"), ("aggregate", "nonsense")])

@@ -17,6 +17,8 @@ from fedjax_cfl.system import availability, power_of_choice, select, select_by_g
 from fedjax_cfl.system import devices as device_clock
 from fedjax_cfl.system.clock import CohortSizes, device_profiles, find_duration
 from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import Cohort, Traffic
 
 
@@ -252,6 +254,56 @@ def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
     still, event, after = durations(clock)
     assert event - still == pytest.approx(8 + 3, rel=1e-4) and after == still
     assert durations(clock._replace(ask_seconds=None)) == [still] * 3
+
+
+GROUPS = SimpleState(jnp.array([0, 0, 0, 1, 1]), jnp.ones(2, bool), counts_of([0, 0]))
+
+
+def test_groups_wait_for_their_own_reports_unless_all_are_clustered_again():
+    """At a byte a second, 1, 2 and 4 words are 4, 8 and 16 s, and 3 s of the server."""
+    clock = device_profiles(np.ones(5), np.ones(5))._replace(
+        ask_seconds=device_clock.asking_seconds(np.ones(5), np.zeros(5)),
+        server_seconds=3.0,
+        per_group=True,
+    )
+    words = make_traffic(words_up=jnp.array([1, 2, 0, 4, 1]))
+    for reclustered, wanted in ((0, [8 + 3, 16 + 3]), (1, [16 + 3, 16 + 3])):
+        report = make_report(words, reclustered=reclustered)
+        np.testing.assert_allclose(timing.wait_before(clock, GROUPS, report, None, 100), wanted)
+
+
+def test_a_small_group_waits_for_one_answer():
+    """Of two answers in all, the share of one client among five is 0.4."""
+    clock = device_profiles(np.ones(5), np.ones(5), wait_for=2)._replace(per_group=True)
+    ids, seconds = jnp.arange(5), jnp.array([5.0, 3.0, 4.0, 6.0, 7.0])
+    gid = jnp.array([0, 0, 0, 0, 1])
+    end = timing.end_round(
+        clock, GROUPS, None, Cohort(ids, ids), gid, jnp.ones(5, bool), seconds, jnp.zeros(2)
+    )
+    # group 0: 2 * 4 // 5 = 1 answer
+    np.testing.assert_array_equal(end.duration, [3, 7])
+    assert end.late.tolist() == [True, False, True, True, False] and not end.gone.any()
+
+
+@pytest.mark.parametrize("stay", [4.0, 14.0])
+def test_a_round_without_answers_is_no_shorter_than_the_time_before_training(stay):
+    """After 10 s of reports, clients need 5 s more, and are all offline by then."""
+    here = availability.Presence(jnp.full(5, stay), jnp.zeros(5))
+    clock = device_profiles(np.ones(5), np.ones(5))._replace(presence=lambda now: here)
+    data = SimpleNamespace(train=SimpleNamespace(size=jnp.ones(5)))
+    ids, everybody = jnp.arange(5), jnp.ones(5, bool)
+    end = timing.end_round(
+        clock,
+        GROUPS.replace(clock_ms=counts_of([0])[0]),
+        data,
+        Cohort(ids, ids),
+        GROUPS.assignment,
+        everybody,
+        jnp.full(5, 5.0),
+        jnp.array([10.0]),
+    )
+    np.testing.assert_array_equal(end.duration, [max(stay, 10)])
+    assert end.gone.all() and not end.late.any()
 
 
 @pytest.mark.parametrize("variant", ["pow_d", nightly("cpow_d")])

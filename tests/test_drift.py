@@ -191,13 +191,15 @@ def test_train_and_test_move_together():
 
 
 def test_swap_all_keeps_holdings_whole():
-    made = random_data(3, 9, 4, 90)
+    made = random_data(3, 9, 4, 90).replace(concept=jnp.arange(9) % 4)
     now, shifted = once(ALL, made)
     assert int(shifted.sum()) == 8  # an odd pool leaves one out
     heirs = [set(np.asarray(now.owner)[np.asarray(made.owner) == k]) for k in range(9)]
     assert all(len(heir) == 1 for heir in heirs)
     heir = np.array([next(iter(h)) for h in heirs])
     assert (heir[heir] == np.arange(9)).all() and ((heir != np.arange(9)) == shifted).all()
+    # the true group is that of the samples: whose samples have gone to k, has gone to k
+    assert now.concept[heir].tolist() == made.concept.tolist() != now.concept.tolist()
 
 
 @pytest.mark.parametrize("make", [drift.swap_all, drift.swap_part])

@@ -2,12 +2,14 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, nightly, spent
+from test_assign import met
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.errors import InputError
@@ -101,6 +103,31 @@ def test_a_model_whose_loss_is_not_finite_is_not_merged():
     for bad in ([[0.1, jnp.inf], [0.2, 0.1]], [[0.1, jnp.inf], [0.2, jnp.inf]]):
         loss = jnp.array([*bad, [jnp.inf, jnp.inf]])
         assert merge(loss, group, weight, settled)[0].tolist() == [0, 1]
+
+
+def test_a_change_of_data_by_hand():
+    """Client 0 has opened model 1 at the last change: it keeps that, though model 0 is better.
+    Client 2 goes back to model 0, and client 3, whose loss has grown, opens the model that has
+    had no clients for longest.
+    """
+    loss = jnp.array([[0.1, 0.9, 9, 9], [0.2, 0.9, 9, 9], [0.1, 0.5, 9, 9], [0.8, 0.9, 9, 9]])
+    memory = feddrift.DriftLosses(
+        best=jnp.full(4, 0.2),
+        isolated=jnp.array([True, False, False, False]),
+        used=jnp.array([5, 5, 4, 3]),
+        changes=jnp.int32(5),
+    )
+    models = {"w": jnp.array([[1.0], [2.0], [3.0], [4.0]])}
+    state = met(models, [1, 0, 2, 0], [True, True, True, False], memory)
+    data = SimpleNamespace(train=SimpleNamespace(size=jnp.full(4, 3)), num_clients=4)
+    after, report = feddrift.change_models(
+        lambda data, groups: loss, 0.5, feddrift.open_each, None, state, data
+    )
+    assert after.assignment.tolist() == [1, 0, 0, 3] and report.migrated == 2
+    np.testing.assert_array_equal(after.groups["w"][:, 0], [1, 2, 3, 1])
+    assert after.memory.isolated.tolist() == [False, False, False, True]
+    # at this change, the sixth, models 0, 1 and 3 have clients; 2 has none since the fourth
+    assert after.memory.used.tolist() == [6, 6, 4, 6] and after.memory.changes == 6
 
 
 def states_of(algorithm, steps):

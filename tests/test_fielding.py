@@ -115,6 +115,15 @@ def test_one_group_never_fires_and_slow_drift_adds_up_only_since_the_last_cluste
     np.testing.assert_array_equal(memory, shifted[1])
 
 
+def test_a_shift_of_just_tau_times_the_distance_of_centers_fires():
+    """From 1 and 4 to 2 and 4: a center has moved by 1, and their distance is 2."""
+    before, after = jnp.array([[1.0], [4.0]]), jnp.array([[2.0], [4.0]])
+    both = jnp.ones(2, bool)
+    moves = recluster.DriftEvent(after, both, jnp.arange(2), before, after, both, distances.l1)
+    assert recluster.center_shift(0.5).fires((), moves)
+    assert not recluster.center_shift(0.51).fires((), moves)
+
+
 @pytest.mark.parametrize("printed", [False, True])
 def test_pairwise_trigger(printed):
     trigger = recluster.pairwise(0.1, printed)

@@ -142,6 +142,48 @@ def test_oort_equals_its_twin_over_50_calls(groups):
     assert len(paces) > 1, "the pacer has moved"
 
 
+def fresh_memory(**values):
+    """Returns the memory of three clients before the first call, with other values."""
+    data = SimpleNamespace(num_clients=3, train=SimpleNamespace(size=jnp.array([1, 2, 3])))
+    return oort.oort(2).init(data).replace(**{n: jnp.asarray(v) for n, v in values.items()})
+
+
+def test_the_pacer_by_hand():
+    """In calls 40, 60, ... the percentile grows by 5 where the sum of the last 20 utilities
+    differs by a tenth of the one before, or less, and falls where it is six times that.
+    """
+    for before, now, wanted in (
+        (10.0, 11.0, 35.0),
+        (10.0, 9.0, 35.0),
+        (10.0, 11.5, 30.0),
+        (10.0, 60.0, 25.0),
+        (0.0, 0.0, 35.0),
+        (0.0, 1.0, 25.0),
+    ):
+        exploited = np.zeros(40, "f4")
+        exploited[3], exploited[25] = before, now
+        memory = fresh_memory(exploited=exploited, percentile=np.float32(30), calls=60)
+        assert oort.pace(memory) == wanted, (before, now)
+        assert oort.pace(memory.replace(calls=jnp.int32(61))) == 30
+
+
+def test_scores_by_hand():
+    """Utilities 1 and 2 are clipped to 1 and 1.9, and count from 0.999: (u - 0.999) / 1.001."""
+    memory = fresh_memory(utility=np.float32([1, 2, 50]), calls=1)
+    tried = jnp.array([True, True, False])
+    found = oort.scores_of(memory, tried, jnp.array([1.0, 0.5, 1.0]))
+    np.testing.assert_allclose(found, [0.001 / 1.001, 0.5 * 0.901 / 1.001, 0], rtol=1e-3)
+
+
+def test_only_clients_that_were_tried_before_count_as_exploited():
+    memory = fresh_memory(utility=np.float32([5, 7, 11]), count=np.int32([0, 2, 1]))
+    ids = jnp.array([0, 1, 3])
+    upload = SimpleNamespace(weight=jnp.array([2.0, 0, 0]), loss=jnp.array([4.0, 9, 9]))
+    after = oort.remember(memory, Cohort(ids, ids), upload, None)
+    assert after.exploited[-1] == 7 and after.count.tolist() == [1, 3, 1]
+    assert after.utility.tolist() == [8, 8, 11], "without an answer the mean of the round"
+
+
 @pytest.mark.parametrize("percent", [0, 5, 30, 90, 100])
 def test_percentiles_equal_numpy(percent):
     values = np.random.default_rng(0).random(31).astype("f4")
@@ -231,6 +273,16 @@ def test_power_of_choice_takes_the_highest_losses_of_each_group(
         for g in range(3):
             mine = [i for i in range(g, 14, 3) if alive[i]]
             assert max(mine, key=lambda i: loss[i]) in ids
+
+
+def test_candidates_are_drawn_in_proportion_to_their_samples():
+    """Of 4,000 draws of one of three clients with 0, 3 and 9 samples, about 1,000 and 3,000."""
+    data = SimpleNamespace(train=SimpleNamespace(size=jnp.array([0, 3, 9])))
+    state = SimpleNamespace(assignment=jnp.zeros(3, jnp.int32), active=jnp.ones(1, bool))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    ids = jax.vmap(lambda key: power_of_choice.draw_candidates(key, state, data, 1))(keys)
+    drawn = np.bincount(np.asarray(ids)[np.asarray(ids) < 3], minlength=3)
+    assert drawn.sum() == 4000 and drawn[0] == 0 and abs(drawn[1] - 1000) < 120
 
 
 def test_clients_never_selected_come_first_in_random_order(toy, models):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING
+from conftest import VARYING, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import label_swap, perturb, stream, traces
@@ -235,6 +235,15 @@ def test_a_window_of_everything_never_moves(make):
     now, after, shifted = made.apply(KEY, 1, begun, memory, None)
     assert now is begun and memory == after == () and not shifted.any()
     assert begun.train is data.train and (begun is data) == (make is stream.bucket)
+
+
+def test_a_burst_has_its_first_and_its_last_round():
+    """An interval a round begins with arrives in rounds 10, 20 and 30."""
+    window = stream.Window(intervals=4, period=10, retained=10)
+    for begin, end in ((20, 29), (11, 20), (20, 20)):
+        stream.burst(begin=begin, end=end, window=window)
+    for begin, end in ((11, 19), (31, 99), (1, 9)):
+        one_line("no data arrive", stream.burst, begin=begin, end=end, window=window)
 
 
 def test_static_data_equal_no_drift(toy, linear, local):
