@@ -87,6 +87,23 @@ def test_a_sample_says_whose_groups_it_has(tmp_path):
     np.testing.assert_array_equal(few.concepts, everybody.concepts[:, few.clients])
 
 
+def test_a_sample_is_drawn_by_the_seed():
+    one, same, other = (assignments.sample_clients(1000, 20, seed) for seed in (0, 0, 1))
+    assert one.tolist() == same.tolist() != other.tolist() and len(set(one.tolist())) == 20
+
+
+@pytest.mark.parametrize("largest", [127, 128, 32_768])
+def test_group_numbers_of_any_size_come_back(largest, tmp_path):
+    clients = np.arange(3)
+    groups = np.array([-1, 0, largest], np.int32)
+    with assignments.open_assignments(tmp_path, clients) as log:
+        log.append(1, Grouping(groups, groups[::-1]))
+    assignments.finish_assignments(tmp_path, clients, 3)
+    found = read_assignments(tmp_path)
+    assert found.groups.tolist() == [groups.tolist()]
+    assert found.concepts.tolist() == [groups[::-1].tolist()]
+
+
 def cut(folder, fingerprint):
     kept = assignments.verified_assignments(folder, FIVE, 3, fingerprint)
     (folder / assignments.PART).write_bytes(kept)
@@ -143,6 +160,13 @@ def test_a_group_without_old_members_is_new():
     np.testing.assert_array_equal(flows.match_groups(groups), expected)
 
 
+def test_a_new_group_takes_no_number_that_another_has():
+    """Group 0 of the second evaluation is new; of the numbers so far, 0 and 2, the next is 3."""
+    groups = np.array([[0, 0, 2, 2, -1, -1], [1, 1, 2, 2, 0, 0]])
+    expected = [[0, 0, 2, 2, -1, -1], [0, 0, 2, 2, 3, 3]]
+    np.testing.assert_array_equal(flows.match_groups(groups), expected)
+
+
 def test_flows_count_every_client_once():
     rng = np.random.default_rng(0)
     before, after, kind = rng.integers(-1, 4, (3, 500))
@@ -159,8 +183,9 @@ def test_flows_count_every_client_once():
         ([[0, 1, 2, 3, 4, 5]], False),
         ([[-1, -1, -1, -1]], False),
         ([[0, 0, 0, 0], [0, 0, 1, 1]], True),
+        ([[0, 0, 1]], True),
     ],
-    ids=["one model", "a model each", "nobody met", "split later"],
+    ids=["one model", "a model each", "nobody met", "split later", "three clients"],
 )
 def test_what_has_groups(groups, some):
     assert flows.has_groups(np.array(groups)) is some
@@ -174,6 +199,11 @@ def test_clients_are_coloured_by_what_is_known():
     told = flows.choose_classes(found, groups, labels)
     assert told.names == ["true group 3", "true group 9"]
     assert told.numbers.tolist() == [[0, 0, 1, -1]]
+    half = found._replace(concepts=np.array([[3, 9, -1, -1]]))
+    assert flows.choose_classes(half, groups, labels).names == ["true group 3", "true group 9"]
+    less = found._replace(concepts=np.array([[3, -1, -1, -1]]))
+    assert flows.choose_classes(less, groups, labels).names == ["label 0", "label 1"]
+    assert flows.choose_classes(half, groups, labels, most=2).names[-1] == "true group 9"
     unknown = found._replace(concepts=None)
     assert flows.choose_classes(unknown, groups, labels).names == ["label 0", "label 1"]
     assert flows.choose_classes(unknown, groups, None).names == ["group 0", "group 1"]

@@ -145,6 +145,14 @@ def test_the_tree_may_be_empty(tmp_path):
     assert restore_latest(tmp_path, ((), jnp.ones((0, 2))), {}).tree[1].shape == (0, 2)
 
 
+def test_the_latest_step_that_counts_counts(tmp_path):
+    for step in (2, 4):
+        save(tmp_path, step)
+    for until, step in ((4, 4), (3, 2), (2, 2), (1, None)):
+        found = restore_latest(tmp_path, small(0), IDENTITY, until=until)
+        assert (found.step if found else None) == step
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert latest(tmp_path) == (None, [])
     assert latest(tmp_path / "missing") == (None, [])

@@ -13,7 +13,8 @@ from fedjax_cfl import formatting
 from fedjax_cfl.analysis import compare, compare_inputs, plot
 from fedjax_cfl.analysis.compare import reduce_set
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
-from fedjax_cfl.analysis.statistics import compare_pairs
+from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
+from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, compare_pairs
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
@@ -268,6 +269,59 @@ def test_gain_and_speedup_over_a_baseline_of_the_same_seed(tmp_path, capsys):
     for name in ("cfl", ""):
         with pytest.raises(InputError, match=f"--baseline {name}: must name one of"):
             compare.compare([tmp_path], baseline=name)
+
+
+def test_an_accuracy_is_kept_from_where_all_later_tests_of_all_clients_reach_it():
+    """In round 2 the accuracy is high, but only 3 of the 5 clients had a model."""
+    rows = [
+        {"round": t, "macro_accuracy": value, "evaluated_clients": clients}
+        for t, value, clients in ((1, 0.1, 2), (2, 0.9, 3), (3, 0.5, 5), (4, 0.8, 5))
+    ]
+    assert [time_to_keep(rows, target) for target in (0.1, 0.5, 0.6, 0.81)] == [3, 3, 4, None]
+    slow = [row | {"macro_accuracy": 0.1} for row in rows[:3]] + [rows[3]]
+    # the last twentieth is the last test, of 0.8
+    assert compare_to_baseline(rows, slow) == {"accuracy_gain": 0.0, "speedup": 1.0}
+    # kept from round 3 on instead of round 4
+    quick = [*rows[:2], rows[2] | {"macro_accuracy": 0.8}, rows[3]]
+    assert compare_to_baseline(quick, slow)["speedup"] == 4 / 3
+    assert compare_to_baseline(slow, rows[:2])["accuracy_gain"] == pytest.approx(-0.1)
+
+
+def test_runs_of_another_model_have_tests_of_their_own():
+    """Those of one model share the test of round 2 alone; the other model's have all."""
+    rows = [{"round": t, "accuracy": t / 10} for t in (1, 2, 3)]
+    data = {"dataset": "digits", "partition": "iid"}
+    runs = [
+        data | {"model": "mlp", "rows": rows[:2]},
+        data | {"model": "mlp", "rows": rows[1:]},
+        data | {"model": "cnn", "rows": rows},
+    ]
+    found = compare.add_shared_best(runs)
+    assert [run["shared_evaluations"] for run in found] == [1, 1, 3]
+    assert [run["shared_best_accuracy"] for run in found] == [0.2, 0.2, 0.3]
+
+
+def test_a_target_of_everything_is_allowed(tmp_path, capsys):
+    run_of(tmp_path / "run", SUMMARY, ROW | {"accuracy": 1.0})
+    (one,) = compare.compare([tmp_path / "run"], target=1.0)
+    assert one["rounds_to_target"][0] == 1 and "rounds to 100 %" in capsys.readouterr().out
+    for target in (0.0, 1.01):
+        with pytest.raises(InputError, match="target must be an accuracy"):
+            compare.compare([tmp_path / "run"], target=target)
+
+
+@pytest.mark.parametrize("sets", [3, MAX_PAIRED_SETS, MAX_PAIRED_SETS + 1])
+def test_few_sets_are_compared_in_pairs_and_many_with_the_best(sets):
+    data = {"dataset": "digits", "partition": "iid", "model": "mlp"}
+    groups = [
+        data | {"label": str(n), "final_accuracy": (n / 10, 0, 1), "members": [{"seed": 0, "n": n}]}
+        for n in range(sets)
+    ]
+    found = compare_pairs(groups, ["n"])
+    pairs = {(one.label, one.minus) for one in found}
+    every = {(str(a), str(b)) for a in range(sets) for b in range(a)}
+    wanted = every if sets <= MAX_PAIRED_SETS else {p for p in every if p[0] == str(sets - 1)}
+    assert pairs == wanted and len(found) == len(wanted)
 
 
 def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):

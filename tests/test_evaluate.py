@@ -173,6 +173,13 @@ def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
         )
     )(index)
     assert (right, total) == (hits.sum(), hits.size)
+    # samples that nobody holds at the moment count nowhere
+    held = (jnp.arange(toy.y.size) % 3 > 0)[toy.test.order]
+    hidden = toy.replace(owner=jnp.where(jnp.arange(toy.y.size) % 3 > 0, toy.owner, -1))
+    right, total = evaluate.evaluate_auxiliary(
+        linear, cfl.make_mesh(1), ServedModels(models, index), hidden
+    )
+    assert (right, total) == ((hits & held).sum(), held.sum()) and total < hits.size
 
 
 def idle(task, local, pick):

@@ -291,6 +291,34 @@ def test_reported_losses_have_the_penalty_of_the_start_and_of_the_end(skewed, ep
     )
 
 
+def test_a_full_gradient_is_that_of_all_samples_of_a_client(skewed, one_by_one):
+    """Of 900, 60 and no samples, in blocks of 64, at half the step size of 0.1."""
+    upload = one_by_one("full gradient")
+    models = [MODEL, jax.tree.map(lambda leaf: 0.5 * leaf, MODEL)]
+    for client in (4, 5):
+        held = np.asarray(skewed.owner) == client
+        loss = jax.value_and_grad(lambda p, held=held: MLP.loss(p, *sample(skewed, held)).mean())
+        value, gradient = loss(models[client % 2])
+        ours = jax.tree.map(lambda leaf, client=client: leaf[client][None], upload.delta)
+        wanted = jax.tree.map(lambda leaf: -0.1 * 0.5 * leaf[None], gradient)
+        np.testing.assert_allclose(matrix(ours), matrix(wanted), rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(upload.loss[client], value, rtol=1e-5)
+    assert upload.steps.tolist() == [0, *[1] * 7, 0]
+
+
+@pytest.mark.parametrize("name", ["sgd", "full gradient"])
+def test_a_client_without_samples_and_an_empty_slot_send_zeros(one_by_one, name):
+    upload = one_by_one(name)
+    for leaf in jax.tree.leaves(upload):
+        assert not leaf[0].any() and not leaf[-1].any()
+    assert upload.loss[5] > 0 and upload.start_group[5] == 1
+
+
+def sample(data, held):
+    """Returns images and labels of the samples `held` [N] bool."""
+    return data.x[held], data.y[held]
+
+
 def test_steps_take_the_samples_of_the_shuffle(skewed):
     """A step sees B samples of the pass, as the twin of the shuffle draws them."""
     seen = []

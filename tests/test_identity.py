@@ -1,6 +1,7 @@
 """What makes a run that run: its settings, its data, and the files that it has written itself."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import session
-from fedjax_cfl.runs.identity import digest_data
+from fedjax_cfl.runs.identity import digest_data, digest_identity, run_identity
 from fedjax_cfl.runs.results import read_metrics, read_summary
 
 LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
@@ -92,6 +93,38 @@ def test_models_of_another_run_are_refused(folder, fedjax_cfl, tmp_path):
     shutil.copytree(tmp_path / "run1" / folder, tmp_path / "run0" / folder)
     with pytest.raises(InputError, match=f"{folder}: holds models of another run"):
         cfl.load_run(tmp_path / "run0")
+
+
+def test_what_a_continuation_may_change_is_no_part_of_the_identity(toy):
+    def identity(data=toy, digest="d", **more):
+        nodes = {"local": {"lr": 0.1}, "seed": 0, "rounds": 5, "algorithm": {"rounds": 5}}
+        settings = SimpleNamespace(everything=nodes | more, data_digest=digest)
+        return digest_identity(run_identity(settings, data))
+
+    free = {"rounds": 9, "eval_every": 2, "eval_auxiliary": True, "eval_distance": True}
+    for name, value in free.items():
+        assert identity(**{name: value}) == identity(), name
+    assert identity(evaluate={"finetune": 3, "similarity": True}) == identity()
+    for more in (
+        {"local": {"lr": 0.2}},
+        {"seed": 1},
+        {"algorithm": {"rounds": 9}},
+        {"evaluate": {"new_clients": 0.2}},
+        {"digest": "e"},
+        {"data": toy.replace(max_client_samples=99)},
+    ):
+        assert identity(**more) != identity(), more
+
+
+def test_an_identity_does_not_depend_on_the_order_of_settings():
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert digest_identity(one) == digest_identity(other) != digest_identity({"a": 2, "b": 1})
+
+
+def test_the_kind_and_the_shape_of_an_array_are_part_of_the_digest(toy):
+    samples, features = toy.x.shape
+    others = toy.replace(x=toy.x.reshape(samples, 1, features)), toy.replace(x=toy.x.view("int32"))
+    assert len({digest_data(data) for data in (toy, *others)}) == 3
 
 
 def test_every_array_is_part_of_the_digest(toy_pool):

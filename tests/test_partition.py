@@ -138,6 +138,45 @@ def test_dirichlet_per_client_repeats_only_what_it_must():
             assert not len(times) or times.max() - times.min() <= 1
 
 
+def test_dirichlet_per_client_gives_test_samples_in_proportion():
+    """40 training samples are four fifths, so that 10 are for testing."""
+    holdings = partition.dirichlet_per_client(
+        pool_of([50, 50]), clients=3, alpha=5.0, samples_per_client=40, test_fraction=0.2
+    )
+    assert np.bincount(holdings.owner[~holdings.test]).tolist() == [40] * 3
+    assert np.bincount(holdings.owner[holdings.test]).tolist() == [10] * 3
+
+
+def test_the_test_part_of_a_pool_is_its_own_or_a_share():
+    rng = np.random.RandomState(0)
+    assert dealing.draw_test_mask(rng, pool_of([50, 50]), 0.2).sum() == 20
+    own = np.arange(100) < 7
+    assert dealing.draw_test_mask(rng, pool_of([50, 50], test=own), 0.2) is own
+
+
+def test_a_client_that_has_its_share_gets_nothing_of_later_classes():
+    """With tiny alpha one client gets all of a class: the other client all of the next."""
+    for seed in range(8):
+        pool = pool_of([10, 10])
+        holdings = partition.dirichlet(pool, clients=2, alpha=1e-3, min_samples=0, seed=seed)
+        assert sorted(labels_of(pool, holdings, 2).tolist()) == [[0, 10], [10, 0]]
+
+
+def test_proportions_that_underflow_are_all_on_an_allowed_place():
+    allowed = np.arange(5) == 2
+    for seed in range(8):
+        found = dealing.draw_proportions(np.random.RandomState(seed), 5, 1e-9, allowed)
+        np.testing.assert_array_equal(found, allowed)
+
+
+def test_by_user_keeps_names_and_true_groups():
+    client = np.array([1, 0, 0, 1], np.int32)
+    pool = pool_of([2, 2], client)._replace(concept=np.array([4, 7]), client_names=("a", "b"))
+    for test in (None, np.array([False, True, False, True])):
+        holdings = partition.by_user(pool._replace(test=test))
+        assert holdings.client_names == ("a", "b") and holdings.concept.tolist() == [4, 7]
+
+
 def test_by_user_keeps_the_split():
     client, test = np.array([2, 0, 0, 2, 2, 0]), np.array([False, True, False, False, True, False])
     holdings = partition.by_user(pool_of([3, 3], client.astype(np.int32), test))
