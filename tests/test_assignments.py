@@ -109,6 +109,18 @@ def cut(folder, fingerprint):
     (folder / assignments.PART).write_bytes(kept)
 
 
+def test_what_others_append_while_the_run_goes_on_is_dropped(tmp_path):
+    groups = np.arange(12, dtype=np.int32) % 3
+    with assignments.open_assignments(tmp_path, FIVE) as log:
+        log.append(1, Grouping(groups, groups))
+        with (tmp_path / assignments.PART).open("ab") as part:
+            part.write(bytes(assignments.record_size(FIVE)))
+        log.append(2, Grouping(groups, groups))
+    assignments.finish_assignments(tmp_path, FIVE, 12)
+    found = read_assignments(tmp_path)
+    assert found.rounds.tolist() == [1, 2] and found.groups.tolist() == 2 * [groups[FIVE].tolist()]
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finished, tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"

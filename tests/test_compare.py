@@ -301,6 +301,20 @@ def test_runs_of_another_model_have_tests_of_their_own():
     assert [run["shared_best_accuracy"] for run in found] == [0.2, 0.2, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([0.2, None, 0.4], (0.3, math.sqrt(0.02), 2)),
+        ([0.5, None], (0.5, math.nan, 1)),
+        ([None], (math.nan, math.nan, 0)),
+    ],
+)
+def test_mean_and_sample_sd_of_the_seeds_that_have_a_number(values, wanted):
+    members = [{"seed": n, "final_accuracy": value} for n, value in enumerate(values)]
+    found = reduce_set({"members": members})["final_accuracy"]
+    assert found == pytest.approx(wanted, nan_ok=True)
+
+
 def test_a_target_of_everything_is_allowed(tmp_path, capsys):
     run_of(tmp_path / "run", SUMMARY, ROW | {"accuracy": 1.0})
     (one,) = compare.compare([tmp_path / "run"], target=1.0)

@@ -139,6 +139,16 @@ def test_empty_slots_are_not_visited(toy, width, slots):
     assert not seen[~real].any()
 
 
+def test_a_client_costs_16_samples_in_addition_to_its_own(toy):
+    """Of 40, 5, 3, 2 and 1 samples: 21 + 19 + 18 are more than 56, so that the last of the short
+    ones joins the long one. Its samples alone would balance those of the other four.
+    """
+    execution = cfl.make_execution(cfl.make_mesh(2), 1)
+    cohort = make_cohort(jnp.array([6, 10, 3, 12, 1], jnp.int32), toy, execution)
+    queues = [set(queue.tolist()) - {14} for queue in np.split(np.asarray(cohort.ids), 2)]
+    assert queues == [{1, 6}, {12, 3, 10}]
+
+
 DEAL = jax.jit(balance_over_devices, static_argnums=(2, 3, 4))
 
 
