@@ -60,7 +60,7 @@ def models(task):
 
 @pytest.fixture(scope="module")
 def measure(task, models):
-    """Returns f(others) -> CLIENT's update by SGD and by one gradient, its training losses, and
+    """Returns f(others) -> a client's update by SGD and by one gradient, its training losses, and
     its test losses; one program.
     """
     local = cfl.Local(0.1, 1, BATCH, execution=cfl.make_execution(cfl.make_mesh(1), 1))
@@ -84,12 +84,12 @@ def measure(task, models):
             evaluate.predict_test_samples(task, local.execution.mesh, served, data)[1],
         )
 
-    def measure(others):
+    def measure(others, client=CLIENT):
         data = faces(others)
         uploads, losses, tested = run(data)
-        own = np.asarray(data.owner)[np.asarray(data.test.order)] == CLIENT
-        steps = [(matrix(upload.delta)[CLIENT], upload.loss[CLIENT]) for upload in uploads]
-        return steps, [loss[CLIENT] for loss in losses], tested[own]
+        own = np.asarray(data.owner)[np.asarray(data.test.order)] == client
+        steps = [(matrix(upload.delta)[client], upload.loss[client]) for upload in uploads]
+        return steps, [loss[client] for loss in losses], tested[own]
 
     return measure
 
@@ -113,6 +113,10 @@ def test_padding_is_not_there(task, models, measure):
     train, test = (losses(model, data.x[rows], data.y[rows]) for rows in own)
     close([loss[0], steps[0][1], steps[1][1]], [train.mean()] * 3)
     close(tested, test)
+    # a block of test samples is filled up with the last one, of client 2
+    _, _, tested = measure(1.0, client=2)
+    rows = data.test.order[data.test.start[2] :][:2]
+    close(tested, losses(model, data.x[rows], data.y[rows]))
 
     @jax.jit
     @jax.grad

@@ -163,6 +163,26 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     assert np.isnan(row["accuracy"]) and row["nonfinite_model_clients"] > 0
 
 
+def test_parts_are_entered_whatever_their_order():
+    """The part of clients 0 and 1 has room for a third one."""
+
+    def part(samples):
+        found = evaluate.empty(3, 2)
+        table = found.clients.replace(samples=jnp.array(samples), loss=jnp.array(samples) / 10)
+        return found._replace(
+            clients=table, totals=jax.tree.map(lambda each: each + 1, found.totals)
+        )
+
+    late, early = (part([3, 4, 0]), 2), (part([1, 2, 0]), 0)
+    for parts in ((early, late), (late, early)):
+        found = evaluate.empty(5, 2)
+        for more, first in parts:
+            found = evaluate.merge(found, more, first)
+        assert found.clients.samples.tolist() == [1, 2, 3, 4, 0]
+        np.testing.assert_allclose(found.clients.loss, [0.1, 0.2, 0.3, 0.4, np.nan])
+        assert found.totals.classes.tolist() == [[2, 2], [2, 2]]
+
+
 def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)

@@ -8,12 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import SIZES, build
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedprox import partial_epochs
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.client.cohort import balance_over_devices, make_cohort, over_clients
+from fedjax_cfl.client.cohort import (
+    balance_over_devices,
+    client_range,
+    make_cohort,
+    over_clients,
+)
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
@@ -137,6 +142,11 @@ def test_empty_slots_are_not_visited(toy, width, slots):
     real = cohort.ids < 14
     np.testing.assert_array_equal(seen[real], cohort.ids[real] + 1)
     assert not seen[~real].any()
+
+
+def test_an_empty_slot_has_no_samples(toy):
+    count, first = client_range(jnp.array([1, 13, 14]), toy)
+    assert count.tolist() == [40, 20, 0] and first[:2].tolist() == [7, sum(SIZES) - 20]
 
 
 def test_a_client_costs_16_samples_in_addition_to_its_own(toy):
