@@ -141,6 +141,18 @@ def test_catalogue():
             assert written._target_ == f"fedjax_cfl.algorithms.{name}" and name in exported
 
 
+def test_a_client_without_samples_has_no_group(case):
+    """As long as there is one group, or one model, it is everybody's. A model of its own stays."""
+    if not case.algorithm.clustered:
+        pytest.skip("one model for all, or one for each")
+    groupless = np.asarray(case.data.train.size) == 0
+    several = [state for state in case.states if int(state.active.sum()) > 1]
+    for state in several:
+        assert (np.asarray(case.algorithm.serve(state).model_index)[groupless] == -1).all()
+    assert groupless.sum() == 1
+    assert several or case.name.startswith(("auxo", "cfl", "fedcluster", "feddrift"))
+
+
 def test_finite(case):
     chex.assert_tree_all_finite(case.states)
     chex.assert_tree_all_finite(

@@ -304,7 +304,8 @@ def change_models(
     if merge is not None:
         # a model that has just been opened is a copy still, equal to its source
         into, weights = merge(table, group, data.train.size.astype(jnp.float32), active & ~opened)
-        group, active = into[group], active & (into == jnp.arange(m))
+        group = jnp.where(group >= 0, into[group], group)
+        active &= into == jnp.arange(m)
         groups, server = (mix_former_models(weights, tree) for tree in (groups, server))
     own = jnp.take_along_axis(table, group[:, None], axis=1)[:, 0]
     used = jnp.any(group[:, None] == jnp.arange(m), axis=0)

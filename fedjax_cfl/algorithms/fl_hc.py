@@ -187,7 +187,8 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
         gid, _ = keep_groups(key, state, data, cohort)
-        waiting = is_cold(state, cohort) & (state.round > warm_up)
+        able = cohort.take(data.train.size) > 0  # others have no update to compare
+        waiting = is_cold(state, cohort) & able & (state.round > warm_up)
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))

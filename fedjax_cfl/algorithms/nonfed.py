@@ -61,6 +61,7 @@ def nonfed(
         solve if in_place else train_own_model(solve),
         start=shared_model(task, ship_start),
         assign=assign_client_id,
+        own_models=True,
         prepare=None if in_place else send_own_model(local.execution.mesh),
         aggregate=client_delta(local.execution.mesh),
     )
@@ -72,10 +73,8 @@ def nonfed(
         after, info = algorithm.round(key, state, data)
         return after.replace(traffic=state.traffic), info
 
-    # not clustered: every client has a model from the start
     return algorithm._replace(
         round=silent_round,
-        clustered=False,
         client_models=lambda state: (state.groups, state.server),
     )
 

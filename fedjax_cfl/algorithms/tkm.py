@@ -29,7 +29,7 @@ from fedjax_cfl.keys import BYZANTINE, START, derive_key
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.client_models import put_models
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.engine import federated, withhold_groups
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import faults
@@ -85,6 +85,7 @@ def tkm(
             traffic=add_traffic(report.traffic),
             start_faults=report.fault_counts,
         )
+        state = withhold_groups(None, state, data)
         return as_system(system).init_received(state)
 
     return rounds._replace(init=init)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import most_clients, tail_macro_accuracy
+from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_accuracy
 
 RELATIVE = ("accuracy_gain", "speedup")  # measures that need a baseline
 
@@ -23,7 +23,7 @@ def time_to_keep(rows: Rows, target: float) -> float | None:
     """
     reached, everybody = None, most_clients(rows)
     for row in reversed(rows):
-        whole = (row.get("evaluated_clients") or 0) == everybody
+        whole = settled_clients(row) == everybody
         if not whole or not (row.get("macro_accuracy") or 0.0) >= target:
             break
         reached = row.get("sim_time_s") or row["round"]

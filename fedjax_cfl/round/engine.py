@@ -86,7 +86,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         work, log = plan_work(parts, keys, state, data, cohort, log)
         upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
         state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
-        after, mass, log = update_groups(parts, state, cohort, work, upload, log)
+        after, mass, log = update_groups(parts, state, data, cohort, work, upload, log)
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return finish_round(parts, after, info, cohort, upload, log)
 
@@ -94,7 +94,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         init,
         round,
         serve_assigned if hooks.assign else serve_global,
-        clustered=hooks.assign is not None,
+        clustered=hooks.assign is not None and not hooks.own_models,
         data_clients=find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
     )
@@ -118,7 +118,25 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         received=(),
         start_faults=report.fault_counts,
     )
+    # a start that reads no samples, or those of some clients alone, need not see all of them
+    if not parts.hooks.own_models and parts.hooks.start_clients is None:
+        state = withhold_groups(None, state, data)
     return parts.system.init_received(state)
+
+
+def withhold_groups(before: State | None, state: State, data: FederatedData) -> State:
+    """Returns the state without a group for the clients of which nothing is known to choose one
+    by: they have no training samples, and had no group when they last had some.
+
+    Whatever a method computes for such a client depends on how groups are numbered, not on the
+    client. As long as there is one group, or one model, it is everybody's.
+
+    Args: `before` is the state before the groups of `state` were chosen, None: the run begins.
+    """
+    unknown = (data.train.size == 0) & (state.active.sum() > 1)
+    if before is not None:
+        unknown &= (before.assignment < 0) | (before.active.sum() == 1)
+    return state.replace(assignment=jnp.where(unknown, -1, state.assignment))
 
 
 def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, RoundLog]:
@@ -127,6 +145,8 @@ def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple
     if parts.hooks.migrate is None:
         return state, RoundLog(shifted, make_report())
     after, report = parts.hooks.migrate(keys[MIGRATE], state, data)
+    if not parts.hooks.own_models:
+        after = withhold_groups(state, after, data)
     after = parts.system.follow_groups(state, after, report.reclustered)
     return after, RoundLog(shifted, report)
 
@@ -206,7 +226,13 @@ def regroup(
 
 
 def update_groups(
-    parts: Parts, state: State, cohort: Cohort, work: Work, upload: Upload, log: RoundLog
+    parts: Parts,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    work: Work,
+    upload: Upload,
+    log: RoundLog,
 ) -> tuple[State, jax.Array, RoundLog]:
     """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`. Returns also the
     mass [m] behind each group's step.
@@ -216,6 +242,8 @@ def update_groups(
     """
     gid = work.group
     met = state.replace(assignment=cohort.put(state.assignment, gid))
+    if not parts.hooks.own_models:
+        met = withhold_groups(log.trained, met, data)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after, sent = met.replace(groups=groups, server=server), make_traffic()

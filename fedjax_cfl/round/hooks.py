@@ -132,8 +132,9 @@ class Hooks(NamedTuple):
     start: StartFn | None = None  # first group models; None: one random model
     migrate: MigrateFn | None = None  # before selection; None: groups stay
     # the cohort's groups; None: all share group 0. A method that has it is clustered: it serves
-    # and evaluates only clients that have a group.
+    # and evaluates only clients that have a group, see `engine.withhold_groups`.
     assign: AssignFn | None = None
+    own_models: bool = False  # True: group k is client k's own, which it has from the start
     prepare: PrepareFn | None = None  # None: every client does all of its work
     ships_model: bool = True  # False: what a client receives is what `prepare` reports
     regroup: RegroupFn | None = None  # once updates are known; None: clients stay

@@ -159,6 +159,11 @@ def print_summary(
         )
     elif algorithm.clustered and len(sizes) > 1 and sum(size > 0 for size in sizes) == 1:
         console.print(f"all clients ended in one group of {len(sizes)}: nothing was split")
+    if summary["groupless_clients"]:
+        console.print(
+            f"{summary['groupless_clients']:,} clients have no training samples to choose a group"
+            " by: they have no model, and are not scored"
+        )
     if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
             f"no accuracy yet: discard={settings.plan.discard} waits until every client has been"

@@ -30,7 +30,7 @@ WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
     "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
-    "nonfinite_model_clients", "units_up", "units_down", "bytes_up", "bytes_down",
+    "groupless_clients", "nonfinite_model_clients", "units_up", "units_down", "bytes_up", "bytes_down",
     "client_updates", "local_steps", "sim_time_s",
 )  # fmt: skip
 SUMMED_FIELDS = ("dropped_clients", "nonfinite_clients", "hostile_clients", "late_clients")
@@ -290,9 +290,14 @@ def tail_macro_accuracy(rows: list[dict[str, Any]], share: float = 0.05) -> floa
     return _mean_of(row.get("macro_accuracy") for row in rows[-count:])
 
 
+def settled_clients(row: dict[str, Any]) -> int:
+    """Returns how many clients had a model in an evaluation, or can have none, see `finalize`."""
+    return (row.get("evaluated_clients") or 0) + (row.get("groupless_clients") or 0)
+
+
 def most_clients(rows: list[dict[str, Any]]) -> int:
-    """Returns how many clients had a model in the evaluation in which most of them did."""
-    return max((row.get("evaluated_clients") or 0 for row in rows), default=0)
+    """Returns how many clients were settled in the evaluation in which most of them were."""
+    return max(map(settled_clients, rows), default=0)
 
 
 def _mean_of(values: Iterable[float | None]) -> float | None:

@@ -50,6 +50,7 @@ class Tested(NamedTuple):
     index: Any  # [K] int32, the model that each client is served, -1: none
     evaluation: Evaluation
     concept: Any  # [K] int32, the true groups, -1 where unknown
+    train_size: Any  # [K] int32, training samples
 
 
 class Blocks(NamedTuple):
@@ -208,9 +209,8 @@ def evaluate_all(
     """
     found = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
-    return finalize(
-        served.model_index, count_models(served.models), found, data.concept
-    ), found.clients
+    tested = Tested(served.model_index, found, data.concept, data.train.size)
+    return finalize(tested, count_models(served.models)), found.clients
 
 
 def evaluate_block(
@@ -270,16 +270,16 @@ def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
     )
 
 
-def finalize(index: Any, num_models: int, found: Evaluation, concept: Any) -> dict:
+def finalize(tested: Tested, num_models: int) -> dict:
     """Returns one evaluation's metrics from the results of all its parts: a dict
     of JAX's or of NumPy's arrays.
 
-    `index` [K] are the served models, `concept` [K] the true groups; without an
-    auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
+    Without an auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
     tested on a model that is not finite, or if no client's loss is finite: such a model
-    does not predict.
+    does not predict. `groupless_clients` are those of which nothing is known to choose a model
+    by, see `engine.withhold_groups`; others without a model have not been met yet.
     """
-    clients, totals = found
+    index, (clients, totals), concept, train_size = tested
     xp, has_model = index.__array_namespace__(), index >= 0
     row = metrics.summarize_clients(clients, totals.classes)
     row["test_loss"] = row.pop("loss")
@@ -289,6 +289,7 @@ def finalize(index: Any, num_models: int, found: Evaluation, concept: Any) -> di
     row["ari"] = metrics.ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
+    row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
     samples = totals.auxiliary_samples
     several = num_models > 1  # of one model the mean says nothing new
     row["auxiliary_accuracy"] = xp.where(

@@ -170,8 +170,10 @@ def compile_functions(
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
             found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
-        concept = carry[1].concept if carry[1] else np.full(index.shape, -1)
-        return evaluate.Tested(index, found, concept)
+        if carry[1]:
+            return evaluate.Tested(index, found, carry[1].concept, carry[1].train.size)
+        unknown = np.full(index.shape, -1)
+        return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 
     planned = memory.plan_memory(shapes[0], feed.peak_shapes(), programs.values())
     memory.check_memory(planned, mesh)

@@ -41,7 +41,7 @@ def make_row(
     raise_if_nonfinite(algorithm, state.groups, done, infos)
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
     check_groups_exist(done, tested.index, num_models)
-    found = evaluate.finalize(tested.index, num_models, tested.evaluation, tested.concept)
+    found = evaluate.finalize(tested, num_models)
     row = metrics_row(done, ledger, state.groups, infos, found, counters)
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
@@ -68,7 +68,8 @@ def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clie
         # a round in which all clients are offline selects none
         done = (row["round"] - 1) * selected if selected else row["client_updates"]
         return done < num_clients
-    return discard == "met" and row["evaluated_clients"] < num_clients
+    settled = row["evaluated_clients"] + row["groupless_clients"]
+    return discard == "met" and settled < num_clients
 
 
 def raise_if_nonfinite(algorithm: Algorithm, groups: Params, done: int, infos: Any) -> None:

@@ -130,13 +130,16 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         lots, choice = jax.random.split(key)
         memory, m, clients = state.memory, state.active.size, data.num_clients
-        sizes = jnp.zeros(m, jnp.int32).at[state.assignment].add(1)
+        own = jnp.where(state.assignment >= 0, state.assignment, m)
+        sizes = jnp.zeros(m, jnp.int32).at[own].add(1, mode="drop")
         chosen = split(memory, sizes, state.active) & state.active & (state.round > 0)
         before = state.active.sum()
         state = cut_groups(state, chosen)
         memory, active = state.memory, state.active
         everybody = active.sum() > before
-        joining = memory.joining | everybody
+        # a client that has never had samples has nothing to choose by, and joins when it has some
+        able = (data.train.size > 0) | (memory.count.sum(1) > 0)
+        joining = (memory.joining | everybody | (state.assignment < 0)) & able
         best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
         random = jax.random.randint(choice, (clients,), 0, active.sum())
         chance = explore * 0.99 ** state.round.astype(jnp.float32)

@@ -92,6 +92,7 @@ def fedfomo(
         train_from_mixture(sgd(task, local)),
         start=personal_start(task),
         assign=assign_client_id,
+        own_models=True,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
         ships_model=False,
         aggregate=client_delta(local.execution.mesh),
@@ -102,11 +103,9 @@ def fedfomo(
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return algorithm.round(key, state, hold_out_samples(data, validation))
 
-    # not clustered: every client has a model from the start
     return algorithm._replace(
         round=round,
         serve=test,
-        clustered=False,
         client_models=lambda state: (
             state.groups,
             state.server,
