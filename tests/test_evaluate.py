@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix, nightly
+from conftest import build, matrix, nightly, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
@@ -415,3 +415,33 @@ def test_received_models_where_groups_are_founded_anew(toy, linear, local):
         received = groups[np.maximum(new, 0)]  # a client without samples has no group, and gets 0
         np.testing.assert_allclose(matrix(state.received), received, rtol=1e-5, atol=1e-6)
     assert np.abs(groups - matrix(before.groups)).max() > 0.01, "some clients changed groups"
+
+
+def test_received_models_are_refused_where_clients_are_served_others(toy, linear, local):
+    """Groups in use alone are served, which are rows of all; a personal model, or a part that
+    groups hold, is not what a client received.
+    """
+    kept = cfl.System(select.uniform(3), keep_received=True)
+    plain = build(ifca, linear, local, kept, m=2, max_m=3)
+
+    def personal(state):
+        models = jax.tree.map(lambda leaf: leaf + 1, state.received)
+        return ServedModels(models, jnp.arange(state.assignment.size))
+
+    def with_part(state):
+        return ServedModels({**state.groups, "more": state.groups}, state.assignment)
+
+    state = jax.eval_shape(plain.init, KEY, toy)
+    evaluate.check_received(plain, state)
+    for serve in (personal, with_part):
+        one_line(
+            "test_on=received: this method serves",
+            cfl.run,
+            plain._replace(serve=serve),
+            linear,
+            toy,
+            KEY,
+            rounds=1,
+            mesh=local.execution.mesh,
+        )
+        evaluate.check_received(plain._replace(serve=serve), state.replace(received=()))

@@ -1,5 +1,7 @@
 """Clients that train on from their group's model, and clients held out of the run."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pyarrow.parquet
@@ -10,11 +12,17 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import best_model, cold_start
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.runs.results import SIMILARITY_FILE, read_clients, read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.personalize import (
+    assign_newcomers,
     check_rule,
     compare_updates,
     extend_state,
@@ -22,7 +30,8 @@ from fedjax_cfl.simulation.personalize import (
     hold_out_clients,
     split_clients,
 )
-from fedjax_cfl.types import ServedModels
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.types import Selection, ServedModels
 
 LINE = (
     "dataset.clients=20 clients_per_round=6 rounds=8 model=mclr partition=iid discard=none"
@@ -166,18 +175,87 @@ def test_what_cannot_be_measured_is_refused(extra, said, fedjax_cfl):
     assert status == 2 and said in error and error.count("\n") == 1
 
 
+def warm_start(task, local, system):
+    """Clusters every client at the start; later ones join by the loss of the models."""
+
+    def start(key, data):
+        return random_groups(task, 2)(key, data)._replace(
+            assignment=jax.numpy.zeros(data.num_clients, int)
+        )
+
+    hooks = Hooks(sgd(task, local), start, assign=cold_start(best_model(task, local)))
+    return federated(task, local, system, hooks)
+
+
 def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
-    """A model for each client, and groups that everybody has from the start, are none."""
-    some, key = cfl.select.uniform(3), jax.random.key(0)
+    """A model for each client, and groups that everybody has from the start, are none, unless
+    others join by a look at their data.
+    """
+    key, made = jax.random.key(0), {"warm_start": partial(warm_start, linear, local)}
     for name, settings, rule in (
         ("fedavg", {}, True),
         ("ifca", {"m": 2}, True),
+        ("warm_start", {}, True),
         ("nonfed", {}, False),
         ("auxo", {"m": 2}, False),
     ):
-        method = build(getattr(cfl.algorithms, name), linear, local, some, **settings)
+        method = getattr(cfl.algorithms, name, None)
+        make = made.get(name) or partial(build, method, linear, local, **settings)
         if rule:
-            check_rule(method, toy, key)
+            check_rule(make, toy, key, 3)
         else:
             with pytest.raises(InputError, match="no rule for clients"):
-                check_rule(method, toy, key)
+                check_rule(make, toy, key, 3)
+
+
+def personal(task, local, select):
+    """FedAvg, and of each client its own model after its last training, which it is served; its
+    selection remembers who answered.
+    """
+
+    def update(memory, state, cohort, upload, seconds):
+        return select.update(memory[0], state, cohort, upload, seconds), cohort.put(memory[1], 1)
+
+    def pick(key, memory, state, data):
+        return select.select(key, memory[0], state, data)
+
+    wrapped = Selection(lambda data: (select.init(data), 0 * data.train.size), pick, update)
+
+    def start(key, data):
+        initial = random_groups(task, 1)(key, data)
+        return initial._replace(memory=copy_model(task.init(key), data.num_clients))
+
+    def finish(state, before, cohort, gid, upload):
+        trained = jax.tree.map(lambda old, new: old[0] + new, before.groups, upload.delta)
+        return state.replace(memory=jax.tree.map(cohort.put, state.memory, trained)), make_traffic()
+
+    hooks = Hooks(sgd(task, local), start, finish=finish)
+    return federated(task, local, wrapped, hooks)._replace(
+        serve=lambda state: ServedModels(state.memory, jax.numpy.arange(state.assignment.size))
+    )
+
+
+def test_new_clients_keep_what_is_their_own(toy, linear, local):
+    """Their models are those that they trained in the round in which they were met, from the model
+    as the run left it; nothing of the run's own clients changes. The selection may be wrapped.
+    """
+    make, key, mesh = partial(personal, linear, local), jax.random.key(0), local.execution.mesh
+    few = take_clients(toy, np.arange(10))
+    run = make(cfl.select.uniform(5))
+    state = jax.jit(run.round)(key, jax.jit(run.init)(key, few), few)[0]
+    check_rule(make, few, key, 3)
+    new = assign_newcomers(make, linear, mesh, state, toy, key, at_once=3)
+    step = jax.jit(over_clients(sgd(linear, local), local.execution))
+    fresh = state.replace(round=state.round)
+    for client in range(10, 14):
+        cohort = make_cohort(jax.numpy.array([client]), toy, local.execution)
+        work = full_work(jax.numpy.zeros_like(cohort.ids))
+        given = derive_key(key, TRAIN, fresh.round), fresh.groups
+        delta = step(cohort, toy, given, work).delta
+        for own, group, change in zip(
+            *map(jax.tree.leaves, (new.served.models, fresh.groups, delta)), strict=True
+        ):
+            np.testing.assert_allclose(own[client], group[0] + change[0], rtol=1e-5, atol=1e-6)
+    for own, old in zip(*map(jax.tree.leaves, (new.served.models, state.memory)), strict=True):
+        np.testing.assert_array_equal(own[:10], old)
+    assert new.groups.tolist() == [10, 11, 12, 13]

@@ -84,7 +84,8 @@ def build(config: dict[str, Any]) -> Setup:
     algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
     if share:
-        check_rule(algorithm, data, jax.random.key(config["seed"]))
+        make = with_selection(config, task, data, mesh)
+        check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
     return Setup(algorithm, task, data, drift, mesh)
 
 
@@ -180,6 +181,13 @@ def build_algorithm(
     own = values_of("algorithm", values)
     system = build_system(config, chosen, data.num_clients)
     return instantiate_target("algorithm", node, task, local, system, **own)
+
+
+def with_selection(
+    config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh
+) -> Callable[[Selection], Algorithm]:
+    """Returns what builds the algorithm of a configuration with another selection."""
+    return lambda select: build_algorithm(config, task, data, mesh, select=select)
 
 
 def find_inputs(config: dict[str, Any], setup: Setup) -> Inputs:

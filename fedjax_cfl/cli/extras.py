@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import build_algorithm, build_population
+from fedjax_cfl.cli.build import build_population, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
@@ -22,7 +22,6 @@ from fedjax_cfl.simulation.personalize import (
     finetune_clients,
     hold_out_clients,
     next_key,
-    select_remembered,
 )
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData, ServedModels
@@ -80,10 +79,9 @@ def add_newcomers(
     _, everybody = build_population(config)
     kept, held = hold_out_clients(everybody, share, config["seed"])
     population = take_clients(everybody, np.concatenate([kept, held]))
-    remembered = select_remembered(at_once)
-    cold = build_algorithm(config, setup.task, population, mesh, select=remembered)
+    make = with_selection(config, setup.task, population, mesh)
     key = jax.random.key(config["seed"])
-    new = assign_newcomers(cold, setup.task, mesh, result.state, population, key, at_once)
+    new = assign_newcomers(make, setup.task, mesh, result.state, population, key, at_once)
     names = everybody.client_names
     found.tables[NEW_CLIENTS_FILE] = {
         "client": held if names is None else [names.names[k] for k in held.tolist()],

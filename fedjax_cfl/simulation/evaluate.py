@@ -13,9 +13,11 @@ from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.simulation import metrics
+from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
 
@@ -241,6 +243,28 @@ def evaluate_block(
     bad = ~is_finite(models)[jnp.maximum(index, 0)] & (index >= 0) & (data.test.size > 0)
     distance = evaluate_distance(served, data) if with_distance else jnp.float32(jnp.nan)
     return Evaluation(table, Totals(counts, right, samples, bad.sum(dtype=jnp.int32), distance))
+
+
+def check_received(algorithm: Algorithm, state: State) -> None:
+    """Raises InputError if clients are to be tested on what they received, but the method serves
+    them other models than those of its groups, which are what it sends: personal ones, or models
+    of which groups hold a part.
+
+    Args: `state` has arrays or their shapes.
+    """
+    if not jax.tree.leaves(state.received):
+        return
+    models = jax.eval_shape(algorithm.serve, state).models
+    whole, sent = (
+        (jax.tree.structure(tree), [leaf.shape[1:] for leaf in jax.tree.leaves(tree)])
+        for tree in (models, state.groups)
+    )
+    rest = number_leaves(state).replace(groups=())
+    if whole != sent or find_influence(lambda state: algorithm.serve(state).models, state)(rest):
+        raise InputError(
+            "test_on=received: this method serves its clients other models than those of its"
+            " groups, which are what they receive; use test_on=group"
+        )
 
 
 def is_finite(models: Params) -> jax.Array:

@@ -2,6 +2,8 @@
 group's model, how alike they train, and clients that took no part in the run.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +18,8 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
-from fedjax_cfl.simulation.evaluate import count_models, evaluate_clients
+from fedjax_cfl.simulation.depends import find_influence, number_leaves
+from fedjax_cfl.simulation.evaluate import evaluate_clients
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
@@ -148,17 +151,22 @@ def hold_out_clients(data: FederatedData, share: float, seed: int) -> tuple[np.n
     return np.setdiff1d(np.arange(data.num_clients), held), held
 
 
-def select_remembered(at_once: int) -> Selection:
-    """Selects the clients [at_once] that the state's selection memory names, K: none."""
+def select_these(ids: jax.Array) -> Selection:
+    """Selects the clients `ids` [n], K: none, in every round; remembers nothing, so that a method
+    may wrap it.
+    """
     return Selection(
-        init=lambda data: jnp.full(at_once, data.num_clients, jnp.int32),
-        select=lambda key, memory, state, data: memory,
+        init=lambda data: (),
+        select=lambda key, memory, state, data: ids,
         update=lambda memory, state, cohort, upload, seconds: memory,
     )
 
 
+MakeAlgorithm = Callable[[Selection], Algorithm]  # the method, with another selection
+
+
 def assign_newcomers(
-    algorithm: Algorithm,
+    make: MakeAlgorithm,
     task: Task,
     mesh: Mesh,
     trained: State,
@@ -170,29 +178,31 @@ def assign_newcomers(
     on the models as the run left them.
 
     The rule is what a round of the method does with clients that it selects for the first time,
-    so they are selected in one round that starts from `trained`, of which only the assignment
-    is kept. Where that round moves clients of the run, too, its groups are not those that were
-    trained, and the new ones stay without.
+    so they are selected in one round that starts from `trained`. What it stores of each of them is
+    kept, groups and personal models, and nothing else. Where that round moves clients of the run,
+    too, its groups are not those that were trained, and the new ones stay without.
 
-    Args: `algorithm` selects by `select_remembered`, see also `check_rule`; the devices of
-    `mesh` share the tests; `trained` is the state that the run left; `data` are those of the
+    Args: `make` returns the method, see also `check_rule`; the devices of `mesh` share the tests; `trained` is the state that the run left; `data` are those of the
     clients of the run and, after them, the new ones; `key` is the round's; `at_once` clients
     are selected together.
     """
-    known, total = trained.assignment.size, data.num_clients
+    known, total, data = trained.assignment.size, data.num_clients, data.replace(has_drift=False)
+    algorithm = make(select_these(jnp.full(at_once, total, jnp.int32)))
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
+    shapes = jax.eval_shape(lambda: trained.replace(selection=()))
 
     @jax.jit
-    def assign(key, state, data):
-        return algorithm.round(key, state, data)[0].assignment
+    def assign(key, state, data, ids, met):
+        after = make(select_these(ids)).round(key, state, data)[0]
+        kept = jnp.all(after.assignment[:known] == state.assignment[:known])
+        rows = jnp.zeros(total, bool).at[ids].set(kept, mode="drop")
+        parts = shapes, met, after.replace(selection=())
+        return jax.tree.map(partial(take_client_rows, rows), *parts)
 
-    assignment = np.array(start.assignment)
+    met = start.replace(selection=())
     for ids in split_clients(np.arange(known, total), at_once, total):
-        found = np.asarray(assign(key, start.replace(selection=jnp.asarray(ids)), data))
-        new = ids[ids < total]
-        if np.array_equal(found[:known], assignment[:known]):
-            assignment[new] = found[new]
-    served = algorithm.serve(start.replace(assignment=jnp.asarray(assignment)))
+        met = assign(key, start, data, jnp.asarray(ids), met)
+    served = algorithm.serve(met.replace(selection=start.selection))
     index = jnp.where(jnp.arange(total) < known, -1, served.model_index)
     served = ServedModels(served.models, index)
     table = jax.jit(lambda served, data: evaluate_clients(task, mesh, served, data)[0])(
@@ -202,15 +212,39 @@ def assign_newcomers(
     return NewClients(np.asarray(index)[known:], mine, served)
 
 
-def check_rule(algorithm: Algorithm, data: FederatedData, key: Key) -> None:
-    """Raises InputError for a method that has no rule for new clients. That is so if every
-    client has a model of its own, or if the start puts all clients into groups and later ones
-    would join group 0 without a look at their data.
+def take_client_rows(
+    rows: jax.Array, trained: jax.ShapeDtypeStruct, present: jax.Array, after: jax.Array
+) -> jax.Array:
+    """Returns an array of the state, `present`, with what belongs to some clients as in `after`.
+
+    Args: `rows` [K] bool are these clients; an axis belongs to clients if `trained`, of fewer
+    clients, is shorter there.
     """
+    taken = jnp.zeros((), bool)
+    for axis, (few, all_) in enumerate(zip(trained.shape, present.shape, strict=True)):
+        if few != all_:
+            taken |= rows.reshape(-1, *[1] * (present.ndim - axis - 1))
+    return jnp.where(taken, after, present)
+
+
+def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int) -> None:
+    """Raises InputError for a method that has no rule for new clients. That is so if every
+    client has a model of its own from the start, or if the start puts all clients into groups and
+    later ones would join group 0 without a look at their data.
+
+    What else a method raises, where `at_once` new clients are selected, is raised here as well.
+    """
+    data, nobody = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
+    algorithm = make(select_these(nobody))
     state = jax.eval_shape(algorithm.init, key, data)
-    models = count_models(jax.eval_shape(algorithm.serve, state).models)
     start = jax.jit(lambda key, data: algorithm.init(key, data).assignment)  # the rest is not run
-    knows = bool((start(key, data) < 0).any()) if algorithm.clustered else models == 1
+    numbered = number_leaves((key, state, data))[2]
+    looks = find_influence(
+        lambda key, state, data: algorithm.round(key, state, data)[0].assignment, key, state, data
+    )((numbered.x, numbered.y))
+    knows = state.active.size == 1
+    if algorithm.clustered and not knows:
+        knows = looks or bool((start(key, data) < 0).any())
     if not knows:
         raise InputError(
             "evaluate.new_clients: the method has no rule for clients that it has not met; use 0"

@@ -117,6 +117,10 @@ def lower_programs(
     side, whole = len(given) + 1, replicated_sharding(mesh)
     begin, train, test = functions
     before = jax.eval_shape(begin, *given, feed.shapes("train"))
+    one = jax.tree.map(  # of one run
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[before[0].round.ndim :], leaf.dtype), before[0]
+    )
+    evaluate.check_received(algorithm, one)
     shapes = carry_shapes(algorithm, before, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
