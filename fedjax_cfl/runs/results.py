@@ -30,8 +30,8 @@ WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
     "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
-    "groupless_clients", "nonfinite_model_clients",
-    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps", "sim_time_s",
+    "groupless_clients", "nonfinite_model_clients", "units_up", "units_down", "bytes_up",
+    "bytes_down", "client_updates", "local_steps", "sim_time_s",
 )  # fmt: skip
 SUMMED_FIELDS = ("dropped_clients", "nonfinite_clients", "hostile_clients", "late_clients")
 

@@ -319,8 +319,8 @@ def finalize(tested: Tested, num_models: int) -> dict:
     row["auxiliary_accuracy"] = xp.where(
         several & (samples > 0), totals.auxiliary_right / samples.clip(1), xp.nan
     )
-    tested = (clients.samples > 0).sum()
-    bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, tested)
+    scored = (clients.samples > 0).sum()
+    bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:
         if name.endswith(("accuracy", "f1")):
             row[name] = xp.where(bad > 0, xp.nan, row[name])

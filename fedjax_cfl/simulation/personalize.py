@@ -182,9 +182,9 @@ def assign_newcomers(
     kept, groups and personal models, and nothing else. Where that round moves clients of the run,
     too, its groups are not those that were trained, and the new ones stay without.
 
-    Args: `make` returns the method, see also `check_rule`; the devices of `mesh` share the tests; `trained` is the state that the run left; `data` are those of the
-    clients of the run and, after them, the new ones; `key` is the round's; `at_once` clients
-    are selected together.
+    Args: `make` returns the method, see also `check_rule`; the devices of `mesh` share the
+    tests; `trained` is the state that the run left; `data` are those of the clients of the run
+    and, after them, the new ones; `key` is the round's; `at_once` clients are selected together.
     """
     known, total, data = trained.assignment.size, data.num_clients, data.replace(has_drift=False)
     algorithm = make(select_these(jnp.full(at_once, total, jnp.int32)))
