@@ -66,6 +66,51 @@ def test_rotated_groups_are_exact(pool, swap):
     assert np.bincount(few.owner[few.test]).tolist() == [7] * 4
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_client_may_draw_its_group(pool, seed):
+    """Each of the four rotations is as likely; what clients hold is what they hold in equal
+    groups.
+    """
+    settings = {"samples_per_client": 20, "test_samples": 5, "swap_labels": True, "seed": seed}
+    equal, drawn = (
+        partition.rotated_groups(pool, clients_per_group=size, **settings) for size in (3, "drawn:3")
+    )
+    own = np.random.RandomState([seed, 4]).randint(4, size=12)
+    assert drawn.concept.tolist() == sorted(own.tolist())
+    assert equal.concept.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert drawn.concept.tolist() != equal.concept.tolist()
+    for name in ("sample", "owner", "test"):
+        np.testing.assert_array_equal(getattr(equal, name), getattr(drawn, name))
+    x, y = gather(federate(pool, drawn), jnp.arange(len(drawn.sample)))
+    for place, sample in enumerate(drawn.sample):
+        group = int(drawn.concept[drawn.owner[place]])
+        np.testing.assert_array_equal(x[place], np.rot90(pool.x[sample], group))
+        label = int(pool.y[sample])
+        exchanged = {2 * group + 1: 2 * group + 2, 2 * group + 2: 2 * group + 1}
+        assert y[place] == exchanged.get(label, label)
+
+
+def test_drawn_groups_differ_in_size_as_a_multinomial_does(pool):
+    sizes = np.array(
+        [
+            np.bincount(
+                partition.rotated_groups(
+                    pool,
+                    clients_per_group="drawn:6",
+                    samples_per_client=1,
+                    test_samples=1,
+                    seed=seed,
+                ).concept,
+                minlength=4,
+            )
+            for seed in range(60)
+        ]
+    )
+    assert (sizes.sum(1) == 24).all()
+    np.testing.assert_allclose(sizes.mean(0), 6, atol=1)
+    np.testing.assert_allclose(sizes.var(0), 24 * 0.25 * 0.75, rtol=0.5)
+
+
 def test_samples_are_drawn_with_replacement_across_clients_only(pool):
     """Until a class is used up a client repeats none, though all share a small pool."""
     held = partition.rotated_groups(pool, clients_per_group=4, samples_per_client=100, alpha=1e6)
@@ -110,6 +155,11 @@ def test_source_groups(pool):
     held = partition.source_groups(pool, clients_per_group=2, samples_per_client=20)
     assert (pool.source[held.sample] == held.concept[held.owner]).all()
     assert held.concept.tolist() == [0, 0, 1, 1] and federate(pool, held).num_clients == 4
+    drawn = partition.source_groups(pool, clients_per_group="drawn:5", samples_per_client=20)
+    own = np.random.RandomState([0, 2]).randint(2, size=10)
+    assert drawn.concept.tolist() == sorted(own.tolist()) and drawn.concept.sum() != 5
+    assert (pool.source[drawn.sample] == drawn.concept[drawn.owner]).all()
+    assert np.bincount(drawn.owner[~drawn.test]).tolist() == [20] * 10
 
 
 @pytest.mark.parametrize(
@@ -124,6 +174,9 @@ def test_source_groups(pool):
         ("samples_per_client=0", "rotated_groups", {"samples_per_client": 0}, {}),
         ("samples_per_client=301", "ifca_rotations", {"samples_per_client": 301}, {}),
         ("clients_per_group=0", "rotated_groups", {"clients_per_group": 0}, {}),
+        ("drawn:0: must be", "rotated_groups", {"clients_per_group": "drawn:0"}, {}),
+        ("or drawn:N", "rotated_groups", {"clients_per_group": "drawn:1.5"}, {}),
+        ("or drawn:N", "rotated_groups", {"clients_per_group": "12"}, {}),
         ("alpha=0", "rotated_groups", {"alpha": 0}, {}),
     ],
 )

@@ -9,6 +9,11 @@ from conftest import FEATURES, matrix, nightly, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
+from fedjax_cfl.algorithms.md_icfl.empty_groups import (
+    copy_largest,
+    new_models,
+    refill_empty_groups,
+)
 from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, md_icfl
 from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
@@ -246,6 +251,79 @@ def test_one_group_is_fedavg(linear, toy, local):
             jax.jit(each.round)(KEY, at, toy)[0] for each, at in ((method, state), (average, other))
         )
     chex.assert_trees_all_close(state.groups, other.groups, rtol=1e-5, atol=1e-6)
+
+
+# empty groups
+
+
+def refilled(linear, toy, local, models, rule, groups, round=1):
+    """The models [3, P] after a rule has seen clients in `groups` [K]."""
+    algorithm = quick(linear, local, 3)
+    state = algorithm.init(KEY, toy).replace(
+        groups=models, assignment=jnp.asarray(groups, jnp.int32), round=jnp.int32(round)
+    )
+    after, report = refill_empty_groups(linear, rule)(KEY, state, toy)
+    assert after.assignment.tolist() == list(groups) and not report.migrated
+    chex.assert_trees_all_equal(after.replace(groups=models), state)
+    return after.groups
+
+
+def test_an_empty_group_gets_a_noisy_copy_of_the_largest(linear, toy, local, models):
+    """Groups have 0, 5 and 8 clients; the one that has no samples does not count."""
+    idle = int(np.flatnonzero(np.asarray(toy.train.size) == 0)[0])
+    groups = [1] * 5 + [2] * 9
+    groups[idle] = 0
+    value = jnp.asarray([0.0, 3.0, 5.0])
+    models = jax.tree.map(lambda leaf: jnp.moveaxis(jnp.zeros_like(leaf).T + value, -1, 0), models)
+    after = matrix(refilled(linear, toy, local, models, copy_largest, groups))
+    assert (after[1] == 3.0).all() and (after[2] == 5.0).all()
+    noise = (after[0] - 5.0) / 0.5  # a tenth of the root mean square, which is 5
+    assert 0 < np.abs(noise).min() and np.abs(noise).max() < 4
+    assert abs(noise.mean()) < 0.6 and 0.6 < noise.std() < 1.4
+    assert len(np.unique(noise)) == noise.size
+
+
+def test_an_empty_group_gets_a_new_model(linear, toy, local, models):
+    after = refilled(linear, toy, local, models, new_models, [0] * 14)
+    expected = matrix(jax.vmap(linear.init)(jax.random.split(KEY, 3)))
+    np.testing.assert_array_equal(matrix(after)[0], matrix(models)[0])
+    np.testing.assert_allclose(matrix(after)[1:], expected[1:], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("groups", "round"), [([0, 1] * 6 + [2, 2], 1), ([0] * 14, 0)])
+def test_full_groups_and_the_first_models_stay(linear, toy, local, models, groups, round):
+    after = refilled(linear, toy, local, models, copy_largest, groups, round)
+    chex.assert_trees_all_equal(after, models)
+
+
+def test_running_statistics_are_copied_without_noise():
+    def model(value):
+        return jnp.full((2, 3), value).at[1].mul(2.0)
+
+    models = {"dense": model(1.0), "batch_stats": {"var": model(0.01)}}
+    copied = copy_largest(None, KEY, models, jnp.int32(1))
+    np.testing.assert_array_equal(copied["batch_stats"]["var"], np.full((2, 3), 0.02, np.float32))
+    assert (copied["dense"] != 2.0).all() and (copied["dense"][0] != copied["dense"][1]).all()
+
+
+def test_a_group_left_by_all_is_refilled_in_the_next_round(linear, toy, local, models):
+    """Its old model stays without the rule; everything else is the same until then."""
+    methods = [
+        md_icfl(
+            linear, local, full_participation(), m=3, sampling=back_search(**QUICK), empty=rule
+        )
+        for rule in (None, copy_largest)
+    ]
+    kept, copied = (method.init(KEY, toy) for method in methods)
+    chex.assert_trees_all_equal(kept, copied)
+    everybody = jnp.zeros(toy.num_clients, jnp.int32)
+    kept, copied = (
+        jax.jit(method.round)(KEY, state.replace(assignment=everybody, round=jnp.int32(1)), toy)[0]
+        for method, state in zip(methods, (kept, copied), strict=True)
+    )
+    own = np.asarray(kept.assignment) == 0
+    assert own.any()
+    assert (matrix(kept.groups)[1:] != matrix(copied.groups)[1:]).any()
 
 
 def test_ari_at_fixed_points():

@@ -44,6 +44,7 @@ from fedjax_cfl.algorithms.flexcfl.founding import (
     start_from_initial,
 )
 from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, spread_models
+from fedjax_cfl.algorithms.md_icfl.empty_groups import copy_largest, new_models
 from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client import sgd
@@ -136,6 +137,7 @@ FIELDING = {
         "center_shift": Maker(recluster.center_shift),
         "since_clustering": Maker(recluster.center_shift_since_clustering),
         "pairwise": Maker(recluster.pairwise, fixed=("printed",)),
+        "pairwise_fixed": Maker(recluster.pairwise_fixed),
         "pairwise_as_printed": Maker(recluster.pairwise_as_printed),
         "always": Maker(recluster.always),
         "never": Maker(recluster.never),
@@ -199,6 +201,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "start": {"common": common_model, "random": random_groups},
         "privacy": {"weak": WEAK, "strong": STRONG},
         "aggregate": MEANS,
+        "empty": {"keep": None, "copy": copy_largest, "new": new_models},
     },
 }
 

@@ -7,7 +7,9 @@ turn and the label map of its samples (see `transform`), or by their source. K c
 holdings, C classes.
 """
 
+import re
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -23,13 +25,37 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed
+from fedjax_cfl.validation import (
+    COUNT,
+    BelowOne,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Seed,
+)
+
+
+def _read_size(given: int | str) -> tuple[Any, bool]:
+    """Returns the clients of a group, and whether that is their mean: of 12, or of drawn:12."""
+    drawn = re.fullmatch("drawn:([0-9]{1,9})", given) if isinstance(given, str) else None
+    return (int(drawn[1]), True) if drawn else (given, False)
+
+
+# clients of each group; drawn:N: each client draws its group, N of them is the mean
+GroupSize = Annotated[
+    int | str,
+    Rule(
+        f"{COUNT.allowed}, or drawn:N with such a number, where each client draws its group",
+        lambda value: COUNT.holds(_read_size(value)[0]),
+    ),
+]
 
 
 def rotated_groups(
     pool: Pool,
     *,
-    clients_per_group: Count = 12,
+    clients_per_group: GroupSize = 12,
     samples_per_client: Count = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
@@ -42,8 +68,9 @@ def rotated_groups(
 
     Samples are drawn as in `source_groups`, from the whole pool.
 
-    Args: `clients_per_group`, so that K is four times as many; `samples_per_client` training
-    samples; `test_samples` of each client, None: all that are for testing; `alpha` > 0: label
+    Args: `clients_per_group`, so that K is four times as many, as text drawn:N: each client draws
+    its group, as in the paper, of which N are the mean (the samples that clients hold stay the
+    same); `samples_per_client` training samples; `test_samples` of each client, None: all that are for testing; `alpha` > 0: label
     shares are Dir(alpha / C), the larger the more even; `swap_labels`: group j also has classes
     2 j + 1 and 2 j + 2 exchanged (Swapped rotated CIFAR10), which needs 9 classes; `seed` fixes
     all draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test
@@ -61,16 +88,15 @@ def rotated_groups(
         for group, row in enumerate(maps):
             row[[2 * group + 1, 2 * group + 2]] = row[[2 * group + 2, 2 * group + 1]]
     mask = draw_test_mask(rng, pool, test_fraction)
-    held = _draw_group(
-        rng, pool, mask, TURNS * clients_per_group, samples_per_client, test_samples, alpha
-    )
-    return _encode(held, np.arange(TURNS), maps, clients_per_group)
+    concept = _deal_clients(TURNS, clients_per_group, seed)
+    held = _draw_group(rng, pool, mask, len(concept), samples_per_client, test_samples, alpha)
+    return _encode(held, concept, maps)
 
 
 def source_groups(
     pool: Pool,
     *,
-    clients_per_group: Count = 12,
+    clients_per_group: GroupSize = 12,
     samples_per_client: Count = 1000,
     test_samples: PositiveInt | None = None,
     alpha: PositiveFloat = 100.0,
@@ -83,8 +109,8 @@ def source_groups(
     Multinomial(samples_per_client, p), and that many training samples of each class: clients
     share samples, one client repeats none unless the class is used up.
 
-    Args: `clients_per_group`: K is as many for each source; `samples_per_client` training
-    samples; `test_samples` are drawn for each client without replacement from the group's test
+    Args: `clients_per_group`: K is as many for each source, as text drawn:N: each client draws its
+    source, as in the paper, of which N are the mean; `samples_per_client` training samples; `test_samples` are drawn for each client without replacement from the group's test
     samples, None, as in the paper: all; `alpha` > 0, the larger the more even; `seed` fixes all
     draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test split.
     """
@@ -96,12 +122,13 @@ def source_groups(
     groups = int(pool.source.max()) + 1
     rng = check_partition(source_groups, locals())
     mask = draw_test_mask(rng, pool, test_fraction)
+    concept = _deal_clients(groups, clients_per_group, seed)
     parts = [
         _draw_group(
             rng,
             pool,
             mask,
-            clients_per_group,
+            int(np.sum(concept == source)),
             samples_per_client,
             test_samples,
             alpha,
@@ -110,7 +137,6 @@ def source_groups(
         for source in range(groups)
     ]
     train, test = ([part for side in parts for part in side[i]] for i in (0, 1))
-    concept = np.repeat(np.arange(groups, dtype=np.int32), clients_per_group)
     return join_clients(train, test)._replace(concept=concept)
 
 
@@ -136,7 +162,7 @@ def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 
         held[0].extend(np.split(used, clients))
         held[1].extend(np.array_split(rng.permutation(test), clients))
     maps = np.arange(pool.num_classes, dtype=np.int32)[None]
-    return _encode(held, np.arange(TURNS), maps, clients)
+    return _encode(held, np.repeat(np.arange(TURNS, dtype=np.int32), clients), maps)
 
 
 def _draw_group(
@@ -166,15 +192,27 @@ def _draw_group(
     return train, test
 
 
+def _deal_clients(groups: int, clients_per_group: int | str, seed: int) -> np.ndarray:
+    """Returns the group [K] int32 of each client, ascending. Those that are drawn have draws of
+    their own, so that the seed's others stay the same.
+    """
+    size, drawn = _read_size(clients_per_group)
+    group = np.repeat(np.arange(groups, dtype=np.int32), size)
+    if not drawn:
+        return group
+    own = np.random.RandomState([seed, groups])
+    return np.sort(own.randint(groups, size=len(group))).astype(np.int32)
+
+
 def _encode(
     held: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
-    turns: np.ndarray,
+    concept: np.ndarray,
     label_maps: np.ndarray,
-    clients_per_group: int,
 ) -> Partition:
-    """Returns the partition of clients in groups that differ by turn and label map."""
-    concept = np.repeat(np.arange(len(turns), dtype=np.int32), clients_per_group)
+    """Returns the partition of clients that see their samples turned as many times as their
+    group `concept` [K] says, through its row of `label_maps`, or the only one.
+    """
     holdings = join_clients(*held)
-    number = np.arange(len(turns)) if len(label_maps) > 1 else np.zeros(len(turns), int)
-    code = (turns + TURNS * number).astype(np.int32)[concept[holdings.owner]]
+    turn = concept[holdings.owner]
+    code = turn + TURNS * turn if len(label_maps) > 1 else turn
     return holdings._replace(concept=concept, code=code, label_maps=label_maps)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_cfl.algorithms.md_icfl.empty_groups import RefillFn, refill_empty_groups
 from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler
 from fedjax_cfl.client.local import Local
@@ -120,18 +121,22 @@ def md_icfl(
     privacy: Privacy = WEAK,
     start: Callable[[Task, int], StartFn] = random_groups,
     aggregate: AggregateFn = uniform_mean,
+    empty: RefillFn | None = None,
 ) -> Algorithm:
     """MD-ICFL with m groups; clients start in random ones.
 
     Args: `start` random_groups | common_model, the first models: m different ones, or one for
     all; `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
-    groups are the same where no data change; `aggregate` uniform_mean | weighted_mean.
+    groups are the same where no data change; `aggregate` uniform_mean | weighted_mean; `empty`
+    None | copy_largest | new_models, the model of a group that nobody is in any more, which the
+    paper does not say, see `empty_groups`: None keeps the old one.
     """
     check_arguments(md_icfl, locals(), "algorithm")
     sampler = sampling(task, local)
     hooks = Hooks(
         sgd(task, local),
         start=random_assignment(start(task, m), m, sampler, privacy),
+        migrate=refill_empty_groups(task, empty) if empty else None,
         assign=keep_groups,
         regroup=join_nearest_model(task, local, sampler, privacy),
         aggregate=aggregate,
