@@ -140,6 +140,8 @@ def test_pairwise_trigger(printed):
     widest = (apart * inside).max()
     for delta, fires in ((0.999 * widest, True), (1.001 * widest, False)):
         assert trigger.fires((jnp.float32(delta), jnp.array(False)), moves) == fires
+        fixed = recluster.pairwise_fixed(delta)
+        assert fixed.fires(fixed.update(fixed.init(centers), True, centers), moves) == fires
 
 
 def test_only_clusters_with_members_are_in_use():

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import build, ledger, others_nightly, with_execution
+from conftest import build, ledger, nightly, others_nightly, with_execution
 from omegaconf import OmegaConf
 
+from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import fedopt
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedopt import fedadam, fedavgm
@@ -143,6 +144,26 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
     )
     moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ifca", {"aggregate": "samples"}),
+        nightly("ifca_mig", {"aggregate": "samples"}),
+        nightly("ifca_restarts", {"aggregate": "samples", "restarts": 1, "restart_rounds": 1}),
+        ("feddrift", {}),
+        nightly("feddrift_eager", {}),
+    ],
+)
+def test_with_one_group_and_a_pull_it_is_fedprox(toy, linear, local, averaged, name, settings):
+    """Fielding's comparison trains all methods with FedProx's term."""
+    pulled = play(fedprox(linear, local, COHORT, mu=0.5), toy)
+    method = build(getattr(algorithms, name), linear, local, COHORT, m=1, mu=0.5, **settings)
+    begun = fedprox(linear, local, COHORT).init(KEY, toy)
+    state = play(method, toy, state=method.init(KEY, toy).replace(groups=begun.groups))[0]
+    chex.assert_trees_all_close(state.groups, pulled[0].groups, **SAME)
+    assert_differ(pulled, averaged)
 
 
 def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_averaged):

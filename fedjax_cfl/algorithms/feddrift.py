@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
@@ -113,16 +114,18 @@ def feddrift(
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
     delta_merge: NonNegativeFloat | None = None,
+    mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """FedDrift with at most m models.
 
     Args: `m` is the most models; a client drifts when its best loss has grown by more than
     `delta` >= 0; models are merged whose losses on each other's clients grow by at most
-    `delta_merge` (None: delta).
+    `delta_merge` (None: delta); `mu` is the weight of FedProx's pull to the received model, which
+    FedDrift does not have (Fielding's comparison has it for all methods).
     """
     check_arguments(feddrift, locals(), "algorithm")
     merge = merge_models(delta if delta_merge is None else delta_merge)
-    return _feddrift(task, local, system, m, delta, open_each, merge)
+    return _feddrift(task, local, system, m, delta, mu, open_each, merge)
 
 
 def feddrift_eager(
@@ -132,14 +135,15 @@ def feddrift_eager(
     *,
     m: PositiveInt = 10,
     delta: NonNegativeFloat = 0.1,
+    mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """FedDrift-Eager: all clients that drift at once share one new model; none are merged.
 
     Args: `m` is the most models; a client drifts when its best loss has grown by more than
-    `delta` >= 0.
+    `delta` >= 0; `mu` is that of `feddrift`.
     """
     check_arguments(feddrift_eager, locals(), "algorithm")
-    return _feddrift(task, local, system, m, delta, open_one, None)
+    return _feddrift(task, local, system, m, delta, mu, open_one, None)
 
 
 def _feddrift(
@@ -148,11 +152,12 @@ def _feddrift(
     system: SystemLike,
     m: int,
     delta: float,
+    mu: float | jax.Array,
     open_models: OpenFn,
     merge: "MergeFn | None",
 ) -> Algorithm:
     hooks = Hooks(
-        sgd(task, local),
+        sgd(task, local, proximal(mu, erm(task))),
         start=one_model(task, m),
         migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
         assign=keep_groups,

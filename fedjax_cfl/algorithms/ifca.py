@@ -17,6 +17,7 @@ from jax import lax
 from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import best_model, every_round
 from fedjax_cfl.clustering.migrate import (
@@ -40,7 +41,7 @@ from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, State, Task
-from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 MAX_DRAWS = 100
 
@@ -66,10 +67,11 @@ def ifca(
     m: PositiveInt | jax.Array,
     max_m: PositiveInt | None = None,
     start: MakeStart = independent_models,
-    solve: Callable[[Task, Local], ClientFn] = sgd,
+    solve: Callable[[Task, Local, Objective], ClientFn] = sgd,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
     migrate: MigrateFn | None = None,
+    mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """IFCA: each client trains the group model of lowest loss on its training data
     (Algorithm 1).
@@ -80,7 +82,8 @@ def ifca(
     adds the L2 penalty to the losses that are compared (D10); `migrate`
     moves clients before the selection (a `MigrateFn`), None: nobody; `max_m`: room for so many
     models, so that runs of any m up to it share what is compiled. The losses of max_m models are
-    computed then, and m are counted as sent.
+    computed then, and m are counted as sent; `mu` is the weight of FedProx's pull to the received
+    model, which IFCA does not have.
     Raises InputError for `max_m` below m, for an array m without it, and for more room than m with
     another start than independent_models.
     """
@@ -90,7 +93,7 @@ def ifca(
         raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
     begin = start(task, local, system, groups.size)
     hooks = Hooks(
-        solve(task, local),
+        solve(task, local, proximal(mu, erm(task))),
         start=lambda key, data: begin(key, data)._replace(active=groups.active),
         migrate=migrate,
         assign=every_round(best_model(task, local, with_l2)),
@@ -111,11 +114,12 @@ def ifca_mig(
     with_l2: bool = False,
     detector: DetectFn = tv,
     charge: ChargeFn = charge_detected,
+    mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """IFCA-MIG of the FlexCFL paper: clients with a group whose data shifted download all
     models and choose again before the round.
 
-    Args: `start`, `aggregate` and `with_l2` are those of `ifca`; `detector` finds the shifts;
+    Args: `start`, `aggregate`, `with_l2` and `mu` are those of `ifca`; `detector` finds the shifts;
     `charge` says which clients pay for the m models.
     """
     check_arguments(ifca_mig, locals(), "algorithm")
@@ -136,6 +140,7 @@ def ifca_mig(
         aggregate=aggregate,
         with_l2=with_l2,
         migrate=move,
+        mu=mu,
     )
 
 
@@ -150,15 +155,18 @@ def ifca_restarts(
     start: MakeStart = independent_models,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
+    mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """IFCA from the best of several starts: the one whose training loss is lowest after a few
     rounds. The traffic of all of them counts.
 
     Args: `restarts` is how many starts are tried, for `restart_rounds` rounds each; `start`,
-    `aggregate` and `with_l2` are those of `ifca`.
+    `aggregate`, `with_l2` and `mu` are those of `ifca`.
     """
     check_arguments(ifca_restarts, locals(), "algorithm")
-    algorithm = ifca(task, local, system, m=m, start=start, aggregate=aggregate, with_l2=with_l2)
+    algorithm = ifca(
+        task, local, system, m=m, start=start, aggregate=aggregate, with_l2=with_l2, mu=mu
+    )
 
     def init(key: Key, data: FederatedData) -> State:
         def attempt(number):

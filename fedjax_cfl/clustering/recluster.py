@@ -153,6 +153,15 @@ def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
     return Trigger(init, fires, update)
 
 
+def pairwise_fixed(delta: PositiveFloat = 0.1) -> Trigger:
+    """Fires when two clients of a group are more than `delta` apart (Algorithm 4, line 9)."""
+
+    def fires(memory: Any, moves: DriftEvent) -> jax.Array:
+        return largest_distance(moves.points, moves.labels, moves.valid, moves.metric) > delta
+
+    return Trigger(lambda centers: (), fires, lambda memory, fired, centers: memory)
+
+
 def pairwise_as_printed(delta: PositiveFloat = 0.1) -> Trigger:
     """Fires as `pairwise`, with the rule for Delta as the paper prints it."""
     return pairwise(delta, printed=True)
