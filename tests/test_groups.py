@@ -73,7 +73,8 @@ def test_each_client_may_draw_its_group(pool, seed):
     """
     settings = {"samples_per_client": 20, "test_samples": 5, "swap_labels": True, "seed": seed}
     equal, drawn = (
-        partition.rotated_groups(pool, clients_per_group=size, **settings) for size in (3, "drawn:3")
+        partition.rotated_groups(pool, clients_per_group=size, **settings)
+        for size in (3, "drawn:3")
     )
     own = np.random.RandomState([seed, 4]).randint(4, size=12)
     assert drawn.concept.tolist() == sorted(own.tolist())

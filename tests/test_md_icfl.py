@@ -309,9 +309,7 @@ def test_running_statistics_are_copied_without_noise():
 def test_a_group_left_by_all_is_refilled_in_the_next_round(linear, toy, local, models):
     """Its old model stays without the rule; everything else is the same until then."""
     methods = [
-        md_icfl(
-            linear, local, full_participation(), m=3, sampling=back_search(**QUICK), empty=rule
-        )
+        md_icfl(linear, local, full_participation(), m=3, sampling=back_search(**QUICK), empty=rule)
         for rule in (None, copy_largest)
     ]
     kept, copied = (method.init(KEY, toy) for method in methods)

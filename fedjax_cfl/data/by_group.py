@@ -68,13 +68,13 @@ def rotated_groups(
 
     Samples are drawn as in `source_groups`, from the whole pool.
 
-    Args: `clients_per_group`, so that K is four times as many, as text drawn:N: each client draws
-    its group, as in the paper, of which N are the mean (the samples that clients hold stay the
-    same); `samples_per_client` training samples; `test_samples` of each client, None: all that are for testing; `alpha` > 0: label
-    shares are Dir(alpha / C), the larger the more even; `swap_labels`: group j also has classes
-    2 j + 1 and 2 j + 2 exchanged (Swapped rotated CIFAR10), which needs 9 classes; `seed` fixes
-    all draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test
-    split.
+    Args: `clients_per_group`, so that K is four times as many; as text drawn:N each client draws
+    its group, as in the paper, and N is the mean (what clients hold stays the same);
+    `samples_per_client` training samples; `test_samples` of each client, None: all that are for
+    testing; `alpha` > 0: label shares are Dir(alpha / C), the larger the more even; `swap_labels`:
+    group j also has classes 2 j + 1 and 2 j + 2 exchanged (Swapped rotated CIFAR10), which needs 9
+    classes; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is for testing where the
+    pool has no test split.
     """
     rng = check_partition(rotated_groups, locals())
     check_square(pool.x, "partition=rotated_groups")
@@ -109,10 +109,11 @@ def source_groups(
     Multinomial(samples_per_client, p), and that many training samples of each class: clients
     share samples, one client repeats none unless the class is used up.
 
-    Args: `clients_per_group`: K is as many for each source, as text drawn:N: each client draws its
-    source, as in the paper, of which N are the mean; `samples_per_client` training samples; `test_samples` are drawn for each client without replacement from the group's test
-    samples, None, as in the paper: all; `alpha` > 0, the larger the more even; `seed` fixes all
-    draws; `test_fraction`, from 0 to below 1, is for testing where the pool has no test split.
+    Args: `clients_per_group`: K is as many for each source; as text drawn:N each client draws its
+    source, as in the paper, and N is the mean; `samples_per_client` training samples;
+    `test_samples` are drawn for each client without replacement from the group's test samples,
+    None, as in the paper: all; `alpha` > 0, the larger the more even; `seed` fixes all draws;
+    `test_fraction`, from 0 to below 1, is for testing where the pool has no test split.
     """
     if pool.source is None:
         raise InputError(
