@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedjax_cfl import algorithms, models
+    from fedjax_cfl import algorithms, models, personal
     from fedjax_cfl.client import Execution, Local, make_execution
     from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
     from fedjax_cfl.errors import InputError
@@ -63,6 +63,7 @@ __all__ = [
     "make_run_fn",
     "models",
     "partition",
+    "personal",
     "perturb",
     "run",
     "select",
@@ -86,7 +87,7 @@ def __getattr__(name: str):
     """Imports one of `__all__`."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("algorithms", "models"):
+    if name in ("algorithms", "models", "personal"):
         return importlib.import_module(f"fedjax_cfl.{name}")
     home = next((room for room, names in HOMES.items() if name in names), "types")
     return getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)

@@ -182,6 +182,7 @@ class Upload(struct.PyTreeNode):
     # [S, ...], what the method's clients send in addition: finite numbers, 0 in the slots of
     # updates that are not used
     extra: Any = ()
+    own: Any = ()  # [S, ...], what each client keeps, never sent; see `Personal`
 
 
 class FaultCounts(struct.PyTreeNode):
@@ -248,6 +249,7 @@ class State(struct.PyTreeNode):
     # start; () unless `System.keep_received`
     received: Params
     start_faults: FaultCounts  # what went wrong at the start; the first round reports it
+    own: Any = ()  # `OwnRows`, what each client keeps beside its group's model; () if nothing
 
 
 class Info(struct.PyTreeNode):
@@ -309,6 +311,33 @@ class Selection(NamedTuple):
     poll: Callable[..., Poll] | None = None
 
 
+class OwnRows(struct.PyTreeNode):
+    """What each client keeps for itself."""
+
+    rows: Any  # [K, ...]
+    trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
+
+
+class Personal(NamedTuple):
+    """What each client keeps for itself and trains beside its group's model, over any method: a
+    row of any pytree. Groups, and what is sent, stay those of the method.
+    """
+
+    name: str  # of the method, for messages
+    # (model) -> row, ONE client's first, from the model that it is served at the start
+    init: Callable[[Params], Any]
+    # (task, local, solve) -> a `ClientFn` that also trains `work.own`, one client's row, and gives
+    # its new row as `Upload.own`; `solve` is the method's own
+    train: Callable[..., Any]
+    # (row, model of its group) -> the model that a client is tested on, and uses; None: its group's
+    combine: Callable[[Any, Params], Params] | None
+    # where models are split, (model or models, or their shapes) -> the part that is sent; None:
+    # all. The other part of all group models is that of the first one, and stays so
+    sent_part: Callable[[Params], Params] | None = None
+    # (row, model of a group) -> the model by which a client judges the group; None: the group's
+    judge: Callable[[Any, Params], Params] | None = None
+
+
 class Algorithm(NamedTuple):
     """THE contract. Its first three fields are pure functions that every method has; the rest
     says how a run treats them. `engine.federated` builds one from parts.
@@ -326,3 +355,7 @@ class Algorithm(NamedTuple):
     # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
     # split them
     client_models: Callable[[State], Any] | None = None
+    # (state) -> models [K, ...] that clients are tested on and use; None: those that `serve` serves
+    personal_models: Callable[[State], Params] | None = None
+    # (models or their shapes) -> the part of them that is sent; None: all
+    sent_part: Callable[[Params], Params] | None = None

@@ -22,7 +22,7 @@ FLOORS = (
     ("papers",),
     ("analysis",),
     ("runs",),
-    ("algorithms", "simulation"),
+    ("algorithms", "personal", "simulation"),
     ("clustering",),
     ("round",),
     ("system",),

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.losses import refuse_own_judge, training_loss
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
@@ -202,6 +202,7 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
     """Returns a function that gives every client's mean training loss [K, m] of every model;
     infinite for a client without samples.
     """
+    refuse_own_judge(local, "FedDrift")
     losses = over_clients(training_loss(task), local.execution)
 
     def of_all(data: FederatedData, groups: Params) -> jax.Array:

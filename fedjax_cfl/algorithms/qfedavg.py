@@ -12,6 +12,7 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import q_fair
+from fedjax_cfl.round.client_models import take_own
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients
@@ -39,12 +40,12 @@ def attach_losses(task: Task, local: Local) -> PrepareFn:
     """Gives each client its training loss of the model that it received, which `q_fair`
     weighs it by.
     """
-    loss = over_clients(training_loss(task, with_l2=True), local.execution)
+    loss = over_clients(training_loss(task, True, local.personal), local.execution)
 
     def prepare(
         key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
     ) -> tuple[Work, Report]:
-        each = loss(cohort, data, state.groups)
+        each = loss(cohort, data, state.groups, take_own(state, cohort, local.execution.mesh))
         own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
         samples = client_range(cohort.ids, data)[0]
         return work._replace(client_extra=own), make_report(samples=samples)

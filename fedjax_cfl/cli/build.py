@@ -264,6 +264,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         local["steps"],
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
+        personal=instantiate_target("personal", config["personal"]) if config["personal"] else None,
         execution=cfl.make_execution(mesh, lanes, local["executor"], local["first_layer"]),
     )
 

@@ -39,6 +39,7 @@ def has_dual_form(task: Task, objective: ObjectiveFn) -> bool:
         task.first_layer is not None
         and isinstance(objective, Objective)
         and objective.direction is None
+        and objective.center is None
         and objective.loss == (task.sample_loss or task.loss)
     )
 
@@ -214,7 +215,7 @@ def dual_loop(task: Task, training: Training, data: FederatedData, size: int) ->
     """Returns the SGD of one client in sample space, with the batches of `sgd.direct_loop`: for
     up to `size` samples and a model with a dense first layer.
 
-    Its result is (trained - start, loss sums [2] of the first and the last epoch).
+    Its result is (trained - start, loss sums [2] of the first and the last epoch, nothing more).
     """
     assert task.first_layer is not None
     first, start, local, plan = task.first_layer, training.start, training.local, training.plan
@@ -243,11 +244,11 @@ def dual_loop(task: Task, training: Training, data: FederatedData, size: int) ->
     if local.momentum:
         velocity = Velocity(jax.tree.map(jnp.zeros_like, problem.rest), zero, still)
 
-    def end(position: Position) -> tuple[Params, jax.Array]:
+    def end(position: Position) -> tuple[Params, jax.Array, tuple]:
         delta = jax.tree.map(jnp.subtract, position.rest, problem.rest)
         combined = jnp.matmul(inputs.T, position.rows, precision=MATMUL_PRECISION)
         delta[first.name]["kernel"] = position.scale * kernel + combined
-        return delta, jnp.stack(position.losses)
+        return delta, jnp.stack(position.losses), ()
 
     return Loop(plan.steps, Position(problem.rest, zero, still, velocity, (zero, zero)), step, end)
 

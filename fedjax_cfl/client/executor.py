@@ -61,6 +61,31 @@ def then(program: Program, change: Callable[[Any], Any]) -> Program:
     return program._replace(cases=[lambda case=case: change_loop(case()) for case in program.cases])
 
 
+def together(first: Program, second: Loop) -> Program:
+    """Returns the program of both, step by step; its result is (that of `first`, that of
+    `second`). One that has fewer steps waits at its end for the other.
+    """
+
+    def join(loop: Loop) -> Loop:
+        loops = loop, second
+
+        def step(i, carries):
+            return tuple(
+                lax.cond(i < each.steps, each.step, lambda i, carry: carry, i, carry)
+                for each, carry in zip(loops, carries, strict=True)
+            )
+
+        def end(carries):
+            return tuple(each.end(carry) for each, carry in zip(loops, carries, strict=True))
+
+        steps = jnp.maximum(loop.steps, second.steps)
+        return Loop(steps, (loop.init, second.init), step, end)
+
+    if isinstance(first, Loop):
+        return join(first)
+    return first._replace(cases=[lambda case=case: join(case()) for case in first.cases])
+
+
 def has_steps(loop: Loop) -> bool:
     """Returns whether a loop can have steps at all."""
     return not (isinstance(loop.steps, int) and loop.steps == 0)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.execution import Execution, make_execution
 from fedjax_cfl.data.shuffle import permute, write_table
-from fedjax_cfl.types import Key, Params
+from fedjax_cfl.types import Key, Params, Personal
 from fedjax_cfl.validation import (
     BelowOne,
     Epochs,
@@ -43,6 +43,8 @@ class Local:
     weight_decay: NonNegativeFloat = 0.0  # added to every gradient, times the parameters
     # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
     schedule: Callable[[jax.Array], jax.Array] | None = None
+    # what each client keeps and trains beside its group's model; None: nothing
+    personal: Personal | None = None
     execution: Execution = dataclasses.field(default_factory=make_execution)  # and where
 
     def __post_init__(self) -> None:
@@ -144,6 +146,7 @@ class Training(NamedTuple):
     objective: Any  # see `objective`
     start: Params  # the model it received
     client_extra: Any  # what `prepare` computed for it
+    own: Any  # what it keeps for itself, see `Personal`
     client: jax.Array  # [] int32
     samples: jax.Array  # [] int32, how many it trains on
     first: jax.Array  # [] int32, position of the first of them in `train.order`
@@ -159,6 +162,7 @@ class Work(NamedTuple):
     step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
     lr_scale: jax.Array  # [S] float32, the factor of its step size
     client_extra: Any = ()  # [S, ...], what `prepare` computed for each client
+    own: Any = ()  # [S, ...], what each client keeps for itself, see `Personal`
 
 
 def full_work(group: jax.Array, lr_scale: ArrayLike = 1.0) -> Work:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range
 from fedjax_cfl.client.executor import Loop
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import gather
-from fedjax_cfl.types import FederatedData, Task
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import FederatedData, Personal, Task
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -18,13 +20,25 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     )
 
 
-def training_loss(task: Task, with_l2: bool = False) -> Callable[..., Loop]:
+def refuse_own_judge(local: Local, name: str) -> None:
+    """Raises InputError where clients would judge models with parts of their own: `name` tests the
+    models of groups as they are.
+    """
+    if local.personal is not None and local.personal.judge is not None:
+        raise InputError(
+            f"personal.judge=own: {name} tests the models of groups as they are; use template"
+        )
+
+
+def training_loss(
+    task: Task, with_l2: bool = False, personal: Personal | None = None
+) -> Callable[..., Loop]:
     """Returns a function of one client: the mean loss [m] of each model over the client's
     whole training set.
 
-    It is (client, data, models [m, ...], ()) -> a Loop with the result [m], for `over_clients`.
+    It is (client, data, models [m, ...], row) -> a Loop with the result [m], for `over_clients`.
     The loss is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
-    code does (D10).
+    code does (D10). `personal` may say that a client judges models with its own part, `row`.
     """
 
     def sample_loss(model, x, y, owner):
@@ -34,6 +48,8 @@ def training_loss(task: Task, with_l2: bool = False) -> Callable[..., Loop]:
 
     def client_loss(client, data: FederatedData, models, client_inputs):
         count, start = client_range(client, data)
+        if personal is not None and personal.judge is not None:
+            models = jax.vmap(personal.judge, (None, 0))(client_inputs, models)
 
         def block(b, total):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)

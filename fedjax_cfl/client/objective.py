@@ -41,6 +41,8 @@ class Objective(struct.PyTreeNode):
     mu: float | jax.Array | None = None  # [] weight of the proximal term; None: there is none
     # (client_extra) -> mu, where clients differ
     mu_of: Callable[[Any], jax.Array] | None = struct.field(pytree_node=False, default=None)
+    # (client_extra) -> model that the proximal term pulls to; None: to the received one
+    center: Callable[[Any], Params] | None = struct.field(pytree_node=False, default=None)
     # (client_extra) -> direction, a pytree like params, of a linear term; None: there is none
     direction: Callable[[Any], Params] | None = struct.field(pytree_node=False, default=None)
 
@@ -52,7 +54,8 @@ class Objective(struct.PyTreeNode):
         """Returns what depends on the model alone, []: L2, the proximal and the linear term."""
         total, mu = self.l2(params) if self.l2 else 0.0, self.weight(client_extra)
         if mu is not None:
-            total = total + pull_back(mu, params, start)
+            center = self.center(client_extra) if self.center else start
+            total = total + pull_back(mu, params, center)
         if self.direction:
             total = total + project(self.direction(client_extra), params, start)
         return total
@@ -91,16 +94,23 @@ def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
     return each, None if all(part is None for part in parts) else objective.penalty
 
 
-def proximal(mu: float | jax.Array | Callable[[Any], jax.Array], objective: Objective) -> Objective:
+def proximal(
+    mu: float | jax.Array | Callable[[Any], jax.Array],
+    objective: Objective,
+    center: Callable[[Any], Params] | None = None,
+) -> Objective:
     """Adds mu / 2 * ||params - start||^2 to every sample, that is mu * (params - start) to
-    every gradient (FedProx, eq. 2).
+    every gradient (FedProx, eq. 2). With `center`, a function of the client's `client_extra`, the
+    term pulls to that model instead of `start`.
 
     `mu` is a number, or a function of the client's `client_extra`. A plain 0 adds no
     term, and costs nothing.
     """
     if callable(mu):
-        return objective.replace(mu_of=mu)
-    return objective if isinstance(mu, int | float) and mu == 0 else objective.replace(mu=mu)
+        return objective.replace(mu_of=mu, center=center)
+    if isinstance(mu, int | float) and mu == 0:
+        return objective
+    return objective.replace(mu=mu, center=center)
 
 
 def add_linear_term(direction: Callable[[Any], Params], objective: Objective) -> Objective:

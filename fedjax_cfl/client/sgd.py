@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,24 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
             " plain; use auto or direct"
         )
 
-    def train_client(objective, lr, client, data, shared, work: Work) -> Program:
-        key, models = shared
+    return Partial(LocalSGD(local, partial(choose_loop, task)), as_pytree(objective), local.lr)
+
+
+# (training, data) -> the program of one client's steps; its result is (trained - start, loss sums
+# [2] of the first and the last epoch, what it keeps for itself)
+MakeLoop = Callable[[Training, FederatedData], Program]
+
+
+class LocalSGD:
+    """Trains one client by mini-batch steps from the model of its group: a `ClientFn`, once its
+    objective and step size are bound.
+    """
+
+    def __init__(self, local: Local, make_loop: MakeLoop):
+        self.local, self.make_loop = local, make_loop
+
+    def __call__(self, objective, lr, client, data, shared, work: Work) -> Program:
+        local, (key, models) = self.local, shared
         key = jax.random.fold_in(key, client)
         start = take_rows(models, work.group)
         count, first = client_range(client, data)
@@ -54,12 +71,11 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
         mine = local.replace(lr=lr * work.lr_scale)
         # written here, before the choice of a loop: else each of the loops would compile it
         table = plan.make_table(count, local, data.max_client_samples)
-        training = Training(
-            mine, objective, start, work.client_extra, client, count, first, key, plan, table
-        )
+        extra = work.client_extra, work.own
+        training = Training(mine, objective, start, *extra, client, count, first, key, plan, table)
 
-        def upload(found: tuple[Params, jax.Array]) -> Upload:
-            delta, losses = found
+        def upload(found: tuple[Params, jax.Array, Any]) -> Upload:
+            delta, losses, own = found
             losses = losses / jnp.maximum(plan.count_samples(count, local.batch_size), 1)
             first_loss, last_loss = losses + add_penalties(training, delta)
             return Upload(
@@ -69,17 +85,28 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
                 last_loss=last_loss,
                 steps=plan.steps,
                 start_group=jnp.where(count > 0, work.group, 0),
+                own=own,
             )
 
-        return then(choose_loop(task, training, data), upload)
+        return then(self.make_loop(training, data), upload)
 
-    return Partial(train_client, as_pytree(objective), local.lr)
+
+def change_steps(solve: ClientFn, make_loop: MakeLoop, name: str) -> ClientFn:
+    """Returns `solve` with other steps, on the same batches, objective and step size. Raises
+    InputError where it is no plain SGD; `name` is that of the method which changes it.
+    """
+    if not (isinstance(solve, Partial) and isinstance(solve.func, LocalSGD)):
+        raise InputError(
+            f"personal={name}: changes the steps of the clients' SGD, but clients of this method"
+            " train in another way; use personal=ditto, or another algorithm"
+        )
+    return Partial(LocalSGD(solve.func.local, make_loop), *solve.args)
 
 
 def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
     """Returns the training of one client: in sample space, of one of a few sizes, or directly.
 
-    Its result is (trained - start, loss sums [2] of the first and the last epoch).
+    Its result is that of a `MakeLoop`; nothing is kept.
     """
     local, capacity = training.local, data.max_client_samples
     steps = partial(count_steps, local)
@@ -123,45 +150,68 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     )
 
 
-def direct_loop(training: Training, data: FederatedData) -> Loop:
-    """Returns the SGD of one client for any model."""
-    local, start, plan = training.local, training.start, training.plan
+def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
+    """Returns f(step) -> g(params) -> (mean objective, summed objective without penalties) on the
+    mini-batch of that step of one client.
+    """
+    plan, start, extra = training.plan, training.start, training.client_extra
     each_loss, penalty = split(training.objective)
-    accumulates = local.execution.executor == "lanes" and not (
-        penalty or local.momentum or local.weight_decay or has_statistics(start)
-    )
 
-    def step(s, carry):
-        params, velocity, losses = carry
-        places, real = plan.draw_samples(s, training.samples, local, training.table)
+    def of_step(s):
+        places, real = plan.draw_samples(s, training.samples, training.local, training.table)
         x, y = gather(data, data.train.order[training.first + places])
         owner = jnp.where(real, training.client, -1)
         noise = jax.random.fold_in(training.key, s)
 
         def batch_loss(params):
-            each = each_loss(params, start, training.client_extra, x, y, noise, owner)
+            each = each_loss(params, start, extra, x, y, noise, owner)
             total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
             mean = total / jnp.sum(owner >= 0)
-            if penalty:
-                mean = mean + penalty(params, start, training.client_extra)
+            return mean + penalty(params, start, extra) if penalty else mean, total
+
+        return batch_loss
+
+    return of_step
+
+
+def direct_loop(training: Training, data: FederatedData) -> Loop:
+    """Returns the SGD of one client for any model."""
+    local, start, plan = training.local, training.start, training.plan
+    _, penalty = split(training.objective)
+    accumulates = local.execution.executor == "lanes" and not (
+        penalty or local.momentum or local.weight_decay or has_statistics(start)
+    )
+    loss_of_step = batch_losses(training, data)
+
+    def step(s, carry):
+        params, velocity, losses = carry
+        batch_loss = loss_of_step(s)
+
+        def scaled(params):
+            mean, total = batch_loss(params)
             # a GPU adds the gradient of -lr times the loss to a kernel within its own product; on
             # a CPU that is a fifth slower
             return -local.lr * mean if accumulates else mean, total
 
-        (_, total), grad = jax.value_and_grad(batch_loss, has_aux=True)(params)
+        (_, total), grad = jax.value_and_grad(scaled, has_aux=True)(params)
         if accumulates:
             params = jax.tree.map(jnp.add, params, grad)
         else:
             params, velocity = take_step(local, params, velocity, grad)
         return params, velocity, plan.add_loss(s, losses, total)
 
-    still = jax.tree.map(jnp.zeros_like, start) if local.momentum else ()
+    still = no_velocity(local, start)
     return Loop(
         plan.steps,
         (start, still, (jnp.zeros(()), jnp.zeros(()))),
         step,
-        lambda carry: (jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2])),
+        lambda carry: (jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()),
     )
+
+
+def no_velocity(local: Local, params: Params) -> Params:
+    """Returns the velocity before a client's first step; () without momentum."""
+    return jax.tree.map(jnp.zeros_like, params) if local.momentum else ()
 
 
 def take_step(
@@ -223,6 +273,8 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
     return Partial(step_client, as_pytree(objective), local.lr)
 
 
-def as_pytree(objective: ObjectiveFn) -> Objective | Partial:
-    """Returns an objective as a pytree, whose leaves may be traced; a function has none."""
-    return objective if isinstance(objective, Objective | Partial) else Partial(objective)
+def as_pytree(function: Callable[..., Any]) -> Any:
+    """Returns an objective, or a solver, as a pytree, whose leaves may be traced; a function has
+    none.
+    """
+    return function if isinstance(function, Objective | Partial) else Partial(function)

@@ -13,6 +13,7 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.pretrain import TrainFn
+from fedjax_cfl.round.client_models import take_own
 from fedjax_cfl.round.hooks import AssignFn
 from fedjax_cfl.system.reports import add_to_report, make_report
 from fedjax_cfl.system.traffic import make_traffic
@@ -26,12 +27,13 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
     Ties go to the lowest group. A model whose loss is not finite is chosen only if all
     are so.
     """
-    losses = over_clients(training_loss(task, with_l2), local.execution)
+    losses = over_clients(training_loss(task, with_l2, local.personal), local.execution)
 
     def choose(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        loss = losses(cohort, data, state.groups)  # [S, m]
+        own = take_own(state, cohort, local.execution.mesh)
+        loss = losses(cohort, data, state.groups, own)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
         return best, make_report(samples=state.active.sum() * client_range(cohort.ids, data)[0])

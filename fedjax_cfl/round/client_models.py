@@ -4,6 +4,7 @@ By parameters, because a client's model is then read and written in place: of th
 a cohort [S, ...] a device sends and receives its share, and never holds all.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Params
+from fedjax_cfl.types import Cohort, OwnRows, Params, State, Upload
 
 MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
 
@@ -117,6 +118,27 @@ def take_models(models: Params, rows: jax.Array, mesh: Mesh | None) -> Params:
         return taken.reshape(*rows.shape, *leaf.shape[1:])
 
     return jax.tree.map(take, models)
+
+
+def take_own(state: State, cohort: Cohort, mesh: Mesh | None) -> Any:
+    """Returns what each client of the cohort keeps for itself [S, ...], see `Personal`; () where
+    nothing is kept.
+    """
+    if not jax.tree.leaves(state.own):
+        return ()
+    return take_models(state.own.rows, jnp.minimum(cohort.ids, state.assignment.size - 1), mesh)
+
+
+def put_own(state: State, cohort: Cohort, upload: Upload, mesh: Mesh | None) -> State:
+    """Returns the state with what clients of the cohort now keep. Each did train, even if its
+    answer was lost or came too late; rows that are not finite are dropped.
+    """
+    leaves = jax.tree.leaves(upload.own)
+    finite = [jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in leaves]
+    kept = functools.reduce(jnp.logical_and, finite, upload.steps > 0)
+    at = jnp.where(kept, cohort.ids, state.assignment.size)
+    trained = state.own.trained.at[at].set(True, mode="drop")
+    return state.replace(own=OwnRows(put_models(state.own.rows, at, upload.own, mesh), trained))
 
 
 def put_models(models: Params, rows: jax.Array, new: Params, mesh: Mesh | None) -> Params:

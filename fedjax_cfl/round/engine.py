@@ -12,14 +12,15 @@ from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
 from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import put_models
+from fedjax_cfl.round.client_models import put_models, put_own, take_own
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
+from fedjax_cfl.round.personal import init_own, make_personal_models, train_personal
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.system.traffic import add_traffic, make_traffic, model_bytes_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -65,11 +66,14 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
     Raises InputError for faults that are not allowed.
     """
     system, mesh = as_system(system), local.execution.mesh
+    solve, personal = hooks.solve, local.personal
+    if personal is not None:
+        solve = train_personal(personal, task, local, system, hooks)
     parts = Parts(
         task,
         local,
         hooks,
-        over_clients(system.let_fail(hooks.solve), local.execution),
+        over_clients(system.let_fail(solve), local.execution),
         hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
         system,
@@ -97,6 +101,8 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         clustered=hooks.assign is not None and not hooks.own_models,
         data_clients=find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
+        personal_models=make_personal_models(personal),
+        sent_part=personal and personal.sent_part,
     )
 
 
@@ -121,6 +127,8 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     # a start that reads no samples, or those of some clients alone, need not see all of them
     if not parts.hooks.own_models and parts.hooks.start_clients is None:
         state = withhold_groups(None, state, data)
+    if parts.local.personal is not None:
+        state = init_own(parts.local.personal, state)
     return parts.system.init_received(state)
 
 
@@ -180,6 +188,8 @@ def plan_work(
     if parts.hooks.prepare:
         work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
         reports.append(report)
+    if parts.local.personal is not None:
+        work = work._replace(own=take_own(state, cohort, parts.local.execution.mesh))
     return parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
 
 
@@ -201,7 +211,10 @@ def train_cohort(
     seen, perturbation = system.perturb(keys, data)
     shared = (keys[TRAIN], state.groups), perturbation
     upload, counts = parts.train(cohort, seen, shared, work)
-    return system.deliver(data, cohort, upload, counts, log, parts.hooks.ships_model)
+    personal, ships = parts.local.personal, parts.hooks.ships_model
+    sent = personal.sent_part if personal is not None else None
+    model_bytes = model_bytes_of(sent(state.groups) if sent else state.groups)
+    return system.deliver(data, cohort, upload, counts, log, ships, model_bytes)
 
 
 def regroup(
@@ -261,10 +274,12 @@ def finish_round(
     knows of the round.
     """
     assert log.trained is not None  # the cohort has been trained
-    received = state.received
+    received, mesh = state.received, parts.local.execution.mesh
+    if parts.local.personal is not None:
+        state = put_own(state, cohort, upload, mesh)
     if parts.system.keep_received:
         models = take_rows(log.trained.groups, log.received)
-        received = put_models(received, cohort.ids, models, parts.local.execution.mesh)
+        received = put_models(received, cohort.ids, models, mesh)
     selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
     state = state.replace(round=state.round + 1, selection=selection, received=received)
     return parts.system.close(state, info, log)

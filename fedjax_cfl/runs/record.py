@@ -24,6 +24,7 @@ from fedjax_cfl.runs.identity import digest_identity
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
+from fedjax_cfl.simulation.evaluate import used_models
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
@@ -126,8 +127,8 @@ def save_checkpoint(
 
 
 def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
-    """Returns a copy on the host of the models that clients are served, and of who uses which."""
-    served = algorithm.serve(state)
+    """Returns a copy on the host of the models that clients use, and of who uses which."""
+    served = used_models(algorithm, state)
     return jax.tree.map(
         np.array, jax.device_get({"models": served.models, "index": served.model_index})
     )

@@ -196,6 +196,23 @@ def evaluate_distance(served: ServedModels, data: FederatedData) -> jax.Array:
     return mean_client_distance(train_label_shares(data), jnp.maximum(index, 0), count, valid, l1)
 
 
+def each_its_own(models: Params, index: jax.Array) -> ServedModels:
+    """Returns the `models` [K, ...] as those of the clients 0, 1, ...; a client whose `index` [K]
+    is -1 has none.
+    """
+    return ServedModels(models, jnp.where(index >= 0, jnp.arange(index.size), -1))
+
+
+def used_models(algorithm: Algorithm, state: State) -> ServedModels:
+    """Returns the models that clients use: their groups', or, under a personal method, their own.
+    Who is in which group is what `algorithm.serve` says.
+    """
+    served = algorithm.serve(state)
+    if algorithm.personal_models is None:
+        return served
+    return each_its_own(algorithm.personal_models(state), served.model_index)
+
+
 def evaluate_all(
     algorithm: Algorithm,
     task: Task,
@@ -231,9 +248,9 @@ def evaluate_block(
     `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
     served = algorithm.serve(state)
-    models, index = served
-    if jax.tree.leaves(state.received):  # a client that is served no model is not tested
-        models, index = state.received, jnp.where(index >= 0, jnp.arange(index.size), -1)
+    models, index = used_models(algorithm, state)
+    if jax.tree.leaves(state.received):
+        models, index = each_its_own(state.received, index)
     if first is not None:
         index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
     table, counts = evaluate_clients(task, mesh, ServedModels(models, index), data)

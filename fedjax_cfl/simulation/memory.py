@@ -43,7 +43,7 @@ def plan_memory(state: State, data: FederatedData, programs: Any) -> dict[str, i
     return {
         "data": tree_bytes(data),
         "models": share_bytes((state.groups, state.server)),
-        "client_memory": share_bytes((state.memory, state.received)),
+        "client_memory": share_bytes((state.memory, state.received, state.own)),
         "work": work,
     }
 

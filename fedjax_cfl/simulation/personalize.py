@@ -19,7 +19,7 @@ from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
-from fedjax_cfl.simulation.evaluate import evaluate_clients
+from fedjax_cfl.simulation.evaluate import evaluate_clients, used_models
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
@@ -202,14 +202,14 @@ def assign_newcomers(
     met = start.replace(selection=())
     for ids in split_clients(np.arange(known, total), at_once, total):
         met = assign(key, start, data, jnp.asarray(ids), met)
-    served = algorithm.serve(met.replace(selection=start.selection))
-    index = jnp.where(jnp.arange(total) < known, -1, served.model_index)
-    served = ServedModels(served.models, index)
+    met, new = met.replace(selection=start.selection), jnp.arange(total) >= known
+    used = used_models(algorithm, met)
+    served = ServedModels(used.models, jnp.where(new, used.model_index, -1))
     table = jax.jit(lambda served, data: evaluate_clients(task, mesh, served, data)[0])(
         served, data
     )
     mine = jax.tree.map(lambda leaf: np.asarray(leaf)[known:], table)
-    return NewClients(np.asarray(index)[known:], mine, served)
+    return NewClients(np.asarray(algorithm.serve(met).model_index)[known:], mine, served)
 
 
 def take_client_rows(

@@ -158,7 +158,7 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
     leaves, structure = jax.tree.flatten(state)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
     kept = algorithm.client_models(numbered) if algorithm.client_models else ()
-    split = set(jax.tree.leaves((numbered.received, kept)))
+    split = set(jax.tree.leaves((numbered.received, numbered.own, kept)))
     first = state.round.ndim + 1  # of a model's axes, behind those of several runs and K
     shapes = [
         shape_on(

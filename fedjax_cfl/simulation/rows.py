@@ -42,7 +42,8 @@ def make_row(
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
     check_groups_exist(done, tested.index, num_models)
     found = evaluate.finalize(tested, num_models)
-    row = metrics_row(done, ledger, state.groups, infos, found, counters)
+    sent = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
+    row = metrics_row(done, ledger, sent, infos, found, counters)
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
@@ -124,9 +125,9 @@ def metrics_row(
     mean discrepancy, all that has been sent so far.
 
     Args: `done` rounds have ended; `ledger` is (Traffic, clock_ms), so far; `groups` [m, ...]
-    are the group models or their shapes; `infos` [n] are those of the rounds since the last
-    evaluation; `found` are the metrics of this one; `before` are the counters before, see
-    `COUNTERS`.
+    are what is sent of the group models, or its shapes; `infos` [n] are those of the rounds since
+    the last evaluation; `found` are the metrics of this one; `before` are the counters before,
+    see `COUNTERS`.
     """
     sent, clock_ms = ledger
     model_bytes = sum(

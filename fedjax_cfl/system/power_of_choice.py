@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import cross_entropy, training_loss
+from fedjax_cfl.client.losses import cross_entropy, refuse_own_judge, training_loss
 from fedjax_cfl.client.runs_as_one import CohortFn
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
@@ -69,6 +69,8 @@ def select_highest(
         raise InputError(
             f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
         )
+
+    refuse_own_judge(local, "power-of-choice")
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
         drawing, trying = jax.random.split(key)

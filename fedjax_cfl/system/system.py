@@ -110,6 +110,7 @@ class System(NamedTuple):
         counts: FaultCounts,
         log: RoundLog,
         ships_model: bool,
+        model_bytes: int,
     ) -> tuple[Upload, RoundLog]:
         """Returns the updates that reach the server in time, and what the training took. What a
         client was planned to send up with its update is counted only if it answers.
@@ -120,11 +121,11 @@ class System(NamedTuple):
         selected.
 
         Args: `counts` is what went wrong with each slot [S]; `ships_model` is False where what a
-        client receives is in the plan's reports already.
+        client receives is in the plan's reports already; `model_bytes` is the size of what is
+        sent of one model.
         """
         clock, clients, state = self.clock, data.num_clients, log.trained
         assert state is not None and log.received is not None  # the cohort has been trained
-        model_bytes = traffic.model_bytes_of(state.groups)
         served = cohort.ids < clients
         answered = served & (counts.dropped == 0)
         if log.poll is not None:

@@ -6,8 +6,8 @@ client first moves to the nearest center by itself; only when a center has moved
 all clients clustered again, and each new model is the mean of its clients' old ones.
 
 Differs from the paper: clients without data are in no mean, and keep the report they last
-gave; one that has never had any is in no group. The paper does not say which optimizer state a mean of old models gets: here moments are
-mixed as models are.
+gave; one that has never had any is in no group. The paper does not say which optimizer state a
+mean of old models gets: here moments are mixed as models are.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,10 @@
+"""What a client keeps for itself, over any method: one file per idea, one function (...) ->
+`Personal` per method. `Local.personal` takes it.
+"""
+
+from fedjax_cfl.personal.apfl import apfl
+from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.pfedme import pfedme
+from fedjax_cfl.personal.split import fedbabu, fedper, fedrep, lg_fedavg
+
+__all__ = ["apfl", "ditto", "fedbabu", "fedper", "fedrep", "lg_fedavg", "pfedme"]

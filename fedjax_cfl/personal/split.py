@@ -1,0 +1,206 @@
+"""Models in two parts: one is a client's own and never sent, the other is its group's.
+
+FedPer: Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization
+Layers", 2019, https://arxiv.org/abs/1912.00818: the last layers are a client's own.
+
+LG-FedAvg: Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act
+Globally: Federated Learning with Local and Global Representations", 2020,
+https://arxiv.org/abs/2001.01523: the first layers are, the last ones are shared.
+
+FedRep: Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized
+Federated Learning", ICML 2021, https://arxiv.org/abs/2102.07078: the head is a client's own, and is
+trained before the body.
+
+FedBABU: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification",
+ICLR 2022, https://arxiv.org/abs/2106.06042: the head stays as it was drawn, the same for all, until
+clients are fine-tuned after the run.
+
+FedPer and LG-FedAvg train both parts at once. What is averaged, compared and counted in bytes is
+the group's part; in the group's models the other part stays what it was at the start.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.local import Local, StepPlan, Training, Work
+from fedjax_cfl.client.sgd import as_pytree, batch_losses, change_steps, no_velocity, take_step
+from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
+from fedjax_cfl.validation import PositiveInt, check_arguments
+
+Judge = Literal["template", "own"]
+
+
+def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> Personal:
+    """FedPer: every client has `layers` of its own, by their names in the model's parameters.
+
+    Where clients choose a group by the losses of its model, `judge` says what stands for the
+    clients' own layers: template (those of the start, which are the same for all) | own (those of
+    the client; trained with the layers of its present group, they make others look worse, so that
+    clients stay). Raises InputError, when the method is built, for a layer that the model does not
+    have, and if nothing is left to be sent.
+    """
+    return split_models("FedPer", layers, lambda name: name in layers, judge)
+
+
+def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Personal:
+    """LG-FedAvg: clients share `layers`, by their names in the model's parameters, and have all
+    others of their own. The models start as the method's own do, and not from a trained one as in
+    the paper.
+
+    `judge` is as in `fedper`. Raises InputError as `fedper` does.
+    """
+    return split_models("LG-FedAvg", layers, lambda name: name not in layers, judge)
+
+
+def fedrep(
+    *, layers: Sequence[str] = ("head",), body_epochs: PositiveInt = 1, judge: Judge = "template"
+) -> Personal:
+    """FedRep: every client has `layers` of its own. Of its local epochs the last `body_epochs`
+    train the other layers alone, all before them the client's own alone.
+
+    `judge` is as in `fedper`. Raises InputError as `fedper` does.
+    """
+    check_arguments(fedrep, locals(), "personal")
+    method = split_models("FedRep", layers, lambda name: name in layers, judge)
+
+    def own_epoch(plan: StepPlan, epoch: jax.Array) -> jax.Array:
+        return epoch <= plan.last_epoch - body_epochs
+
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        if local.steps is None and local.epochs <= body_epochs:
+            raise InputError(
+                f"personal.body_epochs={body_epochs}: of local.epochs={local.epochs} none is left"
+                " for the clients' own layers; use more epochs, or personal=fedbabu"
+            )
+
+        def make_loop(training: Training, data: FederatedData) -> Loop:
+            return masked_loop(training, data, layers, own_epoch)
+
+        return method.train(task, local, change_steps(solve, make_loop, "fedrep"))
+
+    return method._replace(train=train)
+
+
+def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
+    """FedBABU: `layers` are never trained in the run, and the same for all clients and groups;
+    `evaluate.finetune` epochs at its end make every client's own model. Raises InputError as
+    `fedper` does.
+    """
+    method = split_models("FedBABU", layers, lambda name: name in layers, "template")
+
+    def never(plan: StepPlan, epoch: jax.Array) -> jax.Array:
+        return jnp.zeros((), bool)
+
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        check_layers(task, layers, lambda name: name in layers)
+
+        def make_loop(training: Training, data: FederatedData) -> Loop:
+            return masked_loop(training, data, layers, never)
+
+        return change_steps(solve, make_loop, "fedbabu")
+
+    return method._replace(init=lambda model: (), train=train, combine=None)
+
+
+def masked_loop(
+    training: Training,
+    data: FederatedData,
+    layers: Sequence[str],
+    trains_layers: Callable[[StepPlan, jax.Array], jax.Array],
+) -> Loop:
+    """Returns the SGD of one client that trains either `layers` or all others in an epoch.
+
+    Args: `training` and `data` are those of a `MakeLoop`; `trains_layers(plan, epoch)` [] bool
+    says in which epochs it trains `layers`.
+    """
+    local, start, plan = training.local, training.start, training.plan
+    loss_of_step = batch_losses(training, data)
+
+    def step(s, carry):
+        params, velocity, losses = carry
+        (_, total), gradient = jax.value_and_grad(loss_of_step(s), has_aux=True)(params)
+        moved, velocity = take_step(local, params, velocity, gradient)
+        theirs = trains_layers(plan, plan.locate_batch(s, local.batch_size)[0])
+        params = {
+            name: jax.tree.map(
+                lambda new, old, trains=theirs == (name in layers): jnp.where(trains, new, old),
+                moved[name],
+                params[name],
+            )
+            for name in params
+        }
+        return params, velocity, plan.add_loss(s, losses, total)
+
+    def end(carry):
+        return jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()
+
+    still = no_velocity(local, start)
+    return Loop(plan.steps, (start, still, (jnp.zeros(()), jnp.zeros(()))), step, end)
+
+
+def split_models(
+    name: str, layers: Sequence[str], is_own: Callable[[str], bool], judge: Judge
+) -> Personal:
+    """Returns the personal method in which the layers for which `is_own` holds are a client's."""
+
+    def take_own(model: Params) -> Params:
+        return {layer: leaf for layer, leaf in model.items() if is_own(layer)}
+
+    def merge(own: Params, model: Params) -> Params:
+        return {**model, **own}
+
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        check_layers(task, layers, is_own)
+        return Partial(train_merged, as_pytree(solve))
+
+    def train_merged(solve, client, data: FederatedData, shared, work: Work) -> Program:
+        key, models = shared
+        start = jax.tree.map(
+            lambda leaf: leaf[None], merge(work.own, take_rows(models, work.group))
+        )
+        alone = work._replace(group=jnp.zeros_like(work.group), own=())
+
+        def part(upload: Upload) -> Upload:
+            own = take_own(upload.delta)
+            unchanged = jax.tree.map(jnp.zeros_like, own)
+            return upload.replace(
+                delta=merge(unchanged, upload.delta),
+                own=jax.tree.map(jnp.add, work.own, own),
+                start_group=jnp.where(upload.weight > 0, work.group, 0),
+            )
+
+        return then(solve(client, data, (key, start), alone), part)
+
+    return Personal(
+        name,
+        take_own,
+        train,
+        merge,
+        sent_part=lambda model: {key: leaf for key, leaf in model.items() if not is_own(key)},
+        judge=merge if judge == "own" else None,
+    )
+
+
+def check_layers(task: Task, layers: Sequence[str], is_own: Callable[[str], bool]) -> None:
+    """Raises InputError for a layer that the model does not have, and where all of the model is a
+    client's own, or nothing.
+    """
+    names = list(jax.eval_shape(task.init, jax.random.key(0)))
+    for layer in layers:
+        if layer not in names:
+            raise InputError(
+                f"personal.layers: the model has no {layer!r}{suggest_options(layer, names)}"
+            )
+    if len({is_own(name) for name in names}) == 1:
+        raise InputError(
+            f"personal.layers={list(layers)}: some layers of {', '.join(sorted(names))} must be the"
+            " clients' own, and some shared; use algorithm=nonfed or personal=none for all of them"
+        )

@@ -1,0 +1,340 @@
+"""What clients keep for themselves, over any method: slow twins in NumPy, and what must not change
+in the method below.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from conftest import SIZES, build, matrix, one_line, spent, with_execution
+from scipy.special import log_softmax
+from test_reference import KEY, batches_of, gradient, models_of, passes
+
+import fedjax_cfl as cfl
+from fedjax_cfl import algorithms
+from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.personal import apfl, ditto, fedbabu, fedper, fedrep, pfedme
+from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
+from fedjax_cfl.system import select
+
+ROUNDS, COHORT, LAM = 3, 6, 0.7
+
+
+def play(algorithm, data, rounds=ROUNDS):
+    """Returns the states before the first and after every round of a run."""
+    one_round, states = jax.jit(algorithm.round), [jax.jit(algorithm.init)(KEY, data)]
+    for _ in range(rounds):
+        states.append(one_round(KEY, states[-1], data)[0])
+    return states
+
+
+def pulled(model, center, data, batches, lr, lam):
+    """SGD on F_k(v) + lam / 2 ||v - center||^2."""
+    x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
+    for batch in batches:
+        pull = lam * (model + -1.0 * center)
+        model = model + -lr * (gradient(model, x[batch], y[batch]) + pull)
+    return model
+
+
+@pytest.mark.parametrize(("m", "width"), [(1, 1), (3, 4)])
+def test_ditto_equals_its_twin(toy, linear, local, m, width):
+    pick = select.uniform(COHORT)
+    own = with_execution(local, width=width).replace(personal=ditto(lam=LAM))
+    states = play(build(algorithms.ifca, linear, own, pick, m=m), toy)
+    rows = models_of(states[0].own.rows)
+    for before, after in itertools.pairwise(states):
+        number, sent = int(before.round), models_of(before.groups)
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.num_clients).tolist():
+            if not toy.train.size[client]:
+                continue
+            epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
+            batches = batches_of(epochs, local.batch_size)
+            center = sent[int(after.assignment[client])]
+            rows[client] = pulled(rows[client], center, toy, batches, local.lr, LAM)
+    for found, expected in zip(models_of(states[-1].own.rows), rows, strict=True):
+        np.testing.assert_allclose(found.flat(), expected.flat(), rtol=1e-5, atol=1e-5)
+
+
+METHODS = {
+    "fedavg": (algorithms.fedavg, {}),
+    "ifca": (algorithms.ifca, {"m": 2}),
+    "fesem": (algorithms.fesem, {"m": 2}),
+    "fielding": (algorithms.fielding, {"m": 2}),
+    "fedprox": (algorithms.fedprox, {"mu": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
+    factory, settings = METHODS[name]
+    pick = select.uniform(COHORT)
+    alone = play(build(factory, linear, local, pick, **settings), toy)
+    over = play(build(factory, linear, local.replace(personal=ditto()), pick, **settings), toy)
+    np.testing.assert_allclose(
+        matrix(alone[-1].groups), matrix(over[-1].groups), rtol=1e-6, atol=1e-7
+    )
+    np.testing.assert_array_equal(alone[-1].assignment, over[-1].assignment)
+    assert spent(alone[0], alone[-1]) == spent(over[0], over[-1])
+
+
+@pytest.mark.parametrize("judge", ["template", "own"])
+def test_fedper_equals_its_twin(toy, mlp, local, judge):
+    """Over IFCA: clients test the group's layers under their own head, and train both."""
+    pick = select.uniform(COHORT)
+    one = local.replace(personal=fedper(judge=judge))
+    states = play(build(algorithms.ifca, mlp, one, pick, m=2), toy)
+    heads = [
+        jax.tree.map(lambda leaf, k=k: leaf[k], states[0].own.rows) for k in range(toy.num_clients)
+    ]
+    template = {"head": jax.tree.map(lambda leaf: leaf[0], states[0].groups["head"])}
+    x, y = np.asarray(toy.x), np.asarray(toy.y)
+    for before, after in itertools.pairwise(states):
+        number, new = int(before.round), [[], []]
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.num_clients).tolist():
+            if not toy.train.size[client]:
+                continue
+            held = passes(derive_key(KEY, TRAIN, number), toy, client, 1)[0]
+            groups = [
+                jax.tree.map(lambda leaf, g=g: leaf[g], before.groups) | heads[client]
+                for g in range(2)
+            ]
+            judged = [model | (template if judge == "template" else {}) for model in groups]
+            losses = [ce(mlp, model, x[held], y[held]) for model in judged]
+            g = int(np.argmin(losses))
+            assert g == int(after.assignment[client])
+            model = groups[g]
+            epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
+            for batch in batches_of(epochs, local.batch_size):
+                slope = jax.grad(lambda p, b=batch: mlp.loss(p, x[b], y[b]).mean())(model)
+                model = jax.tree.map(lambda p, d: p - local.lr * d, model, slope)
+            heads[client] = {"head": model["head"]}
+            new[g].append(model["hidden_0"])
+        for g in range(2):
+            expected = before.groups["hidden_0"]
+            expected = jax.tree.map(lambda leaf, g=g: leaf[g], expected)
+            if new[g]:
+                expected = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *new[g])
+            jax.tree.map(
+                lambda found, twin, g=g: np.testing.assert_allclose(found[g], twin, atol=2e-5),
+                after.groups["hidden_0"],
+                expected,
+            )
+    for client, head in enumerate(heads):
+        jax.tree.map(
+            lambda found, twin, k=client: np.testing.assert_allclose(found[k], twin, atol=2e-5),
+            states[-1].own.rows,
+            head,
+        )
+    # the server's heads are those of the start
+    jax.tree.map(np.testing.assert_array_equal, states[-1].groups["head"], states[0].groups["head"])
+
+
+def ce(task, model, x, y):
+    """Mean cross-entropy without the penalty."""
+    logits = np.asarray(task.predict(model, x), np.float64)
+    return -np.mean(np.take_along_axis(log_softmax(logits, axis=1), y[:, None], 1))
+
+
+def slope(task, model, x, y):
+    """The gradient of the mean loss."""
+    return jax.grad(lambda p: task.loss(p, x, y).mean())(model)
+
+
+def less(model, gradient, lr):
+    return jax.tree.map(lambda p, g: p - lr * g, model, gradient)
+
+
+def apfl_twin(task, model, row, batches, lr, adaptive):
+    own, alpha = row.model, float(row.alpha)
+    for number, (x, y) in enumerate(batches):
+        mixed = jax.tree.map(lambda v, w, a=alpha: a * v + (1 - a) * w, own, model)
+        gradient = slope(task, mixed, x, y)
+        model = less(model, slope(task, model, x, y), lr)
+        own = less(own, gradient, lr * alpha)
+        if adaptive and not number:
+            gaps = [
+                np.sum((np.asarray(v) - w) * g)
+                for v, w, g in zip(*map(jax.tree.leaves, (own, model, gradient)), strict=True)
+            ]
+            alpha = float(np.clip(alpha - lr * sum(gaps), 0, 1))
+    return model, row.replace(model=own, alpha=np.float32(alpha))
+
+
+def pfedme_twin(task, model, row, batches, lr, lam, inner_steps, inner_lr):
+    theta = model
+    for x, y in batches:
+        for _ in range(inner_steps):
+            gradient = slope(task, theta, x, y)
+            theta = jax.tree.map(
+                lambda t, g, w: t - inner_lr * (g + lam * (t - w)), theta, gradient, model
+            )
+        model = jax.tree.map(lambda w, t: w - lr * lam * (w - t), model, theta)
+    return model, theta
+
+
+def fedrep_twin(task, model, row, batches, lr, epochs):
+    model = model | row
+    for number, (x, y) in enumerate(batches):
+        layer = "head" if number < len(batches) // epochs * (epochs - 1) else "hidden_0"
+        model = model | {layer: less(model, slope(task, model, x, y), lr)[layer]}
+    return model, {"head": model["head"]}
+
+
+def fedbabu_twin(task, model, row, batches, lr):
+    for x, y in batches:
+        model = model | {"hidden_0": less(model, slope(task, model, x, y), lr)["hidden_0"]}
+    return model, ()
+
+
+TWINS = {
+    "apfl": (apfl(alpha=0.3), lambda *given: apfl_twin(*given, adaptive=False)),
+    "apfl, adaptive": (apfl(adaptive=True), lambda *given: apfl_twin(*given, adaptive=True)),
+    "pfedme": (
+        pfedme(lam=3.0, inner_steps=2, inner_lr=0.05),
+        lambda *given: pfedme_twin(*given, 3.0, 2, 0.05),
+    ),
+    "fedrep": (fedrep(), lambda *given: fedrep_twin(*given, epochs=2)),
+    "fedbabu": (fedbabu(), fedbabu_twin),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
+    """Whole rounds: who trains what, which part the server averages, who keeps what."""
+    method, twin = TWINS[name]
+    pick = select.uniform(COHORT)
+    one = local.replace(personal=method)
+    states = play(build(algorithms.fedavg, mlp, one, pick), toy)
+    x, y = np.asarray(toy.x), np.asarray(toy.y)
+    server = jax.tree.map(lambda leaf: leaf[0], states[0].groups)
+    kept = [jax.tree.map(lambda leaf, k=k: leaf[k], states[0].own.rows) for k in range(len(SIZES))]
+    for number in range(ROUNDS):
+        answers, weights = [], []
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, len(SIZES)).tolist():
+            if not SIZES[client]:
+                continue
+            epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
+            batches = [(x[b], y[b]) for b in batches_of(epochs, local.batch_size)]
+            model, kept[client] = twin(mlp, server, kept[client], batches, local.lr)
+            if name == "fedrep":
+                model = model | {"head": server["head"]}
+            answers.append(model)
+            weights.append(SIZES[client])
+        server = jax.tree.map(
+            lambda *leaves, w=weights: np.average(leaves, axis=0, weights=w), *answers
+        )
+    close = lambda found, twin: np.testing.assert_allclose(found, twin, atol=3e-5)  # noqa: E731
+    jax.tree.map(lambda found, twin: close(found[0], twin), states[-1].groups, server)
+    found = states[-1].own.rows
+    for client, row in enumerate(kept):
+        leaves = jax.tree.leaves(jax.tree.map(lambda leaf, k=client: leaf[k], found))
+        for mine, theirs in zip(leaves, jax.tree.leaves(row), strict=True):
+            close(mine, theirs)
+
+
+@pytest.mark.parametrize("method", [ditto(), apfl(), fedper()], ids=["ditto", "apfl", "fedper"])
+def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
+    pick, one = select.uniform(COHORT), local.replace(personal=method)
+    expected = play(build(algorithms.ifca, mlp, one, pick, m=2), toy)[-1]
+    other = with_execution(one, mesh=cfl.make_mesh(4), width=3)
+    found = play(build(algorithms.ifca, mlp, other, pick, m=2), toy)[-1]
+    for a, b in zip(jax.tree.leaves(expected.own), jax.tree.leaves(found.own), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    np.testing.assert_array_equal(expected.assignment, found.assignment)
+
+
+def test_who_is_tested_on_what(toy, mlp, local):
+    """Clients that have not trained use their group's model, others what the method says."""
+    pick = select.uniform(COHORT)
+    algorithm = build(algorithms.fedavg, mlp, local.replace(personal=ditto()), pick)
+    state = play(algorithm, toy, 1)[-1]
+    ids = pick.draw(derive_key(KEY, SELECT, 0), 0, len(SIZES)).tolist()
+    trained = [k in ids and SIZES[k] > 0 for k in range(len(SIZES))]
+    np.testing.assert_array_equal(state.own.trained, trained)
+    models, index = used_models(algorithm, state)
+    np.testing.assert_array_equal(index, np.arange(len(SIZES)))
+    for client, has in enumerate(trained):
+        source = state.own.rows if has else state.groups
+        row = client if has else 0
+        for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(source), strict=True):
+            np.testing.assert_array_equal(a[client], b[row])
+    found, table = evaluate_all(algorithm, mlp, cfl.make_mesh(1), state, toy, True)
+    x, y, owner = (np.asarray(a) for a in (toy.x, toy.y, toy.owner))
+    for client in range(len(SIZES)):
+        held = np.asarray(toy.test.order)[int(toy.test.start[client]) :][
+            : int(toy.test.size[client])
+        ]
+        if len(held):
+            assert (owner[held] == client).all()
+            model = jax.tree.map(lambda leaf, k=client: leaf[k], models)
+            right = np.argmax(mlp.predict(model, x[held]), -1) == y[held]
+            np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
+    assert found["groups"] == 1  # groups are those of the method, whatever clients use
+
+
+def test_what_a_client_has_trained_survives_a_lost_answer(toy, linear, local):
+    system = cfl.System(select.uniform(COHORT), cfl.Faults(dropout=1.0))
+    one = local.replace(personal=ditto())
+    before, after = play(algorithms.fedavg(linear, one, system), toy, 1)
+    np.testing.assert_array_equal(matrix(before.groups), matrix(after.groups))
+    moved = np.any(matrix(before.own.rows) != matrix(after.own.rows), axis=1)
+    np.testing.assert_array_equal(moved, after.own.trained)
+    assert moved.sum() == sum(
+        SIZES[k] > 0 for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, len(SIZES)).tolist()
+    )
+
+
+def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
+    bad = toy.replace(x=toy.x.at[toy.train.order[toy.train.start[1]]].set(np.nan))
+    one = local.replace(personal=ditto())
+    _, after = play(algorithms.fedavg(linear, one, select.full_participation()), bad, 1)
+    assert np.isfinite(matrix(after.own.rows)).all()
+    assert not after.own.trained[1]
+    assert after.own.trained[0]
+
+
+def test_a_split_model_sends_a_part(toy, mlp, local):
+    one = local.replace(personal=fedper())
+    algorithm = algorithms.fedavg(mlp, one, select.uniform(COHORT))
+    state = play(algorithm, toy, 0)[0]
+    assert set(algorithm.sent_part(state.groups)) == {"hidden_0"}
+
+
+REFUSED = {
+    "no such layer": (fedper(layers=("hed",)), algorithms.fedavg, "did you mean 'head'"),
+    "all layers": (fedper(layers=("head", "hidden_0")), algorithms.fedavg, "algorithm=nonfed"),
+    "another way to train": (apfl(), algorithms.fedsgd, "personal=apfl: changes the steps"),
+    "a model each": (ditto(), algorithms.fedfomo, "a model of its own already"),
+    "no epoch for the head": (fedrep(body_epochs=2), algorithms.fedavg, "none is left"),
+    "losses of all clients": (fedper(judge="own"), algorithms.feddrift, "FedDrift tests"),
+    "a pull that overshoots": (pfedme(lam=5.0), algorithms.fedavg, "must be below 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(mlp, local, case):
+    method, factory, says = REFUSED[case]
+    one_line(says, factory, mlp, local.replace(personal=method), select.uniform(COHORT))
+
+
+def test_models_received_and_models_of_their_own_exclude_each_other(mlp, local):
+    system = cfl.System(select.uniform(COHORT), keep_received=True)
+    says = "test_on=received: clients of Ditto"
+    one_line(says, algorithms.fedavg, mlp, local.replace(personal=ditto()), system)
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl", "fedper", "lg_fedavg", "fedrep", "fedbabu"])
+def test_from_the_command_line_and_read_back(fedjax_cfl, name):
+    """A run, stopped and continued, whose saved models are those that were tested."""
+    line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 run_dir=r"
+    line += " local.epochs=2 eval_every=2 dataset.clients=12 rounds="
+    assert fedjax_cfl(f"{line}2")[0] == 0
+    status, _, err = fedjax_cfl(f"{line}4")
+    assert (status, err) == (0, "")
+    run = cfl.load_run("r")
+    assert set(run.table["group"]) <= {-1, 0, 1, 2}
+    if name != "fedbabu":
+        np.testing.assert_array_equal(run.final.model_index >= 0, run.table["group"] >= 0)
+        assert len(jax.tree.leaves(run.final.models)[0]) == 12
