@@ -219,8 +219,8 @@ def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     free = {"eps1": 9.0, "eps2": 0.0, "warm_up": 0}
     states = play(build(cfl, linear, local, unsure, m=4, **free), toy, 5)
     chex.assert_tree_all_finite(states[-1])
-    assert states[-1].active.all() and states[-1].assignment[2] == 0
-    assert set(states[-1].assignment.tolist()) == {0, 1, 2, 3}
+    assert states[-1].active.all() and states[-1].assignment[2] == -1
+    assert set(states[-1].assignment.tolist()) == {-1, 0, 1, 2, 3}
 
 
 def upload_of(rows, weight=None):

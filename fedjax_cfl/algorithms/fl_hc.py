@@ -80,7 +80,7 @@ def fl_hc(
     Args: `metric` between updates is manhattan | euclidean | cosine_distance; `linkage` is
     ward (with euclidean) | complete | average | single; `threshold` is the distance up to
     which groups are merged even if only m are left (None: exactly m); `newcomers` says
-    where clients go that sent no update in the clustering round: largest (group) | nearest
+    where clients with samples go that sent none in that round: largest (group) | nearest
     (mean update, when they next take part); `aggregate` within a group is weighted_mean |
     uniform_mean.
     Raises InputError for a value that is not listed here.
