@@ -15,6 +15,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.analysis.relative import time_to_keep
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
@@ -251,6 +252,16 @@ def test_a_round_in_which_nobody_is_online_discards_nothing():
     """After everybody was met, that is; 60 updates of 6 clients."""
     row = {"round": 12, "client_updates": 60}
     assert not discards_accuracy("rounds", row, 0, 6) and discards_accuracy("rounds", row, 0, 61)
+
+
+def test_nobody_waits_for_clients_that_can_have_no_group():
+    """Neither discard=met nor the time to a baseline's accuracy, also if they were scored while
+    there was one group.
+    """
+    first = {"round": 1, "evaluated_clients": 6, "groupless_clients": 0, "macro_accuracy": 0.9}
+    later = first | {"round": 2, "evaluated_clients": 4, "groupless_clients": 2}
+    assert not discards_accuracy("met", later, 3, 6) and discards_accuracy("met", later, 3, 7)
+    assert time_to_keep([first, later], 0.8) == 1
 
 
 def test_single_models_are_never_discarded(toy, linear, local):
