@@ -125,7 +125,7 @@ def apply_attack(
 
 def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax.Array]:
     """Applies the policy to updates that are not finite; the result is finite, except that a
-    loss is as the client reports it.
+    loss is as the client reports it, and that `extra` is left to `clear_extra`.
 
     An update whose squared norm is beyond float32 counts as not finite, and one with a number
     in its `extra` that is not. Returns (upload, bad [S] bool, number of the first bad leaf [S],
@@ -136,19 +136,28 @@ def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax
     finite = jnp.concatenate([jnp.isfinite(each), ~spoilt[None]])
     bad = ~jnp.isfinite(each.sum(0)) | spoilt
     upload = clear_losses(bad | (upload.weight == 0), upload)
-    extra = jax.tree.map(clear_nonfinite, upload.extra)
     if policy == "zero":
         delta, weight = jax.tree.map(clear_nonfinite, upload.delta), upload.weight
         whole = squared_norms(delta).sum(0)
     else:
         delta, weight = fill_rows(bad, 0.0, upload.delta), jnp.where(bad, 0.0, upload.weight)
         whole = jnp.where(bad, 0.0, squared_norms(upload.delta).sum(0))
-        extra = fill_rows(bad, 0.0, extra)
     return (
-        upload.replace(delta=delta, weight=weight, squared_norm=whole, extra=extra),
+        upload.replace(delta=delta, weight=weight, squared_norm=whole),
         bad,
         jnp.where(bad, jnp.argmin(finite, axis=0), -1),
     )
+
+
+def clear_extra(upload: Upload, bad: jax.Array) -> Upload:
+    """Returns the upload of a cohort with 0 for what clients sent beside a model that is skipped,
+    and for any other number of it that is not finite.
+
+    `bad` [S] bool is that of `guard_nonfinite`, which looks at one client at a time. This is done
+    for all of them afterwards: within a client's program it would change how that is compiled.
+    """
+    extra = fill_rows(bad & (upload.weight == 0), 0.0, upload.extra)
+    return upload.replace(extra=jax.tree.map(clear_nonfinite, extra))
 
 
 def inject_faults(

@@ -132,6 +132,7 @@ class System(NamedTuple):
             served &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
         if not ships_model:
             served = jnp.zeros_like(served)
+        upload = faults.clear_extra(upload, counts.nonfinite > 0)
         duration = timing.wait_before(clock, state, log.migration, log.poll, model_bytes)
         late, seconds = jnp.zeros((), jnp.int32), None
         if clock is not None:
