@@ -217,7 +217,22 @@ PRINTED: dict[str, Sequence[Printed | str]] = {
     ],
     "flexcfl_table4": [Printed(), "sentences"],
     "md_icfl_figs": [],
-    "md_icfl_search": ["shorter runs, one by one"] * 4,
+    "md_icfl_search": [
+        *["shorter runs, one by one"] * 3,
+        Printed(
+            rows={
+                "as it is": "keep",
+                "empty groups get a noisy copy": "copy",
+                "groups of drawn size": "drawn",
+            },
+            columns={
+                f"{measure}, {of}": f"{measure}{at}"
+                for measure in ("index", "accuracy")
+                for of, at in (("mean", ""), *((f"seed {seed}", f" {seed}") for seed in range(3)))
+            },
+        ),
+        "costs",
+    ],
     **{
         f"md_icfl_table{number}": [
             Printed(
@@ -456,7 +471,9 @@ def read_tables(text: str) -> list[list[list[str]]]:
 
 
 def row_names(folder: str) -> dict[str, str]:
-    """Returns the rows of a paper's table by their title."""
+    """Returns the rows of a paper's table by their title; none for what is no paper's table."""
+    if not (cells.TABLES / f"{folder}.yaml").exists():
+        return {}
     table = cells.load_table(folder)
     return {report.row_title(table, row): row for row in table["rows"]}
 
