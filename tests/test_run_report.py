@@ -19,7 +19,14 @@ from PIL import Image
 from fedjax_cfl.analysis import statistics
 from fedjax_cfl.analysis.plot_costs import draw_costs, last_cost
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
-from fedjax_cfl.analysis.report import DPI, format_estimate, load_costs, read_groups, report, to_png
+from fedjax_cfl.analysis.report import (
+    DPI,
+    format_estimate,
+    load_costs,
+    read_run_tables,
+    report,
+    to_png,
+)
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results
 
@@ -160,7 +167,7 @@ def test_pictures_are_small(page, runs):
 
 def test_pictures_keep_their_colours(runs):
     """Those of a figure of many: bands and their nodes, of every class."""
-    found, table = read_groups(load_costs(runs / "ifca" / "0"))
+    table, found, _ = read_run_tables(load_costs(runs / "ifca" / "0"))
     figure = draw_alluvial(found, load_costs(runs / "ifca" / "0")["rows"], table["labels"], "")
     exact = io.BytesIO()
     figure.savefig(exact, dpi=DPI, format="png")

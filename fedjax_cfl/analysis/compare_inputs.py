@@ -12,6 +12,7 @@ from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.results import (
     METRICS_FILE,
     SUMMARY_FILE,
+    check_numbers,
     read_metrics,
     read_summary,
     rounds_to,
@@ -20,7 +21,7 @@ from fedjax_cfl.runs.results import (
 from fedjax_cfl.runs.scoring import scored_rounds
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
-# what is read from a row or summary
+# what is read from a summary
 NUMBERS = (
     "best_accuracy",
     "final_accuracy",
@@ -41,7 +42,6 @@ NUMBERS = (
     "sim_time_s",
 )
 MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
-MAX_NUMBER = 1e18  # of a number; a curve through greater ones cannot be drawn
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
@@ -107,9 +107,7 @@ def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
     _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
     _check_texts(summary_file, summary.get("overrides") or [])
-    _check_numbers(summary_file, summary)
-    for row in rows:
-        _check_numbers(metrics_file, row)
+    check_numbers(str(summary_file), summary, NUMBERS)
     return summary, rows
 
 
@@ -155,18 +153,3 @@ def _check_texts(path: Path, texts: Any) -> None:
         raise InputError(
             f"{path}: overrides or names are no plain text, expected what a run writes"
         )
-
-
-def _check_numbers(path: Path, holder: dict[str, Any]) -> None:
-    """Raises InputError unless the numbers of a row or summary are numbers, or null."""
-    for name in (*NUMBERS, "round"):
-        value = holder.get(name)
-        if value is None:
-            continue
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not abs(value) <= MAX_NUMBER:
-            where = f", round {holder['round']}" if name != "round" and "round" in holder else ""
-            raise InputError(
-                f"{path}{where}: {name} is no number up to {MAX_NUMBER:g}, expected what a run"
-                " writes"
-            )

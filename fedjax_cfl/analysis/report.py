@@ -29,15 +29,10 @@ from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.statistics import LEVEL, Estimate, bootstrap_mean, compare_pairs
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
+from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import title
-from fedjax_cfl.runs.results import (
-    SIMILARITY_FILE,
-    atomic_write,
-    read_clients,
-    read_settings,
-    to_plain,
-)
+from fedjax_cfl.runs.results import atomic_write, read_settings, to_plain
+from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.validation import flatten_settings
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
@@ -68,8 +63,9 @@ def report(
     runs = [run for group in groups for run in group["members"]]
     few = [group["members"][0] for group in groups][:MAX_PICTURED]
     pictured = {run["run_dir"] for run in (runs if len(runs) <= MAX_PICTURED else few)}
-    drawn = {"costs": draw_costs(groups)}
+    # what can be wrong with files is found before anything is drawn
     shown = [describe_run(run, MAX_CLIENTS // len(runs)) for run in runs]
+    drawn = {"costs": draw_costs(groups)}
     for number, run in enumerate(runs):
         if run["run_dir"] in pictured:
             drawn |= {f"{number}-{name}": figure for name, figure in draw_run(run).items()}
@@ -98,17 +94,14 @@ def load_costs(run_dir: Path) -> dict[str, Any]:
     return run | {name: last_cost(run["rows"], name) for name in COSTS} | {"run_dir": run_dir}
 
 
-def read_groups(run: dict[str, Any]) -> tuple[Assignments | None, dict[str, np.ndarray] | None]:
-    """Returns the groups at every evaluation and the clients of a run, None where its
-    directory has no such file.
-    """
-    have = (run["run_dir"] / "clients.parquet").is_file()
-    return read_assignments(run["run_dir"]), read_clients(run["run_dir"]) if have else None
+def read_run_tables(run: dict[str, Any]) -> Tables:
+    """Returns the tables of a run as `load_costs` has it."""
+    return read_tables(run["run_dir"], run, run["rows"])
 
 
 def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
     """Returns what the page says of a run in words and tables, of `most` clients at most."""
-    found, table = read_groups(run)
+    tables = read_run_tables(run)
     file = run["run_dir"] / ".hydra" / "config.yaml"
     settings = dict(flatten_settings(read_settings(run["run_dir"]))) if file.is_file() else {}
     return {
@@ -117,7 +110,9 @@ def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
         "overrides": [escape_text(line) for line in run["asked"]],
         "settings": {escape_text(name): escape_text(value) for name, value in settings.items()},
         "numbers": format_numbers(run),
-        "clients": None if table is None else list_clients(table, found, most),
+        "clients": None
+        if tables.clients is None
+        else list_clients(tables.clients, tables.assignments, most),
     }
 
 
@@ -164,10 +159,8 @@ def _short(value: Any) -> Any:
 
 def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     """Returns the pictures of a run, None where there is nothing to draw."""
-    found, table = read_groups(run)
+    table, found, alike = read_run_tables(run)
     labels = None if table is None or found is None else table.get("labels")
-    compared = (run["run_dir"] / SIMILARITY_FILE).is_file()
-    alike = read_clients(run["run_dir"], SIMILARITY_FILE) if compared else None
     if found is not None and labels is not None:
         labels = labels[found.clients]
     return {

@@ -18,12 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from fedjax_cfl.errors import InputError, warn
-from fedjax_cfl.runs import atomic_folder
+from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.simulation.driver import Grouping
 
 ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
 SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
+COLUMNS = {
+    "round": COUNT._replace(needed=True),
+    "group": GROUP._replace(lists=True),
+    "concept": GROUP._replace(lists=True, needed=False),
+}
 
 
 class Assignments(NamedTuple):
@@ -150,11 +155,15 @@ def _pack(found: Assignments) -> bytes:
 
 
 def finish_assignments(
-    run_dir: Path, clients: np.ndarray, num_clients: int, fingerprint: list[Any] | None = None
+    run_dir: Path,
+    clients: np.ndarray,
+    num_clients: int,
+    fingerprint: list[Any] | None = None,
+    run_id: str = "",
 ) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [S] of the smallest
-    integers that hold them, of the `clients` [S] of all K = `num_clients`.
+    integers that hold them, of the `clients` [S] of all K = `num_clients`. `run_id` is noted in it.
 
     Of a part that is not as the last checkpoint has it, by its `fingerprint`, nothing is kept,
     with a warning.
@@ -174,8 +183,10 @@ def finish_assignments(
         if (concepts >= 0).any():
             columns["concept"] = _lists(concepts)
         parquet = pa.table(columns)
+        noted: dict[Any, Any] = {RUN_ID: run_id}
         if clients.size < num_clients:
-            parquet = parquet.replace_schema_metadata({SAMPLED: json.dumps(clients.tolist())})
+            noted[SAMPLED] = json.dumps(clients.tolist())
+        parquet = parquet.replace_schema_metadata(noted)
         with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
             pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
     path.unlink(missing_ok=True)
@@ -192,28 +203,24 @@ def _lists(values: np.ndarray) -> pa.Array:
 # reading
 
 
-def read_assignments(run_dir: str | Path) -> Assignments | None:
+def read_assignments(run_dir: str | Path, run_id: str | None = None) -> Assignments | None:
     """Reads assignments.parquet; None where a run has kept no groups. Raises InputError
-    for a file that no run wrote.
+    for a file that no run wrote, or another one than `run_id`.
     """
     path = Path(run_dir) / ASSIGNMENTS_FILE
     if not path.is_file():
         return None
+    found, metadata = read_columns(path, COLUMNS, run_id)
+    groups, concepts = found["group"].astype(np.int32), found.get("concept")
+    size = groups.shape[1]
     try:
-        table = pyarrow.parquet.read_table(path)
-        rounds, groups = np.asarray(table["round"], np.int32), _matrix(table["group"])
-        concepts = _matrix(table["concept"]) if "concept" in table.column_names else None
-        sampled = (table.schema.metadata or {}).get(SAMPLED)
-        size = groups.shape[1]
-        clients = np.arange(size) if sampled is None else np.array(json.loads(sampled), np.int64)
-        if clients.shape != (size,) or (concepts is not None and concepts.shape != groups.shape):
-            raise ValueError("its columns do not fit together")
-    except Exception as error:  # whatever damage does to a reader
-        raise InputError(f"{path}: cannot be read: {atomic_folder.explain(error)}") from None
-    return Assignments(rounds, clients, groups, concepts)
-
-
-def _matrix(column: Any) -> np.ndarray:
-    """Returns a column of equally long lists as [E, S] int32."""
-    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return np.concatenate(chunks).astype(np.int32).reshape(len(column), -1)
+        sampled = json.loads(metadata.get(SAMPLED, b"null"))
+        clients = np.array(sampled if isinstance(sampled, list) else range(size), np.int64)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        clients = np.zeros(0)
+    if clients.shape != (size,) or (np.diff(clients) <= 0).any() or clients[0] < 0:
+        raise InputError(f"{path}: cannot be read: its clients are not those of its groups")
+    if concepts is not None and concepts.shape != groups.shape:
+        raise InputError(f"{path}: cannot be read: its columns do not fit together")
+    concepts = None if concepts is None else concepts.astype(np.int32)
+    return Assignments(found["round"].astype(np.int32), clients, groups, concepts)

@@ -82,18 +82,18 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     extras = measured or Extras({}, {}, {})
     columns = describe_clients(setup, result) | extras.columns
     for name, table in {results.CLIENTS_FILE: columns, **extras.tables}.items():
-        write = functools.partial(results.write_clients, run_dir, table, name)
+        write = functools.partial(results.write_clients, run_dir, table, name, run_id)
         attempt(f"{name} is not written", write)
     fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
     recorded = member.settings.draw_recorded_clients(clients)
     attempt(
         f"{ASSIGNMENTS_FILE} is not written",
-        lambda: finish_assignments(run_dir, recorded, clients, fingerprint),
+        lambda: finish_assignments(run_dir, recorded, clients, fingerprint, run_id),
     )
     rows = results.read_metrics(run_dir)
     summary = build_summary(member, rows, setup, result) | extras.numbers
-    summary |= {"run_id": run_id, "data_id": member.settings.data_digest}
+    summary |= {"run_id": run_id, "data_id": member.settings.data_digest, "clients": clients}
     attempt("curves.png is not drawn", lambda: member.draw(run_dir, summary), without_disk=True)
     # last: its presence says that the run is finished
     results.write_json(run_dir / results.SUMMARY_FILE, summary)

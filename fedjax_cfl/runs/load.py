@@ -24,20 +24,23 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
-from fedjax_cfl.runs.assignments import Assignments, read_assignments
+from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.record import BEST, FINAL
 from fedjax_cfl.runs.results import (
+    CLIENTS_FILE,
     SUMMARY_FILE,
-    read_clients,
     read_metrics,
     read_settings,
     read_summary,
 )
+from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Task
+from fedjax_cfl.validation import INT32_MAX
 
 BLOCK = 256  # samples per forward pass
 OWN_MODELS = "fedjax_cfl.models."
@@ -115,6 +118,8 @@ class LoadedRun(NamedTuple):
         saved, samples = saved or self.final, self.check_samples(x)
         labels = self.check_labels(y, len(samples))
         used = np.unique(saved.model_index[saved.model_index >= 0])
+        if not used.size:
+            raise InputError("no client of the run has a model, and none can be chosen")
         models = take_rows(saved.models, used)
         total = np.zeros(len(used))
         for number, (block, count) in enumerate(_blocks(samples)):
@@ -168,7 +173,7 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
     final, facts = read_models(run_dir / FINAL)
-    if summary is None or final is None or facts is None:
+    if summary is None or final is None or facts is None or not rows:
         raise InputError(
             f"run_dir={run_dir}: the run has not finished and has no final models; the command"
             " that began it goes on with it"
@@ -181,14 +186,46 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
                 " folder that this run has written"
             )
     settings = read_settings(run_dir)
-    shape, classes = tuple(facts["sample_shape"]), int(facts["num_classes"])
+    shape, classes, names = check_facts(run_dir / FINAL, facts)
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
-    _check_fit(run_dir, task, final.models)
-    table, assignments = read_clients(run_dir), read_assignments(run_dir)
-    names = tuple(facts["class_names"]) if "class_names" in facts else None
+    for models in (final, best):
+        if models is not None:
+            _check_fit(run_dir, task, models.models)
+    if not (run_dir / CLIENTS_FILE).exists():
+        raise InputError(f"{run_dir / CLIENTS_FILE}: there is none; put back what the run wrote")
+    tables = read_tables(run_dir, summary, rows, final.model_index.size)
+    assert tables.clients is not None
+    table, assignments = tables.clients, tables.assignments
     return LoadedRun(
         settings, summary, rows, table, assignments, final, best, task, shape, classes, names
     )
+
+
+def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], int, Any]:
+    """Returns the sample shape, the number of classes and their names, None: they have none, of
+    the last models of a run. Raises InputError for what no run writes.
+    """
+    shape, classes = facts.get("sample_shape"), facts.get("num_classes")
+    names = facts.get("class_names")
+    known = {
+        "sample_shape": isinstance(shape, list)
+        and 0 < len(shape) < 33
+        and all(type(size) is int and 0 < size <= INT32_MAX for size in shape),
+        "num_classes": type(classes) is int and 0 < classes <= MAX_CLASSES,
+        "class_names": names is None or are_class_names(names, classes),
+    }
+    for name, holds in known.items():
+        if not holds:
+            said = repr(facts.get(name, "absent"))[:60]
+            raise InputError(f"{folder}: {name} is {said}, expected what a run writes")
+    assert isinstance(shape, list) and type(classes) is int
+    return tuple(shape), classes, None if names is None else tuple(names)
+
+
+def are_class_names(names: Any, classes: Any) -> bool:
+    """Returns whether names are those of classes 0, 1, ..., in order, for labels are looked up."""
+    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return known and names == sorted(set(names)) and 0 < len(names) <= classes
 
 
 def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
@@ -200,12 +237,39 @@ def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None
         return None, None
     try:
         header = checkpoint.read_header(found[-1])
+        if header["format"] not in range(1, checkpoint.FORMAT + 1):
+            raise ValueError(
+                f"it has format {header['format']}, and this version reads up to"
+                f" {checkpoint.FORMAT}; use the version that wrote it"
+            )
+        step, facts = header["step"], header["facts"]
+        if type(step) is not int or not isinstance(facts, dict):
+            raise ValueError("its step is no whole number, or its facts are no JSON object")
         arrays = checkpoint.load_arrays(found[-1])
         index = arrays.pop("['index']")
         models = _nest(arrays)["models"]
+        _check_models(models, index)
+    except KeyError as error:
+        raise InputError(f"{found[-1]}: cannot be read: it has no {error}") from None
     except Exception as error:  # whatever damage does to a reader
         raise InputError(f"{found[-1]}: cannot be read: {atomic_folder.explain(error)}") from None
-    return SavedModels(header["step"], models, index), header["facts"]
+    return SavedModels(step, models, index), facts
+
+
+def _check_models(models: Params, index: np.ndarray) -> None:
+    """Raises ValueError unless models [M, ...] and the index [K] into them are as in
+    `SavedModels`.
+    """
+    leaves = jax.tree.leaves(models)
+    counts = {leaf.shape[:1] for leaf in leaves}
+    if len(counts) != 1 or not min(counts) or min(counts)[0] < 1:
+        raise ValueError("its models are not equally many in all parameters")
+    if any(leaf.dtype.kind != "f" for leaf in leaves):
+        raise ValueError("its models have parameters that are no floating-point numbers")
+    if index.ndim != 1 or index.dtype.kind not in "iu":
+        raise ValueError("its index is no list of whole numbers")
+    if index.size and not -1 <= index.min() <= index.max() < min(counts)[0]:
+        raise ValueError(f"its index names models that are not among {min(counts)[0]}")
 
 
 def build_module(node: Any, num_classes: int) -> nn.Module:
@@ -215,7 +279,7 @@ def build_module(node: Any, num_classes: int) -> nn.Module:
     module = _instantiate(node)
     try:
         return module(num_classes=num_classes)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InputError(f"model.module: {error}") from None
 
 
@@ -236,7 +300,8 @@ def _instantiate(node: Any) -> Any:
         raise InputError(f"model.module._target_={target}: there is no such model") from None
     if not (isinstance(function, type) and issubclass(function, nn.Module)):
         raise InputError(f"model.module._target_={target}: is no flax.linen.Module")
-    values = {key: _instantiate(value) for key, value in node.items() if not key.startswith("_")}
+    own = {str(key): value for key, value in node.items()}
+    values = {key: _instantiate(value) for key, value in own.items() if not key.startswith("_")}
     return functools.partial(function, **values)
 
 

@@ -22,10 +22,24 @@ import yaml
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder
+from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
 NEW_CLIENTS_FILE, SIMILARITY_FILE = "new_clients.parquet", "similarity.parquet"
+# what is read of them; other columns hold numbers
+PEOPLE = {"client": NAME, "group": GROUP, "concept": GROUP}
+PEOPLE |= {"train_samples": COUNT, "test_samples": COUNT}
+COLUMNS = {
+    CLIENTS_FILE: {**PEOPLE, "labels": COUNT._replace(lists=True)},
+    NEW_CLIENTS_FILE: PEOPLE,
+    SIMILARITY_FILE: {
+        "client": COUNT._replace(needed=True),  # its row in clients.parquet
+        "similarity": Column("cosines, from -1 to 1", -1.001, 1.001, lists=True),
+    },
+}
+LIST_FIELDS = ("group_sizes", "group_discrepancy")  # of a row: a value for each group
+MAX_NUMBER = 1e18  # of a number in a row; a curve through greater ones cannot be drawn
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
@@ -76,11 +90,17 @@ def write_json(path: str | Path, obj: Any) -> None:
         )
 
 
-def write_clients(run_dir: str | Path, columns: dict[str, Any], name: str = CLIENTS_FILE) -> None:
+def write_clients(
+    run_dir: str | Path,
+    columns: dict[str, Any],
+    name: str = CLIENTS_FILE,
+    run_id: str | None = None,
+) -> None:
     """Writes a Parquet file with one row per client, for `read_clients`.
 
     `columns` has the values [K] of each column by its name; an array with more axes, as labels
-    [K, C], becomes a column of lists. `name` is that of the file.
+    [K, C], becomes a column of lists. `name` is that of the file; `run_id` is noted in it, for
+    a reader to see that it is of this run.
     """
     arrays = {name: np.asarray(values) for name, values in columns.items()}
     table = pa.table(
@@ -89,6 +109,8 @@ def write_clients(run_dir: str | Path, columns: dict[str, Any], name: str = CLIE
             for name, values in arrays.items()
         }
     )
+    if run_id is not None:
+        table = table.replace_schema_metadata({RUN_ID: run_id})
     with atomic_write(Path(run_dir) / name) as temporary:
         pyarrow.parquet.write_table(table, temporary)
 
@@ -132,14 +154,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     except RecursionError:
         return {}
-    return row if isinstance(row, dict) and type(row.get("round")) is int else {}
+    number = row.get("round") if isinstance(row, dict) else None
+    return row if type(number) is int and number >= 0 else {}
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Reads metrics.jsonl in order of rounds; a torn last line is ignored.
 
     A run that resumes from a checkpoint repeats the rounds after it: the later row of a
-    round counts.
+    round counts. Raises InputError for rows that no run wrote.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
@@ -155,10 +178,32 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}: not a JSON object with an integer 'round':"
                 f" {line[:40].decode(errors='replace')!r}"
             )
+        check_numbers(f"{path}, round {row['round']}", row)
         while rows and rows[-1]["round"] >= row["round"]:
             rows.pop()
         rows.append(row)
+    for name in sorted(set().union(*rows)):
+        kinds = {np.shape(row[name]) for row in rows if row.get(name) is not None}
+        if len(kinds) > 1:
+            raise InputError(
+                f"{path}: {name} is a list in some rows and of another length, or none, in others,"
+                " expected what a run writes"
+            )
     return rows
+
+
+def check_numbers(where: str, holder: dict[str, Any], names: Iterable[str] | None = None) -> None:
+    """Raises InputError unless the values of a row or summary are numbers, lists of numbers or
+    null. `where` begins the message; of `names` only these are looked at, None: all.
+    """
+    for name in holder if names is None else names:
+        value: Any = holder.get(name)
+        for number in value if isinstance(value, list) and name in LIST_FIELDS else [value]:
+            known: Any = isinstance(number, int | float) and not isinstance(number, bool)
+            if number is not None and not (known and abs(number) <= MAX_NUMBER):
+                raise InputError(
+                    f"{where}: {name} is no number up to {MAX_NUMBER:g}, expected what a run writes"
+                )
 
 
 def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> bytes:
@@ -192,16 +237,15 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     return summary
 
 
-def read_clients(run_dir: str | Path, name: str = CLIENTS_FILE) -> dict[str, np.ndarray]:
-    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C]."""
-    path = Path(run_dir) / name
-    try:
-        with atomic_folder.open_regular(path) as handle:
-            columns = pyarrow.parquet.read_table(handle).to_pydict()
-        return {name: np.asarray(column) for name, column in columns.items()}
-    except (OSError, ValueError, pa.ArrowException) as error:
-        reason = atomic_folder.explain(error)
-        raise InputError(f"{path}: cannot be read: {reason}") from None
+def read_clients(
+    run_dir: str | Path, name: str = CLIENTS_FILE, run_id: str | None = None
+) -> dict[str, np.ndarray]:
+    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C].
+
+    Raises InputError for a file that cannot be read or has other columns than a run writes, and
+    for one that is noted to be of another run than `run_id`.
+    """
+    return read_columns(Path(run_dir) / name, COLUMNS[name], run_id)[0]
 
 
 def read_settings(run_dir: str | Path) -> dict[str, Any]:
@@ -209,7 +253,9 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
     path = Path(run_dir) / ".hydra" / "config.yaml"
     try:
         settings = load_yaml(atomic_folder.read_regular(path))
-        return settings if settings["model"]["module"] else {}
+        if not isinstance(settings["model"]["module"], dict):
+            raise ValueError("model.module is no group of settings")
+        return settings
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
         plain = type(error) is ValueError
         reason = getattr(error, "strerror", None) or (error if plain else type(error).__name__)

@@ -1,0 +1,315 @@
+"""A finished run whose files were damaged, re-made or exchanged: `report` and `predict` refuse it
+in one line that names the file, and never end in a traceback.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from conftest import call, one_line, refusal
+
+from fedjax_cfl.analysis.report import report
+from fedjax_cfl.cli import predict
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.load import load_run
+
+LINE = (
+    "dataset.clients=12 clients_per_round=4 rounds=3 local.epochs=1 model=mclr algorithm=ifca"
+    " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
+    " evaluate.similarity=6 checkpoint.every=50"
+)
+K = 12
+WHOLE = [0] * K
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Two finished runs, `run` and `other` of another seed, and samples for `predict`."""
+    folder = tmp_path_factory.mktemp("damaged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for seed, name in enumerate(("run", "other")):
+            assert call(patch, f"{LINE} seed={seed} run_dir={name}", devices=1) == 0
+        x = np.zeros((4, 8, 8), np.float32)
+        np.savez("s.npz", x=x, y=np.arange(4), client=np.arange(4))
+        np.savez("nan.npz", x=x, y=np.arange(4), split=np.array([0, 1, np.nan, 0]))
+    return folder
+
+
+@pytest.fixture
+def copy(runs, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(runs)
+    return Path(shutil.copytree(runs / "run", tmp_path / "run"))
+
+
+def change(file: str, **columns):
+    """Returns what replaces columns of a Parquet file; None: is left out."""
+
+    def damage(folder: Path) -> None:
+        table = parquet.read_table(folder / file)
+        for name, values in columns.items():
+            table = table.drop_columns([name]) if name in table.column_names else table
+            if values is not None:
+                table = table.append_column(name, pa.array(values))
+        parquet.write_table(table, folder / file)
+
+    return damage
+
+
+def cut(file: str, rows: int):
+    return lambda folder: parquet.write_table(
+        parquet.read_table(folder / file).slice(0, rows), folder / file
+    )
+
+
+def note(file: str, clients: str, groups: list):
+    """Returns what makes assignments those of a sample of clients."""
+
+    def damage(folder: Path) -> None:
+        table = pa.table({"round": [1, 2, 3], "group": groups})
+        parquet.write_table(
+            table.replace_schema_metadata({"clients": clients}), folder / "assignments.parquet"
+        )
+
+    return damage
+
+
+def exchange(file: str):
+    return lambda folder: shutil.copy(Path("other") / file, folder / file)
+
+
+def edit_row(number: int = 1, **values):
+    def damage(folder: Path) -> None:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        lines[number] = json.dumps(json.loads(lines[number]) | values)
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    return damage
+
+
+def edit_summary(**values):
+    def damage(folder: Path) -> None:
+        path = folder / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def write_settings(text: str, after: bool = False):
+    def damage(folder: Path) -> None:
+        path = folder / ".hydra" / "config.yaml"
+        path.write_text((path.read_text() if after else "") + text)
+
+    return damage
+
+
+def edit_header(edit):
+    """Returns what changes checkpoint.json of final/, with a manifest that vouches for it."""
+
+    def damage(folder: Path) -> None:
+        (path,) = checkpoint.list_checkpoints(folder / "final")
+        header = json.loads((path / "checkpoint.json").read_text())
+        edit(header)
+        text = json.dumps(header)
+        (path / "checkpoint.json").write_text(text)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["checkpoint.json"] = hashlib.sha256(text.encode()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def state(**facts):
+    return edit_header(lambda header: header["facts"].update(facts))
+
+
+def forget(name: str):
+    return edit_header(lambda header: header["facts"].pop(name))
+
+
+def save_again(edit):
+    """Returns what saves the last models again, changed."""
+
+    def damage(folder: Path) -> None:
+        (path,) = checkpoint.list_checkpoints(folder / "final")
+        header, arrays = checkpoint.read_header(path), checkpoint.load_arrays(path)
+        head = {name: arrays[f"['models']['head']['{name}']"] for name in ("bias", "kernel")}
+        tree = edit({"models": {"head": head}, "index": arrays["['index']"]})
+        shutil.rmtree(path)
+        checkpoint.save(folder / "final", header["step"], tree, header["facts"], {}, keep=1)
+
+    return damage
+
+
+C, A, S = "clients.parquet", "assignments.parquet", "similarity.parquet"
+NONE = "column group must hold whole numbers, -1 for none"
+LABELS = "column labels must hold"
+ANOTHER = "is of another run than the files beside it"
+ROW = "is no number up to 1e+18, expected what a run writes"
+
+BOTH = {  # what `report` and `predict` refuse
+    "no client": (change(C, client=None), "it has no column client"),
+    "no group": (change(C, group=None), "it has no column group"),
+    "no concept": (change(C, concept=None), "it has no column concept"),
+    "a null group": (change(C, group=[None, *WHOLE[1:]]), NONE),
+    "groups of null": (change(C, group=[None] * K), NONE),
+    "text groups": (change(C, group=["a"] * K), NONE),
+    "half a group": (change(C, group=[0.5] * K), NONE),
+    "a group below -1": (change(C, group=[-5] * K), NONE),
+    "a huge group": (change(C, group=[2**40] * K), NONE),
+    "lists of groups": (change(C, group=[[0]] * K), NONE),
+    "text true groups": (change(C, concept=["a"] * K), "column concept must hold"),
+    "text accuracy": (change(C, accuracy=["a"] * K), "accuracy must hold numbers or null"),
+    "dates": (change(C, more=pa.array(WHOLE, pa.timestamp("s"))), "column more must hold"),
+    "structures": (change(C, more=[{"a": 1}] * K), "column more must hold numbers"),
+    "no names": (change(C, client=[None] * K), "column client must hold names"),
+    "a name twice": (change(C, client=WHOLE), "one is there twice"),
+    "names of bytes": (change(C, client=[bytes([k]) for k in range(K)]), "must hold names"),
+    "ragged labels": (change(C, labels=[[1]] + [[1, 2]] * (K - 1)), f"{LABELS} lists of one"),
+    "empty labels": (change(C, labels=pa.array([[]] * K, pa.list_(pa.int8()))), LABELS),
+    "a null list of labels": (change(C, labels=[None] + [[1]] * (K - 1)), LABELS),
+    "null in labels": (change(C, labels=[[None]] * K), f"{LABELS} whole numbers >= 0"),
+    "text labels": (change(C, labels=[["a"]] * K), f"{LABELS} whole numbers >= 0"),
+    "labels without lists": (change(C, labels=WHOLE), f"{LABELS} lists of whole numbers"),
+    "negative labels": (change(C, labels=[[-1]] * K), f"{LABELS} whole numbers >= 0"),
+    "no rows": (cut(C, 0), "it has no rows"),
+    "one row": (cut(C, 1), "it has 1 rows, and the run 12 clients"),
+    "no Parquet": (lambda folder: (folder / C).write_bytes(b"PAR1"), "cannot be read"),
+    "other clients": (exchange(C), ANOTHER),
+    "other assignments": (exchange(A), ANOTHER),
+    "other similarity": (exchange(S), ANOTHER),
+    "similarity as clients": (lambda folder: shutil.copy(folder / S, folder / C), "no column"),
+    "assignments without rounds": (change(A, round=None), "it has no column round"),
+    "assignments of no evaluation": (cut(A, 0), "it has no rows"),
+    "assignments of one evaluation": (cut(A, 1), "its rounds are not those of metrics.jsonl"),
+    "assignments backwards": (change(A, round=[3, 2, 1]), "its rounds are not those"),
+    "text assignments": (change(A, group=[["a"]] * 3), NONE),
+    "ragged assignments": (change(A, group=[[0], [0], [0, 1]]), "lists of one length"),
+    "assignments of nobody": (
+        change(A, group=pa.array([[]] * 3, pa.list_(pa.int8()))),
+        "lists of one length",
+    ),
+    "assignments of more": (change(A, group=[[0] * 30] * 3, concept=None), "client number 29"),
+    "true groups of fewer": (change(A, concept=[[0]] * 3), "do not fit together"),
+    "a sample beyond the clients": (note(A, "[1, 99]", [[0, 0]] * 3), "client number 99"),
+    "a sample of one client twice": (note(A, "[1, 1]", [[0, 0]] * 3), "its clients are not"),
+    "a sample of text": (note(A, '["a", "b"]', [[0, 0]] * 3), "its clients are not"),
+    "similarity beyond the clients": (change(S, client=[1, 2, 3, 4, 5, 99]), "client number 99"),
+    "similarity of nobody": (cut(S, 0), "it has no rows"),
+    "half a similarity": (cut(S, 3), "not one value for each pair"),
+    "flat similarity": (change(S, similarity=[1.0] * 6), "similarity must hold lists of cosines"),
+    "text similarity": (change(S, similarity=[["a"] * 6] * 6), "must hold cosines, from -1 to 1"),
+    "similarity of NaN": (change(S, similarity=[[np.nan] * 6] * 6), "must hold cosines"),
+    "text loss": (edit_row(test_loss="abc"), f"round 2: test_loss {ROW}"),
+    "text in sizes": (edit_row(group_sizes=["a", 1]), f"group_sizes {ROW}"),
+    "more sizes": (edit_row(group_sizes=[1, 2, 3]), "group_sizes is a list in some rows"),
+    "one size": (edit_row(group_sizes=3), "group_sizes is a list in some rows"),
+    "lists of lists": (edit_row(group_discrepancy=[[1], [2]]), f"group_discrepancy {ROW}"),
+    "an object": (edit_row(train_loss={"a": 1}), f"train_loss {ROW}"),
+    "a number beyond floats": (edit_row(test_loss=10**400), f"test_loss {ROW}"),
+    "text clients": (edit_row(dropped_clients="a"), f"dropped_clients {ROW}"),
+    "a round before 0": (edit_row(0, round=-5), "with an integer 'round'"),
+    "a run_id that is a list": (edit_summary(run_id=[1]), ""),
+    "an alias of itself": (write_settings("\nz: &a [*a]\n", after=True), "it has an alias"),
+    "a mapping of itself": (write_settings("\nz: &a {b: *a}\n", after=True), "it has an alias"),
+    "settings of a list": (write_settings("[1]"), "config.yaml: cannot be read"),
+    "no model": (write_settings("model: {module: null}"), "model.module is no group of settings"),
+}
+MODEL = "model: {module: {_target_: fedjax_cfl.models.MLP, "
+FACT = "expected what a run writes"
+LOADED = {  # what only `predict` reads
+    "an unknown argument": (write_settings(f"{MODEL}3: 1}}}}"), "unexpected keyword"),
+    "an argument of text": (write_settings(f"{MODEL}hidden: abc}}}}"), "cannot take samples"),
+    "a parent": (write_settings(f"{MODEL}parent: 3}}}}"), "model.module: parent must be"),
+    "a later format": (edit_header(lambda header: header.update(format=99)), "has format 99"),
+    "no format": (edit_header(lambda header: header.pop("format")), "it has no 'format'"),
+    "a step of text": (edit_header(lambda header: header.update(step="a")), "its step is no"),
+    "no facts": (edit_header(lambda header: header.pop("facts")), "it has no 'facts'"),
+    "facts in a list": (edit_header(lambda header: header.update(facts=[1])), "its facts are no"),
+    "no shape": (forget("sample_shape"), f"sample_shape is 'absent', {FACT}"),
+    "a shape of text": (state(sample_shape="ab"), f"sample_shape is 'ab', {FACT}"),
+    "a negative shape": (state(sample_shape=[-8, 8]), f"sample_shape is [-8, 8], {FACT}"),
+    "a huge shape": (state(sample_shape=[10**12]), f"sample_shape is [1000000000000], {FACT}"),
+    "another shape": (state(sample_shape=[7, 8]), "other parameters than this module"),
+    "no classes": (forget("num_classes"), f"num_classes is 'absent', {FACT}"),
+    "classes of text": (state(num_classes="a"), f"num_classes is 'a', {FACT}"),
+    "no class": (state(num_classes=0), f"num_classes is 0, {FACT}"),
+    "half a class": (state(num_classes=10.7), f"num_classes is 10.7, {FACT}"),
+    "huge classes": (state(num_classes=10**12), f"num_classes is 1000000000000, {FACT}"),
+    "names that are a number": (state(class_names=3), f"class_names is 3, {FACT}"),
+    "names that are numbers": (state(class_names=[0, 1]), f"class_names is [0, 1], {FACT}"),
+    "class names out of order": (state(class_names=["b", "a"]), "class_names is ['b', 'a']"),
+    "more names than classes": (state(class_names=list("abcdefghijk")), FACT),
+    "models of another run": (state(run_id="x"), "holds models of another run"),
+    "a short index": (save_again(lambda tree: tree | {"index": tree["index"][:3]}), ANOTHER),
+    "an index beyond": (save_again(lambda tree: tree | {"index": tree["index"] + 7}), "not among"),
+    "half an index": (save_again(lambda tree: tree | {"index": tree["index"] / 2}), "its index"),
+    "no index": (save_again(lambda tree: {"models": tree["models"]}), "it has no \"['index']\""),
+    "no models": (save_again(lambda tree: {"index": tree["index"]}), "it has no 'models'"),
+    "models of integers": (
+        save_again(
+            lambda tree: (
+                tree
+                | {
+                    "models": {
+                        "head": {k: v.astype(int) for k, v in tree["models"]["head"].items()}
+                    }
+                }
+            )
+        ),
+        "no floating-point numbers",
+    ),
+    "fewer of one parameter": (
+        save_again(
+            lambda tree: (
+                tree | {"models": {"head": tree["models"]["head"] | {"bias": np.zeros((1, 10))}}}
+            )
+        ),
+        "not equally many",
+    ),
+    "nobody with a model": (
+        save_again(lambda tree: tree | {"index": np.full(K, -1)}),
+        "no client of the run has a model",
+    ),
+    "no clients": (lambda folder: (folder / C).unlink(), f"{C}: there is none"),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_both_refuse(name, copy, tmp_path, monkeypatch):
+    damage, says = BOTH[name]
+    damage(copy)
+    monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
+    one_line(says, report, [copy], tmp_path / "r.html")
+    one_line(says, predict.main, [str(copy), "s.npz"])
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_predict_refuses(name, copy):
+    damage, says = LOADED[name]
+    damage(copy)
+    one_line(says, predict.main, [str(copy), "s.npz"])
+
+
+def test_a_split_of_nan_is_refused(copy):
+    one_line("nan somewhere, expected 0 (train) or 1 (test)", predict.main, [str(copy), "nan.npz"])
+
+
+def test_files_that_another_tool_wrote_again_are_read(copy, runs):
+    """Columns may be left out or added, numbers stored as floats, and the run not be noted."""
+    before = load_run(runs / "run")
+    table = parquet.read_table(copy / C).to_pydict()
+    del table["loss"], table["labels"]
+    table |= {"group": [float(group) for group in table["group"]], "accuracy": [None] * K}
+    parquet.write_table(pa.table(table | {"mine": [0.5] * K}), copy / C)
+    again = load_run(copy)
+    np.testing.assert_array_equal(again.table["group"], before.table["group"])
+    assert np.isnan(again.table["accuracy"]).all() and again.table["group"].dtype == np.int64
+    assert again.summary["clients"] == K
+    assert refusal(again.find_client, "zoe").startswith("client=zoe")
