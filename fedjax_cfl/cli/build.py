@@ -11,6 +11,7 @@ from typing import Any
 
 import hydra
 import jax
+import numpy as np
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from jax.sharding import Mesh
@@ -29,17 +30,19 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
+from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
 from fedjax_cfl.simulation.program import Inputs
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system.clock import CohortSizes
-from fedjax_cfl.types import Algorithm, FederatedData, Pool, Selection, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
+OWN_FILES = tuple(f"fedjax_cfl.data.datasets.{name}" for name in ("npz", "npy", "leaf"))
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -65,6 +68,7 @@ def build(config: dict[str, Any]) -> Setup:
     """Returns what a resolved configuration describes. Raises InputError for data or sizes
     that do not fit.
     """
+    check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
     use_run_devices()
     # by default accelerators round inputs to TF32 or bfloat16
@@ -76,6 +80,7 @@ def build(config: dict[str, Any]) -> Setup:
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
+    fit_cohort(config, data.num_clients)
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
     task = build_task(config, pool)
     if config["resident"] != "host":
@@ -108,6 +113,8 @@ def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
     """Returns the pool and the data of all clients, those to be held out included."""
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
     holdings = instantiate_target("partition", config["partition"], pool)
+    if (unused := describe_unused(config, pool, holdings)) and distributed.is_primary():
+        print(unused)
     data = cfl.federate(
         pool,
         instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
@@ -117,6 +124,55 @@ def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
         on_host=config["resident"] == "host",
     )
     return pool, data
+
+
+def fit_cohort(config: dict[str, Any], num_clients: int) -> None:
+    """Lets all clients take part where they are fewer than the cohort that is the data set's
+    default, and says so; another value of `clients_per_round` is left as it is.
+    """
+    default = config["dataset"]["clients_per_round"]
+    if config["clients_per_round"] != default or num_clients >= default:
+        return
+    replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
+    if distributed.is_primary():
+        print(
+            f"clients_per_round={num_clients}: all clients of the data, fewer than the {default}"
+            " that it is by default"
+        )
+
+
+def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> None:
+    """Replaces the value `old` of settings of these names, wherever in the configuration."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            replace_setting(value, names, old, new)
+        elif name in names and value == old:
+            node[name] = new
+
+
+def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> str | None:
+    """Returns what of a file of the user's own a partition does not use, None: it uses all."""
+    target = str(config["dataset"]["source"].get("_target_"))
+    if target not in OWN_FILES:
+        return None
+    own = pool.client, pool.test
+    unused = [
+        name
+        for name, column, dealt in zip(
+            ("client", "split"), own, (holdings.owner, holdings.test), strict=True
+        )
+        if column is not None
+        and not np.array_equal(np.asarray(column)[holdings.sample].astype(int), dealt.astype(int))
+    ]
+    if pool.concept is not None and (holdings.concept is None or config["concept"]):
+        unused.append("concept")
+    if not unused:
+        return None
+    name = str(config["partition"]["_target_"]).rpartition(".")[2]
+    return (
+        f"partition={name} deals the samples anew; {', '.join(unused)} of the file"
+        f" {'are' if len(unused) > 1 else 'is'} not used (partition=auto uses all)"
+    )
 
 
 def check_extras(config: dict[str, Any], drift: Drift) -> None:

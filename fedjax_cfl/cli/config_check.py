@@ -48,6 +48,9 @@ def check_name(given: str, name: str, known: Collection[str], removed: bool = Fa
         if namesakes
         else suggest_nearest(name, siblings or known)
     )
+    if name == "algorithm.m" and "dataset.groups" in known:
+        value = given.partition("=")[2]
+        hint = f"; it has no groups. dataset.groups={value} is m of every method that has"
     own = sorted(
         {other[len(parent) + 1 :].partition(".")[0] for other in siblings}
         - {"_target_", "_partial_", "name"}

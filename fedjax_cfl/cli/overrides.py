@@ -238,7 +238,7 @@ def takes_arguments(config: dict[str, Any], name: str) -> bool:
     """Returns whether a dotted name lies below a `_target_`, whose arguments can be added."""
     *path, _ = name.split(".")
     for part in path:
-        config = config[part]
+        config = config.get(part, {})  # of Hydra's own settings there are none
         if not isinstance(config, dict):
             return False
         if "_target_" in config:

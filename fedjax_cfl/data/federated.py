@@ -79,7 +79,12 @@ def federate(
     pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
     owner = holdings.owner
     if not len(owner) or holdings.test.all():
-        raise InputError("partition: no client holds a training sample, expected at least one")
+        alone = len(owner) and np.bincount(owner).max() == 1
+        reason = ", for each has one sample, which is for testing" if alone else ""
+        raise InputError(
+            f"partition: no client holds a training sample{reason}, expected at least one; give"
+            " clients two samples or more, or mark training samples with 0 in a split"
+        )
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(

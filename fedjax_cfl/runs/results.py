@@ -198,8 +198,9 @@ def check_numbers(where: str, holder: dict[str, Any], names: Iterable[str] | Non
     """
     for name in holder if names is None else names:
         value: Any = holder.get(name)
+        number: Any
         for number in value if isinstance(value, list) and name in LIST_FIELDS else [value]:
-            known: Any = isinstance(number, int | float) and not isinstance(number, bool)
+            known = isinstance(number, int | float) and not isinstance(number, bool)
             if number is not None and not (known and abs(number) <= MAX_NUMBER):
                 raise InputError(
                     f"{where}: {name} is no number up to {MAX_NUMBER:g}, expected what a run writes"

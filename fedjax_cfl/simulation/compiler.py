@@ -16,6 +16,7 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.datasets.download import cache_dir
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Task
 
 # XLA's older emitters of CPU kernels compile in half the time. Training behind a dense first
@@ -33,6 +34,15 @@ SMALL_KERNEL = 4096  # parameters: a first layer's, which train in less time tha
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"
 CACHE_SECONDS = 0.1  # what took less to compile is not kept
+
+
+# what random draws and types depend on; other generators draw other numbers in a grid than alone
+JAX_SETTINGS = {
+    "jax_enable_x64": False,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
 
 
 @contextlib.contextmanager
@@ -80,6 +90,18 @@ def compiler_options(mesh: Mesh, task: Task | None = None) -> dict[str, bool | i
         large = task and task.first_layer and math.prod(task.first_layer.shape) > SMALL_KERNEL
         found = {} if large else QUICK
     return {name: value for name, value in found.items() if name not in flags}
+
+
+def check_jax_settings() -> None:
+    """Raises InputError where JAX would draw or compute other numbers than a run does: what an
+    environment variable changes is in no setting, and a run that goes on would mix both.
+    """
+    for name, value in JAX_SETTINGS.items():
+        found = getattr(jax.config, name)
+        if found != value:
+            raise InputError(
+                f"{name.upper()}={found}: runs need {value}, which JAX has by default; unset it"
+            )
 
 
 def use_compile_cache() -> None:

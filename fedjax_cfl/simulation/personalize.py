@@ -246,8 +246,13 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
     if algorithm.clustered and not knows:
         knows = looks or bool((start(key, data) < 0).any())
     if not knows:
+        founders = (
+            ": its start puts every client of the run into a group (FlexCFL with fewer founders,"
+            " algorithm.m times algorithm.alpha, has a rule)"
+        )
         raise InputError(
-            "evaluate.new_clients: the method has no rule for clients that it has not met; use 0"
+            "evaluate.new_clients: the method has no rule for clients that it has not"
+            f" met{founders if algorithm.clustered and models < data.num_clients else ''}; use 0"
         )
 
 

@@ -1,0 +1,91 @@
+"""Files of a few clients, or of one sample a client; what of a file a run does not use; settings
+of the environment that would change numbers.
+"""
+
+import jax
+import numpy as np
+import pytest
+from conftest import call, one_line
+
+import fedjax_cfl as cfl
+from fedjax_cfl.cli.build import build, build_population, fit_cohort, resolve_settings
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes own.npz of some clients in the current folder; returns what makes settings of it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(clients: int, samples: int = 200, **more):
+        x, client = np.random.default_rng(0).normal(size=(samples, 4)), np.arange(samples) % clients
+        np.savez("own.npz", x=x, y=np.arange(samples) % 3, client=client, **more)
+        return lambda *overrides: resolve_settings(
+            ["dataset=npz", "dataset.source.path=own.npz", *overrides]
+        )
+
+    return write
+
+
+def test_all_of_a_few_clients_take_part(own, capsys):
+    ask = own(5)
+    config = ask("algorithm=ifca")
+    build(config)
+    said = capsys.readouterr().out
+    assert config["clients_per_round"] == 5
+    assert config["algorithm"]["select"]["clients_per_round"] == 5
+    assert "clients_per_round=5: all clients of the data, fewer than the 20" in said
+    one_line("clients_per_round=10: must be at most 5", build, ask("clients_per_round=10"))
+    config = ask("algorithm=fedavg")
+    fit_cohort(config, 20)
+    assert config["clients_per_round"] == 20 and not capsys.readouterr().out
+
+
+def test_clients_of_one_sample_are_told_why(own):
+    ask = own(100, samples=100)
+    one_line(
+        "each has one sample, which is for testing, expected at least one; give clients two",
+        build,
+        ask(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("partition", "unused"),
+    [("iid", "client, split, concept of the file are not used"), ("auto", ""), ("by_user", "")],
+)
+def test_what_of_a_file_is_not_used_is_said(partition, unused, own, capsys):
+    ask = own(5, concept=np.arange(5) % 2, split=np.arange(200) // 5 % 4 == 0)
+    build_population(ask(f"partition={partition}", "dataset.clients=4"))
+    said = capsys.readouterr().out
+    assert (unused in said) if unused else not said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("jax_enable_x64", True), ("jax_default_prng_impl", "rbg")]
+)
+def test_numbers_do_not_depend_on_the_environment(name, value, toy, linear, local):
+    check_jax_settings()
+    assert name in JAX_SETTINGS
+    jax.config.update(name, value)
+    try:
+        fedavg = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(3))
+        with pytest.raises(InputError, match=f"{name.upper()}={value}: runs need"):
+            cfl.run(fedavg, linear, toy, jax.random.key(0), rounds=1)
+    finally:
+        jax.config.update(name, JAX_SETTINGS[name])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("+hydra.foo=1", "+hydra.foo=1: unknown setting"),
+        ("-m algorithm=fedavg,ifca algorithm.m=2", "dataset.groups=2 is m of every method"),
+    ],
+)
+def test_settings_that_do_not_exist(line, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, line) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
