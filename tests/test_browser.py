@@ -111,11 +111,13 @@ def test_a_page_works_in_a_browser(tmp_path):
     scripts += ["[...document.images].every(i => i.complete && i.naturalWidth > 100)"]
     scripts += [click("accuracy"), column(3), click("accuracy"), column(3)]
     scripts += [ask("accuracy<0.3 & group=2"), column(0), ask("onerror"), column(0), ask("")]
+    scripts += [ask("acuracy<0.3"), f"{TABLE}.querySelector('span').textContent", ask("")]
     scripts += [f"{TABLE}.querySelectorAll('tbody tr').length"]
     scripts += [f"{TABLE}.querySelectorAll('nav button')[1].click(); {column(3)}.length"]
     console, found = drive(page, scripts, tmp_path)
     assert console == [], "no error, no warning, and no alert"
-    loaded, title, images, drawn, _, up, _, down, _, few, _, evil, _, first, second = found
+    loaded, title, images, drawn, _, up, _, down, _, few, _, evil, *others = found
+    _, _, wrong, _, first, second = others
     assert (
         loaded and drawn and images == 3 and title.startswith("<script>alert(1)</script>, digits")
     )
@@ -124,6 +126,7 @@ def test_a_page_works_in_a_browser(tmp_path):
     assert [float(text) for text in down] == pytest.approx(known[::-1][:25], abs=1e-4)
     fit = (table["accuracy"] < 0.3) & (table["group"] == 2)
     assert sorted(few) == sorted(table["client"][fit].tolist()) and len(few) > 2
+    assert wrong.startswith(" 0 of 60 clients: no column acuracy; there are client, group, ")
     assert evil == ["<img src=x onerror=alert(1)>"] and first == 25 and second == 25
     shot = np.asarray(Image.open(tmp_path / "shot.png").convert("L"))
     assert (shot < 128).sum() > 1000, "there is something to see"

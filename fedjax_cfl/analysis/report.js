@@ -6,6 +6,12 @@ function condition(text, names) {
   // accuracy<0.5, group=2, true group>=1: the longest name that fits
   const found = /^(.+?)(<=|>=|!=|<|>|=)(.+)$/.exec(text);
   const column = found ? names.indexOf(found[1].trim().toLowerCase()) : -1;
+  if (found && column < 0) {
+    // a name may have such a sign in it: whoever has one is still found
+    const wrong = (row) => String(row[0] ?? "").toLowerCase().includes(text.toLowerCase());
+    wrong.unknown = found[1].trim();
+    return wrong;
+  }
   if (column < 0) {
     const word = text.toLowerCase();
     return (row) => String(row[0] ?? "").toLowerCase().includes(word);
@@ -44,7 +50,7 @@ function show(place) {
     if (value === null) return "-";
     return fractions[column] && typeof value === "number" ? value.toFixed(4) : value;
   };
-  const state = {column: -1, down: false, page: 0, rows: data.rows};
+  const state = {column: -1, down: false, page: 0, rows: data.rows, said: ""};
   const search = element("input", place);
   search.type = "search";
   search.placeholder = "filter: a name, or accuracy<0.5 & group=2";
@@ -73,6 +79,8 @@ function show(place) {
     const asked = search.value.split("&").map((part) => part.trim()).filter(Boolean);
     const tests = asked.map((part) => condition(part, names));
     state.rows = data.rows.filter((row) => tests.every((test) => test(row)));
+    const unknown = state.rows.length ? [] : tests.map((test) => test.unknown).filter(Boolean);
+    state.said = unknown.length ? `: no column ${unknown.join(", ")}; there are ${data.names.join(", ")}` : "";
     state.page = 0;
     draw();
   });
@@ -92,7 +100,7 @@ function show(place) {
       const line = element("tr", body);
       row.forEach((value, column) => element("td", line, write(value, column)));
     }
-    count.textContent = ` ${rows.length} of ${data.rows.length} clients`;
+    count.textContent = ` ${rows.length} of ${data.rows.length} clients${state.said}`;
     back.disabled = state.page === 0;
     on.disabled = first + PAGE >= rows.length;
     pages.hidden = rows.length <= PAGE;

@@ -60,6 +60,19 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
     return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
 
 
+def check_training(holdings: Partition) -> None:
+    """Raises InputError where no client holds a training sample, and says why."""
+    owner = holdings.owner
+    if len(owner) and not holdings.test.all():
+        return
+    alone = len(owner) and np.bincount(owner).max() == 1
+    reason = ", for each has one sample, which is for testing" if alone else ""
+    raise InputError(
+        f"partition: no client holds a training sample{reason}, expected at least one; give"
+        " clients two samples or more, or mark training samples with 0 in a split"
+    )
+
+
 def federate(
     pool: Pool,
     holdings: Partition,
@@ -78,13 +91,7 @@ def federate(
     """
     pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
     owner = holdings.owner
-    if not len(owner) or holdings.test.all():
-        alone = len(owner) and np.bincount(owner).max() == 1
-        reason = ", for each has one sample, which is for testing" if alone else ""
-        raise InputError(
-            f"partition: no client holds a training sample{reason}, expected at least one; give"
-            " clients two samples or more, or mark training samples with 0 in a split"
-        )
+    check_training(holdings)
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(
