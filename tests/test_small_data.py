@@ -9,8 +9,12 @@ from conftest import call, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import build, build_population, fit_cohort, resolve_settings
+from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
+from fedjax_cfl.simulation.program import compile_run
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 
 
 @pytest.fixture
@@ -89,3 +93,12 @@ def test_settings_that_do_not_exist(line, says, monkeypatch, capsys, tmp_path):
     assert call(monkeypatch, line) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_a_run_that_goes_on_plans_the_same_memory(toy, linear, local):
+    """What the start takes, which it does not compile, is not counted in the summary."""
+    fedavg = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(3))
+    setup = Setup(fedavg, linear, toy, none(), local.execution.mesh)
+    plan, key = Plan(1, 1, "none"), jax.random.key(0)
+    planned = [compile_run(setup, key, plan, fresh).compiled.memory for fresh in (True, False)]
+    assert planned[0] == planned[1]
