@@ -240,7 +240,7 @@ def begin_and_go_on(algorithm, key, data):
     return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, "fielding")))
 def test_shapes_stay_in_a_grid_on_a_stream(name, build):
     """One trace for what the three tests below see one by one: the values of all settings that
     a grid or a program can be given, data that move, and a preset.

@@ -250,9 +250,10 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
             ": its start puts every client of the run into a group (FlexCFL with fewer founders,"
             " algorithm.m times algorithm.alpha, has a rule)"
         )
+        grouped = algorithm.clustered and state.active.size < data.num_clients
         raise InputError(
             "evaluate.new_clients: the method has no rule for clients that it has not"
-            f" met{founders if algorithm.clustered and models < data.num_clients else ''}; use 0"
+            f" met{founders if grouped else ''}; use 0"
         )
 
 
