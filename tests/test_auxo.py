@@ -177,7 +177,7 @@ def test_clients_explore_less_and_less(toy, linear, local):
         assignment=jnp.zeros(clients, jnp.int32),
     )
     migrate = auxo.split_and_join(auxo.split_at([5]), 0.8)
-    data = SimpleNamespace(num_clients=clients)
+    data = SimpleNamespace(num_clients=clients, train=SimpleNamespace(size=jnp.ones(clients)))
     for round, wanted in ((0, 1600), (69, 800), (2000, 0)):
         after, _ = migrate(jax.random.key(0), state.replace(round=jnp.int32(round)), data)
         assert abs(int(jnp.sum(after.assignment == 0)) - wanted) <= 120 * (wanted > 0)

@@ -84,7 +84,8 @@ def cold_start(choose: AssignFn) -> AssignFn:
     """Keeps the group of every client that has one, and chooses that of the others once.
 
     A newcomer downloads m vectors when it is first selected, and chooses by itself (FlexCFL,
-    Algorithm 3 from line 18).
+    Algorithm 3 from line 18). One without training samples has nothing to choose by, and is not
+    asked.
     """
 
     def assign(
