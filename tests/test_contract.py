@@ -19,6 +19,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.data import stream
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.rounds import make_init, run_round
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -400,3 +401,24 @@ def test_builds_under_every_preset(build, algorithm, preset):
     state = jax.eval_shape(built.init, key, data)
     after, _ = jax.eval_shape(built.round, key, state, data)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, "nonfed")))
+def test_clients_may_keep_a_model_of_their_own(name, build):
+    """Ditto over every method whose clients have none already: a round leaves the shapes of the
+    state, with a model of each client in it.
+    """
+    given = ("personal=ditto",)
+    if name in ("nonfed", *PEERS):
+        with pytest.raises(InputError, match="a model of its own already"):
+            build(name, given=given)
+        return
+    algorithm, task, data, _ = build(name, given=given)
+    key = jax.random.key(0)
+    state = jax.eval_shape(algorithm.init, key, data)
+    after, _ = jax.eval_shape(algorithm.round, key, state, data)
+    assert after == state
+    one = jax.eval_shape(task.init, key)
+    models = jax.tree.map(lambda leaf: (data.num_clients, *leaf.shape), one)
+    assert jax.tree.map(lambda leaf: leaf.shape, state.own.rows) == models
+    jax.eval_shape(algorithm.personal_models, state)
