@@ -371,7 +371,8 @@ def test_serves_clients_models_that_exist(case):
         assert len(count) == 1
         assert index.shape == (case.data.num_clients,)
         assert -1 <= index.min() and index.max() < count.pop()
-    assert (index >= 0).all(), "15 rounds of 6 meet all 14 clients"
+    met = index[case.data.train.size > 0]
+    assert (met >= 0).all(), "15 rounds of 6 meet all clients that have samples"
 
 
 def test_same_key_same_result_another_key_another(case):
