@@ -150,7 +150,7 @@ C, A, S = "clients.parquet", "assignments.parquet", "similarity.parquet"
 NONE = "column group must hold whole numbers, -1 for none"
 LABELS = "column labels must hold"
 ANOTHER = "is of another run than the files beside it"
-ROW = "is no number up to 1e+18, expected what a run writes"
+ROW = "is no number up to 3.5e+38, expected what a run writes"
 
 BOTH = {  # what `report` and `predict` refuse
     "no client": (change(C, client=None), "it has no column client"),

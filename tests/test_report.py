@@ -76,13 +76,13 @@ def test_rows_round_trip_and_nan_becomes_null(tmp_path):
                 "round": 2,
                 "accuracy": math.nan,
                 "loss": np.float32(np.inf),
-                "per_group": np.array([1.0, np.nan]),
+                "group_discrepancy": np.array([1.0, np.nan]),
             },
         )
         assert len(read_metrics(tmp_path)) == 2, "rows must be readable while the run goes on"
     assert read_metrics(tmp_path) == [
         {"round": 1, "accuracy": 0.5, "group_sizes": [3, 4]},
-        {"round": 2, "accuracy": None, "loss": None, "per_group": [1.0, None]},
+        {"round": 2, "accuracy": None, "loss": None, "group_discrepancy": [1.0, None]},
     ]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 

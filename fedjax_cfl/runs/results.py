@@ -39,7 +39,7 @@ COLUMNS = {
     },
 }
 LIST_FIELDS = ("group_sizes", "group_discrepancy")  # of a row: a value for each group
-MAX_NUMBER = 1e18  # of a number in a row; a curve through greater ones cannot be drawn
+MAX_NUMBER = 3.5e38  # of a number in a row: beyond what float32 holds
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
