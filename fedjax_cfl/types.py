@@ -266,7 +266,7 @@ class Info(struct.PyTreeNode):
     selected: jax.Array  # [] int32, clients selected
     clients: jax.Array  # [] int32, clients whose update was used
     steps: jax.Array  # [2] uint32 (high, low), local SGD steps taken
-    cold: jax.Array  # [] int32, clients of the cohort that had no group before, and trained
+    cold: jax.Array  # [] int32, clients of the cohort that had no group before
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
     # [] int32, clients that changed group before the round, because their data or the centers
     # changed

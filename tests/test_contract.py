@@ -347,7 +347,9 @@ def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
         )
         assert np.sum(before.assignment != after.assignment) <= cohort
         assert 0 < info.clients <= cohort
-        assert info.cold == np.sum((before.assignment < 0) & (after.assignment >= 0))
+        found = np.sum((before.assignment < 0) & (after.assignment >= 0))
+        # one client has no samples, and finds no group where there are several
+        assert found <= info.cold <= found + case.algorithm.clustered
 
 
 def test_traffic_is_sane(case):

@@ -316,7 +316,7 @@ def test_info_by_numpy(toy, linear, local):
     np.testing.assert_allclose(
         info.last_loss, np.average(upload.last_loss, weights=upload.weight), **close
     )
-    assert info.clients == 13 and info.cold == 13
+    assert info.clients == 13 and info.cold == 14
     assert count_to_int(info.steps) == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
 
 

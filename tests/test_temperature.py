@@ -259,7 +259,7 @@ def test_groups_are_founded_anew(linear, local, misplaced):
     np.testing.assert_allclose(
         matrix(after.memory.initial)[0], matrix(before.groups).mean(axis=0), rtol=1e-5, atol=1e-6
     )
-    assert ledger(report.traffic) == Traffic(6 + 2 * 17, 6, 0, 0), (
+    assert ledger(report.early) == Traffic(6 + 2 * 17, 6, 0, 0), (
         "6 pre-train, 17 get two directions"
     )
     undue, report = jax.jit(move)(
@@ -278,7 +278,7 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
         adjusted_rand_score(np.arange(5) % 2, after.assignment[:5]) == 1
         and (after.assignment[5:] == -1).all()
     )
-    assert ledger(report.traffic) == Traffic(5 + 2 * 5, 5, 0, 0)
+    assert ledger(report.early) == Traffic(5 + 2 * 5, 5, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def make_info(
         selected=real.sum().astype(jnp.int32),
         clients=trained.sum().astype(jnp.int32),
         steps=sum_counts(make_count(upload.steps)),
-        cold=jnp.sum(real & ~known & (upload.steps > 0)).astype(jnp.int32),
+        cold=jnp.sum(real & ~known).astype(jnp.int32),
         shifted=jnp.zeros((), jnp.int32),
         migrated=jnp.zeros((), jnp.int32),
         reclustered=jnp.zeros((), jnp.int32),
