@@ -7,14 +7,14 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from conftest import SIZES, build, matrix, one_line, spent, with_execution
+from conftest import SIZES, build, lasting_rows, matrix, one_line, spent, with_execution
 from scipy.special import log_softmax
 from test_reference import KEY, batches_of, gradient, models_of, passes
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.personal import apfl, ditto, fedbabu, fedper, fedrep, pfedme
+from fedjax_cfl.personal import apfl, ditto, fedbabu, fedper, fedrep, lg_fedavg, pfedme
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
 from fedjax_cfl.system import select
 
@@ -295,13 +295,6 @@ def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
     assert after.own.trained[0]
 
 
-def test_a_split_model_sends_a_part(toy, mlp, local):
-    one = local.replace(personal=fedper())
-    algorithm = algorithms.fedavg(mlp, one, select.uniform(COHORT))
-    state = play(algorithm, toy, 0)[0]
-    assert set(algorithm.sent_part(state.groups)) == {"hidden_0"}
-
-
 REFUSED = {
     "no such layer": (fedper(layers=("hed",)), algorithms.fedavg, "did you mean 'head'"),
     "all layers": (fedper(layers=("head", "hidden_0")), algorithms.fedavg, "algorithm=nonfed"),
@@ -319,22 +312,48 @@ def test_what_does_not_fit_is_refused_in_one_line(mlp, local, case):
     one_line(says, factory, mlp, local.replace(personal=method), select.uniform(COHORT))
 
 
+@pytest.mark.parametrize("method", [fedper, lg_fedavg, fedrep])
+def test_a_judge_that_does_not_exist_is_refused(method):
+    one_line("judge", method, judge="mine")
+
+
 def test_models_received_and_models_of_their_own_exclude_each_other(mlp, local):
     system = cfl.System(select.uniform(COHORT), keep_received=True)
     says = "test_on=received: clients of Ditto"
     one_line(says, algorithms.fedavg, mlp, local.replace(personal=ditto()), system)
 
 
-@pytest.mark.parametrize("name", ["ditto", "apfl", "fedper", "lg_fedavg", "fedrep", "fedbabu"])
-def test_from_the_command_line_and_read_back(fedjax_cfl, name):
-    """A run, stopped and continued, whose saved models are those that were tested."""
-    line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 run_dir=r"
-    line += " local.epochs=2 eval_every=2 dataset.clients=12 rounds="
-    assert fedjax_cfl(f"{line}2")[0] == 0
-    status, _, err = fedjax_cfl(f"{line}4")
-    assert (status, err) == (0, "")
-    run = cfl.load_run("r")
-    assert set(run.table["group"]) <= {-1, 0, 1, 2}
-    if name != "fedbabu":
-        np.testing.assert_array_equal(run.final.model_index >= 0, run.table["group"] >= 0)
-        assert len(jax.tree.leaves(run.final.models)[0]) == 12
+# of an mlp: 64 pixels, 10 classes
+PARTS = {"fedper": "hidden_0", "fedrep": "hidden_0", "fedbabu": "hidden_0", "lg_fedavg": "head"}
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl", *PARTS])
+def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
+    """To the last bit, also the clients' own; bytes are those of the part that is sent."""
+    line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 local.epochs=2"
+    line += " eval_every=2 dataset.clients=12"
+    assert fedjax_cfl(f"{line} rounds=2 run_dir=stopped")[0] == 0
+    for run_dir in ("stopped", "whole"):
+        status, _, err = fedjax_cfl(f"{line} rounds=4 run_dir={run_dir}")
+        assert (status, err) == (0, "")
+    assert lasting_rows("stopped") == lasting_rows("whole")
+    stopped, whole = map(cfl.load_run, ("stopped", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, stopped.final.models, whole.final.models)
+    own = name != "fedbabu"
+    assert len(jax.tree.leaves(whole.final.models)[0]) == (12 if own else 3)
+    np.testing.assert_array_equal(whole.final.model_index >= 0, whole.table["group"] >= 0)
+    one = jax.tree.map(lambda leaf: leaf[0], whole.final.models)
+    sent = sum(leaf.nbytes for leaf in jax.tree.leaves(one[PARTS[name]] if name in PARTS else one))
+    row = whole.rows[-1]
+    assert row["bytes_down"] == sent * row["units_down"] > 0
+    assert 0 <= row["bytes_up"] - sent * row["units_up"] <= 4 * 6 * 4  # and a word for each choice
+
+
+def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
+    line = "algorithm=ifca model=mlp personal=ditto clients_per_round=6 rounds=2 dataset.clients=12"
+    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
+    assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
+    member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
+    for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    np.testing.assert_array_equal(member.table["group"], alone.table["group"])

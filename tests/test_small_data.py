@@ -2,13 +2,15 @@
 of the environment that would change numbers.
 """
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from conftest import call, one_line
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.build import build, build_population, fit_cohort, resolve_settings
+from fedjax_cfl.cli.build import build, deal_samples, describe_unused, fit_cohort, resolve_settings
 from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
@@ -60,11 +62,24 @@ def test_clients_of_one_sample_are_told_why(own):
     ("partition", "unused"),
     [("iid", "client, split, concept of the file are not used"), ("auto", ""), ("by_user", "")],
 )
-def test_what_of_a_file_is_not_used_is_said(partition, unused, own, capsys):
+def test_what_of_a_file_is_not_used_is_said(partition, unused, own):
     ask = own(5, concept=np.arange(5) % 2, split=np.arange(200) // 5 % 4 == 0)
-    build_population(ask(f"partition={partition}", "dataset.clients=4"))
-    said = capsys.readouterr().out
-    assert (unused in said) if unused else not said
+    config = ask(f"partition={partition}", "dataset.clients=4")
+    said = describe_unused(config, *deal_samples(config))
+    assert (unused in said) if unused else said is None
+
+
+def test_it_is_said_once_and_every_run_of_a_grid_has_all_of_a_few_clients(own, fedjax_cfl):
+    own(5, split=np.arange(200) // 5 % 4 == 0)
+    line = "dataset=npz dataset.source.path=own.npz partition=iid dataset.clients=5 rounds=1"
+    line += " algorithm=fedavg vectorize=[local.lr] local.lr=0.1,0.2 run_dir=r"
+    line += " evaluate.new_clients=0.2"
+    status, out, err = fedjax_cfl(line)
+    assert (status, err) == (0, "")
+    assert out.count("client, split of the file are not used") == 1
+    for member in "01":
+        settings = (Path("r") / member / ".hydra" / "config.yaml").read_text()
+        assert "clients_per_round: 4" in settings and "clients_per_round: 20" not in settings
 
 
 @pytest.mark.parametrize(

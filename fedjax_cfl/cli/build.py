@@ -75,12 +75,19 @@ def build(config: dict[str, Any]) -> Setup:
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = cfl.make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
-    pool, data = build_population(config)
+    pool, holdings = deal_samples(config)
+    if (unused := describe_unused(config, pool, holdings)) and distributed.is_primary():
+        print(unused)
+    data = federate_samples(config, pool, holdings)
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
-    fit_cohort(config, data.num_clients)
+    if (usual := fit_cohort(config, data.num_clients)) and distributed.is_primary():
+        print(
+            f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
+            " that it is by default"
+        )
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
     task = build_task(config, pool)
     if config["resident"] != "host":
@@ -109,13 +116,15 @@ def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
         )
 
 
-def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
-    """Returns the pool and the data of all clients, those to be held out included."""
+def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
+    """Returns the pool, and which client holds which sample of it."""
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
-    holdings = instantiate_target("partition", config["partition"], pool)
-    if (unused := describe_unused(config, pool, holdings)) and distributed.is_primary():
-        print(unused)
-    data = cfl.federate(
+    return pool, instantiate_target("partition", config["partition"], pool)
+
+
+def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
+    """Returns the data of all clients, those to be held out included."""
+    return cfl.federate(
         pool,
         instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
         functools.partial(instantiate_target, "concept", config["concept"])
@@ -123,22 +132,17 @@ def build_population(config: dict[str, Any]) -> tuple[Pool, FederatedData]:
         else None,
         on_host=config["resident"] == "host",
     )
-    return pool, data
 
 
-def fit_cohort(config: dict[str, Any], num_clients: int) -> None:
+def fit_cohort(config: dict[str, Any], num_clients: int) -> int | None:
     """Lets all clients take part where they are fewer than the cohort that is the data set's
-    default, and says so; another value of `clients_per_round` is left as it is.
+    default, which is returned then; another value of `clients_per_round` is left as it is.
     """
     default = config["dataset"]["clients_per_round"]
     if config["clients_per_round"] != default or num_clients >= default:
-        return
+        return None
     replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
-    if distributed.is_primary():
-        print(
-            f"clients_per_round={num_clients}: all clients of the data, fewer than the {default}"
-            " that it is by default"
-        )
+    return default
 
 
 def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> None:

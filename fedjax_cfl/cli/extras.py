@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import build_population, with_selection
+from fedjax_cfl.cli.build import deal_samples, federate_samples, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
@@ -76,7 +76,7 @@ def add_newcomers(
     """
     share, at_once = config["evaluate"]["new_clients"], config["clients_per_round"]
     mesh = setup.mesh
-    _, everybody = build_population(config)
+    everybody = federate_samples(config, *deal_samples(config))
     kept, held = hold_out_clients(everybody, share, config["seed"])
     population = take_clients(everybody, np.concatenate([kept, held]))
     make = with_selection(config, setup.task, population, mesh)

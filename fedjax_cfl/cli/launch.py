@@ -24,6 +24,7 @@ from fedjax_cfl.cli.build import (
     build_settings,
     build_trackers,
     find_inputs,
+    fit_cohort,
 )
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
@@ -142,6 +143,8 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     for config, _, _ in described:
         if config["seed"] not in setups:
             setups[config["seed"]] = build(config)
+    for config, _, _ in described:
+        fit_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
     digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
     members = [
         make_member(*parts, setups[seed], digests[seed])

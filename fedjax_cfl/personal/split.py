@@ -47,6 +47,7 @@ def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> P
     clients stay). Raises InputError, when the method is built, for a layer that the model does not
     have, and if nothing is left to be sent.
     """
+    check_arguments(fedper, locals(), "personal")
     return split_models("FedPer", layers, lambda name: name in layers, judge)
 
 
@@ -57,6 +58,7 @@ def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Per
 
     `judge` is as in `fedper`. Raises InputError as `fedper` does.
     """
+    check_arguments(lg_fedavg, locals(), "personal")
     return split_models("LG-FedAvg", layers, lambda name: name not in layers, judge)
 
 
@@ -94,6 +96,7 @@ def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
     `evaluate.finetune` epochs at its end make every client's own model. Raises InputError as
     `fedper` does.
     """
+    check_arguments(fedbabu, locals(), "personal")
     method = split_models("FedBABU", layers, lambda name: name in layers, "template")
 
     def never(plan: StepPlan, epoch: jax.Array) -> jax.Array:

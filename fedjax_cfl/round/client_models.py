@@ -4,7 +4,6 @@ By parameters, because a client's model is then read and written in place: of th
 a cohort [S, ...] a device sends and receives its share, and never holds all.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Cohort, OwnRows, Params, State, Upload
 
@@ -133,9 +133,7 @@ def put_own(state: State, cohort: Cohort, upload: Upload, mesh: Mesh | None) -> 
     """Returns the state with what clients of the cohort now keep. Each did train, even if its
     answer was lost or came too late; rows that are not finite are dropped.
     """
-    leaves = jax.tree.leaves(upload.own)
-    finite = [jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim))) for leaf in leaves]
-    kept = functools.reduce(jnp.logical_and, finite, upload.steps > 0)
+    kept = (upload.steps > 0) & ~find_nonfinite(upload.own, upload.steps.shape)
     at = jnp.where(kept, cohort.ids, state.assignment.size)
     trained = state.own.trained.at[at].set(True, mode="drop")
     return state.replace(own=OwnRows(put_models(state.own.rows, at, upload.own, mesh), trained))

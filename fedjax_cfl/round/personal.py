@@ -12,8 +12,7 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.system.system import System
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.system.system import System, group_models
 from fedjax_cfl.types import OwnRows, Params, Personal, State, Task
 
 
@@ -27,7 +26,7 @@ def train_personal(
     """
     if hooks.own_models:
         raise InputError(
-            f"personal: every client of this method has a model of its own already, without"
+            "personal: every client of this method has a model of its own already, without"
             f" {personal.name}; use personal=none, or another algorithm"
         )
     if system.keep_received:
@@ -36,11 +35,6 @@ def train_personal(
             " test_on=group"
         )
     return personal.train(task, local, hooks.solve)
-
-
-def group_models(state: State) -> Params:
-    """Returns the model [K, ...] of each client's group; of group 0 for a client without one."""
-    return take_rows(state.groups, jnp.maximum(state.assignment, 0))
 
 
 def init_own(personal: Personal, state: State) -> State:

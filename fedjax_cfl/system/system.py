@@ -16,6 +16,7 @@ from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.system.reports import add_reports, count_arrived, make_report
 from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Cohort,
@@ -23,6 +24,7 @@ from fedjax_cfl.types import (
     FederatedData,
     Info,
     Key,
+    Params,
     Poll,
     Report,
     Selection,
@@ -57,6 +59,11 @@ class RoundLog(NamedTuple):
         return add_reports(self.migration, *self.planned, self.training, make_report(rest))
 
 
+def group_models(state: State) -> Params:
+    """Returns the model [K, ...] of each client's group; of group 0 for a client without one."""
+    return take_rows(state.groups, groups_of(state))
+
+
 class System(NamedTuple):
     """What happens to clients; by default nothing fails, and no time passes."""
 
@@ -76,7 +83,7 @@ class System(NamedTuple):
         """
         if not self.keep_received:
             return state
-        return state.replace(received=take_rows(state.groups, jnp.maximum(state.assignment, 0)))
+        return state.replace(received=group_models(state))
 
     def let_fail(self, solve: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function of one client, as `solve`, whose update may get lost or be broken on
