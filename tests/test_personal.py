@@ -17,6 +17,7 @@ from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.personal import apfl, ditto, fedbabu, fedper, fedrep, lg_fedavg, pfedme
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
 from fedjax_cfl.system import select
+from fedjax_cfl.system.clock import device_profiles
 
 ROUNDS, COHORT, LAM = 3, 6, 0.7
 
@@ -293,6 +294,26 @@ def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
     assert np.isfinite(matrix(after.own.rows)).all()
     assert not after.own.trained[1]
     assert after.own.trained[0]
+
+
+def test_time_goes_by_what_is_sent_and_by_all_steps(toy, mlp, local):
+    """A model has 34 parameters, 18 of them in its first layer; Ditto takes each step twice."""
+    count = len(SIZES)
+    clocks = {
+        "bytes": device_profiles(np.zeros(count), np.ones(count)),
+        "steps": device_profiles(np.ones(count), np.full(count, 1e30)),
+    }
+
+    def seconds(clock, method):
+        system = cfl.System(select.full_participation(), clock=clocks[clock])
+        algorithm = algorithms.fedavg(mlp, local.replace(personal=method), system)
+        state = jax.jit(algorithm.init)(KEY, toy)
+        return float(jax.jit(algorithm.round)(KEY, state, toy)[1].seconds)
+
+    assert seconds("bytes", fedper()) == 2 * 4 * 18
+    assert seconds("bytes", ditto()) == 2 * 4 * 34
+    steps = local.epochs * -(-max(SIZES) // local.batch_size)
+    assert (seconds("steps", fedper()), seconds("steps", ditto())) == (steps, 2 * steps)
 
 
 REFUSED = {
