@@ -45,6 +45,7 @@ from fedjax_cfl.round.aggregate import (
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import faults, select
+from fedjax_cfl.system.traffic import add_traffic, count_bytes
 from fedjax_cfl.types import State
 
 K = 14  # clients of the toy problem
@@ -378,7 +379,8 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     groups = jax.tree.map(lambda leaf: leaf[None], model)
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
     work = full_work(jnp.zeros(1, jnp.int32))
-    prepared, _ = attach_losses(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    prepared, report = attach_losses(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    assert count_bytes(add_traffic(report.traffic), 0) == (0, 4)  # one client, one word
     rows = np.flatnonzero(np.asarray(toy.owner) == 1)
     rows = rows[np.isin(rows, np.asarray(toy.train.order))]
     each = [

@@ -10,6 +10,7 @@ import pytest
 from conftest import call, one_line
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli import launch
 from fedjax_cfl.cli.build import build, deal_samples, describe_unused, fit_cohort, resolve_settings
 from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
@@ -67,6 +68,34 @@ def test_what_of_a_file_is_not_used_is_said(partition, unused, own):
     config = ask(f"partition={partition}", "dataset.clients=4")
     said = describe_unused(config, *deal_samples(config))
     assert (unused in said) if unused else said is None
+
+
+def test_times_of_a_file_are_said_to_be_unused_without_a_drift_that_reads_them(own):
+    ask = own(5, time=np.arange(200))
+    for drift, unused in (("none", True), ("by_time", False)):
+        config = ask(f"drift={drift}", "resident=device")
+        said = describe_unused(config, *deal_samples(config))
+        assert (said == "time of the file is not used (drift=by_time uses it)") == unused
+
+
+def test_what_a_refused_run_has_written_is_removed(own, fedjax_cfl, monkeypatch):
+    own(5)
+
+    def refuse(*arguments):
+        raise InputError("algorithm: refused when it is compiled")
+
+    monkeypatch.setattr(launch, "train_run", refuse)
+    monkeypatch.setattr(launch, "train_grid", refuse)
+    for more, folder in ((" run_dir=r", "r"), (" seeds=2 run_dir=g", "g")):
+        status, _, err = fedjax_cfl("dataset=npz dataset.source.path=own.npz rounds=1" + more)
+        assert (status, err) == (2, "fedjax-cfl: algorithm: refused when it is compiled\n")
+        assert [path.name for path in Path.cwd().iterdir()] == ["own.npz"], folder
+
+
+def test_settings_that_hydra_cannot_use_are_refused_in_one_line(fedjax_cfl):
+    status, _, err = fedjax_cfl("hydra.verbose=[1]")
+    assert status == 2 and err.count("\n") == 1
+    assert err.startswith("fedjax-cfl: hydra.verbose=[1]: Hydra cannot use it: ")
 
 
 def test_it_is_said_once_and_every_run_of_a_grid_has_all_of_a_few_clients(own, fedjax_cfl):

@@ -18,6 +18,7 @@ from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
@@ -38,7 +39,7 @@ def qfedavg(
 
 def attach_losses(task: Task, local: Local) -> PrepareFn:
     """Gives each client its training loss of the model that it received, which `q_fair`
-    weighs it by.
+    weighs it by, and which is one word up.
     """
     loss = over_clients(training_loss(task, True, local.personal), local.execution)
 
@@ -48,6 +49,7 @@ def attach_losses(task: Task, local: Local) -> PrepareFn:
         each = loss(cohort, data, state.groups, take_own(state, cohort, local.execution.mesh))
         own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
         samples = client_range(cohort.ids, data)[0]
-        return work._replace(client_extra=own), make_report(samples=samples)
+        sent = make_traffic(words_up=(samples > 0).astype(jnp.int32))
+        return work._replace(client_extra=own), make_report(sent, samples=samples)
 
     return prepare

@@ -155,7 +155,7 @@ def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> No
 
 
 def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> str | None:
-    """Returns what of a file of the user's own a partition does not use, None: it uses all."""
+    """Returns what of a file of the user's own the run does not use, None: it uses all."""
     target = str(config["dataset"]["source"].get("_target_"))
     if target not in OWN_FILES:
         return None
@@ -170,13 +170,16 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
     ]
     if pool.concept is not None and (holdings.concept is None or config["concept"]):
         unused.append("concept")
-    if not unused:
-        return None
-    name = str(config["partition"]["_target_"]).rpartition(".")[2]
-    return (
-        f"partition={name} deals the samples anew; {', '.join(unused)} of the file"
-        f" {'are' if len(unused) > 1 else 'is'} not used (partition=auto uses all)"
-    )
+    lines = []
+    if unused:
+        name = str(config["partition"]["_target_"]).rpartition(".")[2]
+        lines.append(
+            f"partition={name} deals the samples anew; {', '.join(unused)} of the file"
+            f" {'are' if len(unused) > 1 else 'is'} not used (partition=auto uses all)"
+        )
+    if pool.time is not None and not str(config["drift"]["_target_"]).endswith(".by_time"):
+        lines.append("time of the file is not used (drift=by_time uses it)")
+    return "\n".join(lines) or None
 
 
 def check_extras(config: dict[str, Any], drift: Drift) -> None:

@@ -77,24 +77,25 @@ def run_config(config: DictConfig) -> None:
         )
         sys.exit(1)
     except InputError as error:
-        if not alone:
-            remove_unused_sweep(run_dir)
+        remove_unused(run_dir if alone else run_dir.parent)
         sys.exit(print_error(error))
 
 
-def remove_unused_sweep(run_dir: Path) -> None:
-    """Removes what a sweep that never began has written, if that is all there is, and its folder,
-    unless that is the current one or holds it.
+def remove_unused(folder: Path) -> None:
+    """Removes what a run, a grid or a sweep that never began has written, if that is all there is,
+    and its folder, unless that is the current one or holds it.
     """
-    folder, here = run_dir.parent, Path.cwd()
-    if {path.name for path in folder.rglob("*")} != {"multirun.yaml", INDEX_FILE, run_dir.name}:
+    inside, here = sorted(folder.rglob("*"), reverse=True), Path.cwd()
+    files = [path for path in inside if not path.is_dir()]
+    if any(
+        p.parent.name != ".hydra" and p.name not in ("multirun.yaml", INDEX_FILE) for p in files
+    ):
         return
     if folder not in (here, *here.parents):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         return
-    shutil.rmtree(run_dir)
-    for name in ("multirun.yaml", INDEX_FILE):
-        (folder / name).unlink()
+    for path in inside:  # what a folder holds comes before it
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:

@@ -6,8 +6,10 @@ What a run needs is imported only for a run: `--help` and `--version` answer wit
 import contextlib
 import importlib
 import io
+import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,8 +54,6 @@ def run_arguments(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
-    import hydra
-
     from fedjax_cfl.cli.flags import parse_flags, shows_only
 
     given, flags = parse_flags(arguments)
@@ -67,9 +67,28 @@ def run_arguments(arguments: list[str]) -> int:
         if sweep:
             write_index(sweep.folder, sweep.points)
         sys.argv[1:] = flags + overrides
+    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra.")]
     with wrap_help() if given.help else contextlib.nullcontext():
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_config)()
+        run_hydra([] if given.multirun else own)
     return 0
+
+
+def run_hydra(own: list[str]) -> None:
+    """Lets Hydra compose what `sys.argv` asks for and call `run_config`. Raises InputError where
+    it cannot use `own`, what the command line says of its own settings.
+    """
+    import hydra
+
+    if own:  # else it shows by itself where in its own code it failed
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_config)()
+    except Exception as error:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not own or run_config.__code__ in frames:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"{' '.join(own)}: Hydra cannot use it: {reason}") from None
 
 
 def run_config(config: Any) -> None:

@@ -108,7 +108,8 @@ def nearest_direction(pretrain: TrainFn) -> AssignFn:
     and the cosine dissimilarity of their update is smallest (FlexCFL, eq. 8).
 
     `state.memory` holds `initial` [1, ...], `directions` [m, ...] and `has_founders` [m]; a
-    group without founders is never chosen, nor one whose direction is not finite.
+    group without founders is never chosen, nor one whose direction is not finite. A client whose
+    own update is not finite has no direction, and gets the first group that can be chosen.
     """
 
     def choose(

@@ -1,7 +1,6 @@
 """One run of a session, and the files that are written when it has ended."""
 
 import contextlib
-import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -80,10 +79,15 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
         "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
     )
     extras = measured or Extras({}, {}, {})
-    columns = describe_clients(setup, result) | extras.columns
-    for name, table in {results.CLIENTS_FILE: columns, **extras.tables}.items():
-        write = functools.partial(results.write_clients, run_dir, table, name, run_id)
-        attempt(f"{name} is not written", write)
+    tables: dict[str, Callable[[], dict[str, Any]]] = {
+        results.CLIENTS_FILE: lambda: describe_clients(setup, result) | extras.columns
+    }
+    tables |= {name: lambda table=table: table for name, table in extras.tables.items()}
+    for name, make in tables.items():
+        attempt(
+            f"{name} is not written",
+            lambda name=name, make=make: results.write_clients(run_dir, make(), name, run_id),
+        )
     fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
     recorded = member.settings.draw_recorded_clients(clients)
