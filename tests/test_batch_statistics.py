@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix
+from conftest import matrix, nightly
 from test_layers import close, normal
 
 import fedjax_cfl as cfl
@@ -94,7 +94,7 @@ def measure(task, models):
     return measure
 
 
-@pytest.mark.parametrize("others", [30.0, np.nan])
+@pytest.mark.parametrize("others", [nightly(30.0), np.nan])
 def test_nothing_of_a_client_changes_with_other_clients_pixels(measure, others):
     expected = measure(1.0)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))

@@ -333,6 +333,7 @@ def test_unknown_choices_of_cfl_are_refused(linear, local, name, value):
         build(cfl, linear, local, select.full_participation(), m=2, **{name: value})
 
 
+@pytest.mark.nightly
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, cutting):
     spread = with_execution(local, mesh=make_mesh(4), width=2)
     many = play(build(cfl, linear, spread, select.full_participation(), m=4, **ONCE), concepts, 8)

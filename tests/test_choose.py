@@ -17,6 +17,7 @@ from fedjax_cfl.system import select
 KEY = jax.random.key(1)
 
 
+@pytest.mark.nightly
 def test_three_groups_of_permuted_labels_are_found(linear, local):
     """30 of 60 clients, three rounds. Accuracy is highest with three groups; distances
     bend there: a fourth hardly brings any nearer.

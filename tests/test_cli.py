@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import nightly
 
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
@@ -354,7 +355,7 @@ def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, 
 
 
 @pytest.mark.parametrize(
-    "group", ["concept", "drift", "model", "partition"]
+    "group", ["concept", "drift", nightly("model"), nightly("partition")]
 )  # algorithm: test_contract, experiment: test_paper
 def test_every_option_composes(group, composed):
     for option in options(group):

@@ -199,6 +199,7 @@ def test_a_grid_says_what_its_runs_differ_in(fedjax_cfl, tmp_path):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["fedavg", nightly("flexcfl")])
 def test_a_run_of_the_reference_code_can_go_on(algorithm, fedjax_cfl, tmp_path):
     """No setting but `rounds` says how many rounds there are, so that more can be asked for."""
@@ -224,6 +225,7 @@ def test_what_was_asked_for_is_written_down_as_values(fedjax_cfl, tmp_path):
     assert (written.rounds, written.partition.clients) == (2, 8)
 
 
+@pytest.mark.nightly
 def test_runs_that_differ_in_numbers_share_their_programs(fedjax_cfl, tmp_path):
     kept = "jax_persistent_cache_min_compile_time_secs"
     seconds = getattr(jax.config, kept)
@@ -322,6 +324,7 @@ def test_drift_reaches_the_run(fedjax_cfl, tmp_path):
     assert rows(tmp_path / "run")[-1]["train_loss"] != rows(tmp_path / "still")[-1]["train_loss"]
 
 
+@pytest.mark.nightly
 def test_the_process_runs_from_anywhere(tmp_path):
     command = [sys.executable, "-m", "fedjax_cfl", *f"dataset.clients=8 {BARE}".split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

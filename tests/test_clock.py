@@ -306,6 +306,7 @@ def test_a_round_without_answers_is_no_shorter_than_the_time_before_training(sta
     assert end.gone.all() and not end.late.any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", ["pow_d", nightly("cpow_d")])
 def test_a_round_waits_for_the_losses_of_all_candidates(variant, toy, linear, local):
     """By hand: the slowest candidate gets the model, infers its samples and sends a number; then
@@ -368,6 +369,7 @@ def test_clocks_of_groups_equal_a_twin():
     assert same is after and seen == {True, False}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("selection", ["oort", pytest.param("pow_d", marks=pytest.mark.slow)])
 def test_selection_and_clock_from_the_command_line(selection, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -25,9 +25,13 @@ from fedjax_cfl.simulation.rounds import make_init, run_round
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 # Fielding with another trigger or ear, which test_fielding.py compares: the whole contract by hand
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
+# settings of other files, and methods that differ from another by one function which has tests of
+# its own
+VARIANTS = ["fedadagrad", "feddrift_eager", "feddws", "fedgrouprox", "fedyogi", "fesem_mig"]
+VARIANTS += ["ifca_gradient", "ifca_mig", "rac"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
-METHODS = NOT_SLOW + SLOW
+METHODS = [nightly(name) if name in VARIANTS else name for name in NOT_SLOW] + SLOW
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
@@ -36,8 +40,8 @@ PEERS = ("fedfomo",)  # methods whose clients receive models of others, several 
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
-# whose lanes are compared in every run: every kind, and those whose clients train otherwise
-LANES = (*KINDS, "feddane", "fedfomo", "nonfed")
+# whose lanes are compared in every run: two kinds, and those whose clients train otherwise
+LANES = ("fesem", "flexcfl", "feddane", "fedfomo")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each

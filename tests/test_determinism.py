@@ -105,6 +105,7 @@ OPTIONS = {"m": 2}
 FOUNDED = OPTIONS | {"alpha": 2, "pretrain": "iters:3"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "options"),
     [(cfl.algorithms.ifca, OPTIONS), nightly(cfl.algorithms.flexcfl, FOUNDED)],

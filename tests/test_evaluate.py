@@ -408,6 +408,7 @@ def test_received_models_of_rounds_that_change_groups(
     assert joined > 14 and state.active.sum() > 1 and len(np.unique(expected, axis=0)) > 1
 
 
+@pytest.mark.nightly
 def test_received_models_where_groups_are_founded_anew(toy, linear, local):
     """In round 2 every group first becomes the mean of its new members' former models,
     and that is what they train from.

@@ -225,15 +225,16 @@ def one_by_one(skewed):
     return functools.cache(lambda name: train(name, skewed, "sequential"))
 
 
-# (width, devices); those of every solver in every run
+# (width, devices); that of every solver in every run, and those of SGD
 SPREAD = ((1, 1), (3, 1), (16, 1), (2, 4), (4096, 4))
-OFTEN = ((3, 1), (2, 4))
+OFTEN = (2, 4)
+OF_SGD = ((3, 1), OFTEN, (4096, 4))
 
 
 @pytest.mark.parametrize(
     ("name", "width", "devices"),
     [
-        (name, *way) if name == "sgd" or way in OFTEN else nightly(name, *way)
+        (name, *way) if way == OFTEN or (name == "sgd" and way in OF_SGD) else nightly(name, *way)
         for name in SOLVERS
         for way in SPREAD
     ],
@@ -372,6 +373,7 @@ def test_a_python_loop_is_refused_within_jit(toy, linear):
         cfl.run(algorithm, linear, toy, jax.random.key(0), rounds=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", others_nightly(["fedavg", "ifca", "flexcfl", "fesem"], ["fedavg"])
 )

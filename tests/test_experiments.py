@@ -3,6 +3,7 @@
 import hydra
 import numpy as np
 import pytest
+from conftest import others_nightly
 from scipy.stats import wasserstein_distance
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
@@ -13,7 +14,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 TABLES = sorted(path.stem for path in cells.TABLES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", others_nightly(EXPERIMENTS, EXPERIMENTS[::4]))
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
     node, seen, asked = cells.load_table(name), set(), [[]]

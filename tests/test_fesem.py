@@ -193,6 +193,7 @@ def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
     chex.assert_trees_all_close(last.groups, prox.groups, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_migration_changes_nothing(toy, linear, local):
     """Data have no part in distances: FeSEM-MIG is FeSEM bit for bit, though shifts are
     detected.
@@ -243,6 +244,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
 # Planted groups and collapses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("estep", ["all", nightly("selected")])
 def test_planted_groups_are_found(linear, local, estep):
     data = planted()

@@ -280,6 +280,7 @@ def test_celeba(faces):
     assert len(np.unique(celeba(users=2).client)) == 2
 
 
+@pytest.mark.nightly
 def test_celeba_cnn_learns_smiles(faces):
     """The paper's model on images of CelebA's shape."""
     pool = celeba()

@@ -197,6 +197,7 @@ def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, mean_over):
     chex.assert_trees_all_equal(last.traffic, plain[-1].traffic)
 
 
+@pytest.mark.nightly
 def test_planted_groups_are_found(mlp, local):
     data = planted()
     states = play(fesem_ma(mlp, local.replace(epochs=5), COHORT, m=3), data, 3)
