@@ -121,6 +121,11 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
     )
     np.testing.assert_allclose(row["test_loss"], np.mean(loss[counted]), rtol=1e-5)
     assert row["group_sizes"].tolist() == [4, 3, 4]
+    group = np.array(index)[np.asarray(toy.owner[toy.test.order])]
+    right = guess == np.asarray(toy.y[toy.test.order])
+    for name, values in (("accuracy", right), ("loss", loss)):
+        means = [np.mean(values[counted & (group == g)]) for g in range(3)]
+        np.testing.assert_allclose(row[f"group_{name}"], means, rtol=1e-5)
     assert row["evaluated_clients"] == 11
     np.testing.assert_array_equal(table.samples, np.where(np.array(index) >= 0, toy.test.size, 0))
 
@@ -158,7 +163,8 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     row, without = score(broken, index), score(broken, jnp.where(index == 1, -1, index))
     tested = np.asarray((index == 1) & (toy.test.size > 0)).sum()
     assert row["nonfinite_model_clients"] == tested and without["nonfinite_model_clients"] == 0
-    scores = {name for name in row if name.endswith(("accuracy", "f1"))}
+    np.testing.assert_array_equal(np.isnan(row["group_accuracy"]), [False, True, False])
+    scores = {name for name in row if name.endswith(("accuracy", "f1"))} - {"group_accuracy"}
     assert len(scores) == 8 and all(np.isnan(row[name]) for name in scores)
     assert not any(np.isnan(without[name]) for name in scores - {"auxiliary_accuracy"})
     row = score(jax.tree.map(lambda leaf: jnp.full_like(leaf, 3e38), models), index)

@@ -131,6 +131,7 @@ def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
         build(fl_hc, linear, local, select.full_participation(), m=2, **options)
 
 
+@pytest.mark.nightly
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, clustered_once):
     spread = with_execution(local, mesh=make_mesh(4), width=2)
     method = fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest")

@@ -117,6 +117,7 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
             np.testing.assert_allclose(array, theirs[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     single = f"{SMALL} algorithm=fedavg drift=swap_all drift.p=0.4"
     line = f"{single} seeds=2"
@@ -199,7 +200,7 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
         )
 
 
-@pytest.mark.parametrize("width", [3, 4096])
+@pytest.mark.parametrize("width", [3, nightly(4096)])
 def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     """Nested maps, chunks of several clients, a traced step size, on several devices."""
     mesh, rates, keys = (

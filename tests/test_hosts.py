@@ -79,7 +79,8 @@ def agree(folder, other):
             )
 
 
-@pytest.mark.parametrize("method", [IFCA, nightly(FLEXCFL)], ids=["ifca", "flexcfl"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", [IFCA, FLEXCFL], ids=["ifca", "flexcfl"])
 def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(method, tmp_path):
     """A method stopped by a signal to process 1, gone on with, and compared with one process
     that was never stopped.

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data.federated import federate
@@ -30,8 +31,10 @@ def change(arrays, name):
     return arrays | {name: value}
 
 
-@pytest.mark.parametrize("name", ["x", "y", "client"])
-@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("name", "finished"),
+    [("x", False), nightly("y", False), ("client", True), *(nightly(n, True) for n in "xy")],
+)
 def test_a_file_that_has_changed_is_not_mixed_in(name, finished, fedjax_cfl, tmp_path, monkeypatch):
     """The numbers of a run that went on with other samples would be those of no data set."""
     arrays = make_arrays()
@@ -67,6 +70,7 @@ def stop_in_round(patch, round):
     patch.setattr(session, "drive", stopping)
 
 
+@pytest.mark.nightly
 def test_a_longer_run_that_was_interrupted_is_not_finished(fedjax_cfl, tmp_path, monkeypatch):
     assert fedjax_cfl(f"{LINE} rounds=2 run_dir=run")[0] == 0
     with monkeypatch.context() as patch:

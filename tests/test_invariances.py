@@ -90,8 +90,14 @@ def test_order_of_the_cohort(usual, go, toy, seed):
 
 
 def pairs(*often, rest):
-    """Returns (method, how it is spread): all methods in the ways of `often`, FlexCFL in all."""
-    return [(name, *way) for name in METHODS for way in often] + [
+    """Returns (method, how it is spread): FedAvg and FlexCFL in the ways of `often`, and FlexCFL in
+    all; the rest by night.
+    """
+    return [
+        (name, *way) if name in ("fedavg", "flexcfl") else nightly(name, *way)
+        for name in METHODS
+        for way in often
+    ] + [
         ("flexcfl", *way) if name == "flexcfl" else nightly(name, *way)
         for name in METHODS
         for way in rest

@@ -204,3 +204,12 @@ def test_a_client_may_have_more_samples_than_float32_counts():
     owner, ones = jnp.zeros(many, jnp.int32), jnp.ones(many, bool)
     table, _ = PER_CLIENT(ones, 0.5 * ones, owner, owner, owner, 2, 2)
     np.testing.assert_allclose([table.accuracy[0], table.loss[0]], [1, 0.5], rtol=1e-6)
+
+
+def test_means_by_group_by_hand():
+    """Clients without weight, without a group, or of a group that does not exist do not count."""
+    values = np.array([1.0, 3.0, np.nan, 5.0, 7.0, 9.0], np.float32)
+    weights, groups = np.array([1, 3, 0, 2, 1, 1]), np.array([0, 0, 0, 2, -1, 3])
+    for xp in (np, jnp):
+        found = metrics.means_by_group(*map(xp.asarray, (values, weights, groups)), 3)
+        np.testing.assert_allclose(found, [2.5, np.nan, 5.0])

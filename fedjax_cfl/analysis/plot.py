@@ -18,6 +18,7 @@ from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, series, summarize_rows
 
+MOST_GROUPS = 64  # whose accuracies are drawn: of more, lines cannot be told apart
 LEGEND_LINE = 0.21  # inches a line of a legend takes
 
 
@@ -161,6 +162,32 @@ def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     style_axes(axes, "Test accuracy", "round", "correct test samples")
 
 
+def _plot_groups(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    values, rounds = series(rows, "group_accuracy"), [row["round"] for row in rows]
+    _lines(axes, rows, {"accuracy": "all clients"})
+    for line in axes.lines:
+        line.set(color="black", zorder=3)
+    for accuracy, colour in zip(values.T, make_palette(values.shape[1]), strict=True):
+        axes.plot(rounds, accuracy, color=colour, linewidth=1.2, marker="." * (len(rows) <= 20))
+    axes.plot([], [], color="0.5", linewidth=1.2, label="single groups (colours of their sizes)")
+    axes.set_ylim(0, 1.02)
+    format_percent_axis(axes)
+    style_axes(axes, "Test accuracy of each group", "round", "correct test samples")
+
+
+def _plot_agreement(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Draws how well groups agree with true ones; where these are unknown, how many are in use."""
+    if np.isfinite(series(rows, "ari")).any():
+        _lines(axes, rows, {"ari": "agreement with true groups"})
+        axes.axhline(0, color="0.8", linewidth=0.8)
+        axes.set_ylim(min(-0.05, np.nanmin(series(rows, "ari"))), 1.05)
+        style_axes(axes, "Found against true groups", "round", "adjusted Rand index")
+    else:
+        _lines(axes, rows, {"groups": "groups with clients"})
+        axes.set_ylim(bottom=0)
+        style_axes(axes, "Groups in use", "round", "groups")
+
+
 def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
     _lines(axes, rows, {"test_loss": "test", "train_loss": "train"})
     values = np.concatenate([series(rows, "test_loss"), series(rows, "train_loss")])
@@ -177,11 +204,14 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for line in axes.lines:
         line.set(color="black", zorder=3)
     if groups.ndim == 2 and groups.shape[1] > 1:
+        groups = np.where(groups > 0, groups, np.nan)  # 0: one client, and the model is its own
         for values, colour in zip(groups.T, make_palette(groups.shape[1]), strict=True):
             axes.plot(
                 rounds, values, color=colour, linewidth=0.9, marker="." if len(rows) <= 20 else ""
             )
-        axes.plot([], [], color="0.5", linewidth=0.9, label="single groups (colours as at right)")
+        axes.plot(
+            [], [], color="0.5", linewidth=0.9, label="single groups (colours of their sizes)"
+        )
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
 
@@ -217,12 +247,15 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Draws how a run went, from the rows of metrics.jsonl."""
-    figure = new_figure(13, 8.5, name, fontsize=14)
-    panels = figure.subplots(2, 2).flat
-    for axes, draw in zip(
-        panels, (_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes), strict=True
-    ):
+    """Draws how a run went, from the rows of metrics.jsonl: each group's accuracy, too, where there
+    are a few groups.
+    """
+    draws = [_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes]
+    accuracies = series(rows, "group_accuracy")
+    if accuracies.ndim == 2 and 1 < accuracies.shape[1] <= MOST_GROUPS:
+        draws = [*draws[:2], _plot_groups, _plot_agreement, *draws[2:]]
+    figure = new_figure(13, 4.25 * len(draws) / 2, name, fontsize=14)
+    for axes, draw in zip(figure.subplots(len(draws) // 2, 2).flat, draws, strict=True):
         draw(axes, rows)
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:

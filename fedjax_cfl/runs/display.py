@@ -119,6 +119,14 @@ def format_progress(row: dict[str, Any]) -> str:
     return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
+MOST_SHOWN = 16  # groups whose accuracies are in the final table
+
+
+def format_share(value: float | None) -> str:
+    """Returns a share in percent, - where there is none."""
+    return "-" if value is None else f"{value:.1%}"
+
+
 # shown as they are, with the scores
 SUMMARY_FIELDS = (
     "algorithm",
@@ -183,13 +191,20 @@ def format_summary(summary: dict) -> dict:
     words = {
         name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
     } | sizes
-    simulated = summary["sim_time_s"]
+    simulated, accuracies = summary["sim_time_s"], to_plain(summary["group_accuracy"])
     return {
         name: summary[name]
         for name in summary
-        if name in SUMMARY_FIELDS or "accuracy" in name or "_f1" in name
+        if name in SUMMARY_FIELDS
+        or ("accuracy" in name and name != "group_accuracy")
+        or "_f1" in name
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
+        **(
+            {"right in each group": ", ".join(format_share(value) for value in accuracies)}
+            if 1 < len(accuracies) <= MOST_SHOWN
+            else {}
+        ),
         "models sent": "{units_up} up, {units_down} down".format(**words),
         "data sent": "{bytes_up} up, {bytes_down} down".format(**words),
         "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(

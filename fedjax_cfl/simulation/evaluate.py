@@ -317,8 +317,9 @@ def finalize(tested: Tested, num_models: int) -> dict:
 
     Without an auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
     tested on a model that is not finite, or if no client's loss is finite: such a model
-    does not predict. `groupless_clients` are those of which nothing is known to choose a model
-    by, see `engine.withhold_groups`; others without a model have not been met yet.
+    does not predict. Groups with other models keep their own. `groupless_clients` are those of
+    which nothing is known to choose a model by, see `engine.withhold_groups`; others without a
+    model have not been met yet.
     """
     index, (clients, totals), concept, train_size = tested
     xp, has_model = index.__array_namespace__(), index >= 0
@@ -327,6 +328,11 @@ def finalize(tested: Tested, num_models: int) -> dict:
     numbers = xp.where(has_model, index, num_models)
     row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
     row["groups"] = (row["group_sizes"] > 0).sum()
+    right, loss = (  # of all test samples of a group's clients
+        metrics.means_by_group(values, clients.samples, index, num_models)
+        for values in (clients.accuracy, clients.loss)
+    )
+    row |= {"group_accuracy": xp.where(xp.isfinite(loss), right, xp.nan), "group_loss": loss}
     row["ari"] = metrics.ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
@@ -339,6 +345,6 @@ def finalize(tested: Tested, num_models: int) -> dict:
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:
-        if name.endswith(("accuracy", "f1")):
+        if name.endswith(("accuracy", "f1")) and name != "group_accuracy":
             row[name] = xp.where(bad > 0, xp.nan, row[name])
     return row | {"nonfinite_model_clients": bad}

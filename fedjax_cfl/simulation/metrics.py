@@ -113,6 +113,19 @@ def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:
     }
 
 
+def means_by_group(values: Any, weights: Any, groups: Any, count: int) -> Any:
+    """Returns the weighted mean [count] of the `values` [K] of the clients of each group 0, 1, ...;
+    NaN for a group without weight. Clients of other groups do not count.
+    """
+    xp, inside = values.__array_namespace__(), (groups >= 0) & (groups < count) & (weights > 0)
+    number, length = xp.where(inside, groups, count), count + 1
+    sums, mass = (
+        xp.bincount(number, part, **({"minlength" if xp is np else "length": length}))[:count]
+        for part in (xp.where(inside, values, 0) * weights, xp.where(inside, weights, 0))
+    )
+    return xp.where(mass > 0, sums / xp.where(mass > 0, mass, 1), xp.nan)
+
+
 def bincount(labels: Any, length: int) -> Any:
     """Returns how often each of 0 .. length - 1 is among `labels`; nothing else may be."""
     xp = labels.__array_namespace__()
