@@ -37,6 +37,13 @@ def escape_markdown(text: object) -> str:
     return escape_text(text).replace("|", "\\|").replace("<", "&lt;")
 
 
+def escape_latex(text: object) -> str:
+    """Escapes a text for LaTeX."""
+    signs = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    signs |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    return "".join(signs.get(sign, sign) for sign in escape_text(text))
+
+
 def escape_csv(value: object) -> object:
     """Escapes a text for one cell of a CSV file: a spreadsheet would compute what begins
     with = + - or @, but not after a quote. Numbers stay numbers.

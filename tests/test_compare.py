@@ -7,10 +7,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedjax_cfl import formatting
-from fedjax_cfl.analysis import compare, compare_inputs, plot
+from fedjax_cfl.analysis import compare, compare_inputs, pivot, plot
 from fedjax_cfl.analysis.compare import reduce_set
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
 from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
@@ -141,7 +142,7 @@ def test_seeds_are_pooled_wherever_and_however_they_ran(tmp_path):
     groups = compare.compare([tmp_path])
     assert [(group["label"], group["seeds"]) for group in groups] == [
         ("fedavg", "0 1"),
-        ("fedavg local.lr=0.1", "2"),
+        ("fedavg lr=0.1", "2"),
     ]
 
 
@@ -191,6 +192,81 @@ def test_labels_name_what_ran(tmp_path):
     assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
 
 
+def test_names_of_settings_are_short_where_that_is_clear():
+    names = ["algorithm.m", "local.lr", "model.lr", "partition.seed", "hydra.model"]
+    assert list(compare.shorten_names(names).values()) == ["m", *names[1:]]
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """A folder of runs: two methods, IFCA with two m, on two data sets, three seeds each."""
+    finals = {("fedavg", "", "digits"): [0.5, 0.6, 0.7], ("ifca", "2", "digits"): [0.6, 0.5, 0.7]}
+    finals |= {("ifca", "3", "digits"): [0.1, 0.2, 0.3], ("fedavg", "", "mnist"): [0.9] * 3}
+    finals |= {("ifca", "2", "mnist"): [0.91, 0.92, 0.93]}
+    for (method, m, data), accuracies in finals.items():
+        for seed, accuracy in enumerate(accuracies):
+            asked = [f"algorithm={method}", *([f"algorithm.m={m}"] if m else [])]
+            folder = tmp_path / "sweep" / f"{method}{m}{data}{seed}"
+            named = {"algorithm": method, "dataset": data, "seed": seed, "data_id": data}
+            run_with(folder, asked, [accuracy], **named)
+            (folder / ".hydra").mkdir()
+            written = f"algorithm: {{m: {m or 1}}}\nmodel: {{module: {{}}}}\n"
+            (folder / ".hydra" / "config.yaml").write_text(written)
+    return tmp_path / "sweep"
+
+
+def test_a_pivot_has_the_best_of_each_column_and_what_seeds_cannot_tell_from_it(swept, tmp_path):
+    rows = "algorithm+algorithm.m"
+    compare.main([str(swept), "--out", str(tmp_path), "--pivot", rows, "dataset"])
+    with (tmp_path / "pivot.csv").open() as file:
+        cells = {(line["row"], line["column"]): line for line in csv.DictReader(file)}
+    ranks = {place: cell["rank"] for place, cell in cells.items()}
+    # both means are 0.6: neither is better; of mnist the interval leaves out 0
+    assert ranks == {
+        ("fedavg, m=1", "digits"): "best",
+        ("ifca, m=2", "digits"): "best",
+        ("ifca, m=3", "digits"): "plain",
+        ("fedavg, m=1", "mnist"): "plain",
+        ("ifca, m=2", "mnist"): "best",
+    }
+    cell = cells["ifca, m=3", "digits"]
+    np.testing.assert_allclose([float(cell["mean"]), float(cell["sd"])], [0.2, 0.1])
+    latex = (tmp_path / "pivot.tex").read_text().splitlines()
+    assert latex[1:3] == [r"\begin{tabular}{lrr}", r"\toprule"]
+    assert r"ifca, m=2 & \textbf{60.00 $\pm$ 10.00} & \textbf{92.00 $\pm$ 1.00} \\" in latex
+    assert r"ifca, m=3 & 20.00 $\pm$ 10.00 & - \\" in latex
+    assert "| ifca, m=3 | 20.00 ± 10.00 | - |" in (tmp_path / "pivot.md").read_text()
+
+
+def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
+    groups = compare.compare([swept / f"{name}{seed}" for name in TWO for seed in range(3)])
+    first, second = (
+        next(one for one in groups if one["algorithm"] == m) for m in ("ifca", "fedavg")
+    )
+    shifted = [run | {"best_accuracy": run["best_accuracy"] + 0.01} for run in first["members"]]
+    better = compare.reduce_set(first | {"members": shifted})
+    found = pivot.rank_cells({"ifca": better, "fedavg": second}, "best_accuracy")
+    assert found == {"ifca": "best", "fedavg": "tied"}
+    assert set(pivot.rank_cells({"ifca": first}, "best_accuracy").values()) == {"plain"}
+    cheap = {"a": first | {"units": (3.0, 0.0, 3)}, "b": second | {"units": (1.0, 0.0, 3)}}
+    assert pivot.rank_cells(cheap, "units")["b"] == "best"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("algorithm", "dataset"), "two sets of runs share the cell ifca x digits"),
+        (("algorithm", "algorithm.k"), "--pivot: no setting algorithm.k, of the columns"),
+        (("algorithm", "dataset", "--measure", "best"), "--measure best: unknown measure"),
+    ],
+)
+def test_a_pivot_that_cannot_be_is_refused(swept, asked, said):
+    with pytest.raises(InputError, match=said):
+        compare.main([str(swept), "--pivot", *asked])
+    assert not Path("compare.csv").exists()
+
+
+TWO = ("fedavgdigits", "ifca2digits")
 LABELS = {
     "one short": ["fedavg"],
     "seven short": [f"method {i}" for i in range(7)],

@@ -8,6 +8,7 @@ for all runs on the same data.
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from fedjax_cfl.analysis.compare_outputs import (
     write_csv,
     write_markdown,
 )
+from fedjax_cfl.analysis.pivot import make_pivot, write_pivot
 from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 
 
@@ -33,16 +36,19 @@ def compare(
     out: str | Path | None = None,
     target: float | None = None,
     baseline: str | None = None,
+    pivot: tuple[str, str] | None = None,
+    measure: str = "best_accuracy",
 ) -> list[dict[str, Any]]:
     """Prints the comparison and writes compare.csv, compare.md and compare.png in
     `out`; returns a dict per set of runs.
 
-    Each measure of a set is (mean, sample sd, number of values). `target` is an
-    accuracy as a fraction. `baseline` names the set that the others are compared with, by
-    its label or algorithm. The comparison has two measures. The gain is that in final accuracy
-    (mean over clients, last 5 % of the tests). The speed-up is the baseline's time to keep its
-    own final accuracy, divided by the set's time to do so, in simulated seconds or, without a
-    clock, in rounds.
+    Each measure of a set is (mean, sample sd, number of values).
+    Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction;
+    `baseline` names the set that the others are compared with, by its label or algorithm, in two
+    measures: the gain is that in final accuracy (mean over clients, last 5 % of the tests), the
+    speed-up is the baseline's time to keep its own final accuracy, divided by the set's time to do
+    so, in simulated seconds or, without a clock, in rounds; `pivot`, of two settings, asks for
+    a table of one by the other, of a `measure`, as pivot.csv, .md and .tex, see `pivot.make_pivot`.
     """
     if target is not None and not 0 < target <= 1:
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")
@@ -50,6 +56,38 @@ def compare(
     sets = merge_seeds(add_shared_best(runs))
     sets = sets if baseline is None else add_baseline(sets, baseline)
     groups = [reduce_set(one) for one in sets]
+    table = make_pivot(groups, *pivot, measure) if pivot else None
+    print_notes(groups, baseline)
+    measures = shown_measures(groups)
+    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
+    if target is not None:
+        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
+    header = ["runs of", "n", *(names[name] for name in measures)]
+    lines = [format_cells(group, measures) for group in groups]
+    out = Path(out or ".")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        marked = [[escape_markup(text) for text in line] for line in lines]
+        print_table("mean ± sample standard deviation over seeds", header, *marked)
+        write_csv(out / "compare.csv", groups)
+        write_markdown(out / "compare.md", header, lines)
+        draw(out / "compare.png", groups)
+        if table:
+            write_pivot(table, out)
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
+            " if need be"
+        ) from None
+    more = ", pivot.csv, pivot.md and pivot.tex" if table else ""
+    print(f"wrote compare.csv, compare.md and compare.png{more} in {out}")
+    return groups
+
+
+def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
+    """Prints what makes numbers of sets of runs less than they seem."""
     for group in groups:
         if len(set(group["seeds"].split())) < group["runs"]:
             print(
@@ -62,28 +100,6 @@ def compare(
                 f"note: {alone} of {group['runs']} runs of {group['label']} have no gain: no run of"
                 f" {baseline} has the same seed and the same data"
             )
-    measures = shown_measures(groups)
-    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
-    if target is not None:
-        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
-    header = ["runs of", "n", *(names[name] for name in measures)]
-    lines = [format_cells(group, measures) for group in groups]
-    out = Path(out or ".")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        print_table(header, lines)
-        write_csv(out / "compare.csv", groups)
-        write_markdown(out / "compare.md", header, lines)
-        draw(out / "compare.png", groups)
-    except BrokenPipeError:  # the reader of our output has gone
-        raise
-    except OSError as error:
-        raise InputError(
-            f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
-            " if need be"
-        ) from None
-    print(f"wrote compare.csv, compare.md and compare.png in {out}")
-    return groups
 
 
 def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,6 +137,8 @@ def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for i, name in enumerate(IDENTITY)
         if i == 0 or len({identity[i] for identity in same}) > 1
     ]
+    every = {name for members in same.values() for run in members for name in run["overrides"]}
+    short = shorten_names(every)
     sets: dict[tuple, dict[str, Any]] = {}
     for identity, members in same.items():
         names = sorted({name for run in members for name in run["overrides"]})
@@ -129,10 +147,20 @@ def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for run in members:
             given = [name for name in swept if name in run["overrides"]]
             extra = " ".join(f"{name}={run['overrides'][name]}" for name in given)
-            label = " ".join([*(fields[name] for name in varying), *([extra] if extra else [])])
+            said = [f"{short[name]}={run['overrides'][name]}" for name in given]
+            label = " ".join([*(fields[name] for name in varying), *said])
             new = {**fields, "overrides": extra, "label": label, "members": []}
             sets.setdefault((*identity, extra), new)["members"].append(run)
     return [sets[name] for name in sorted(sets)]
+
+
+def shorten_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the last part of each setting's name, m of algorithm.m, where only one has it and it
+    does not name another setting alone.
+    """
+    last = {name: name.rpartition(".")[2] for name in names}
+    counts = Counter([*last.values(), *IDENTITY, "seed"])
+    return {name: part if counts[part] == 1 else name for name, part in last.items()}
 
 
 def reduce_set(group: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +214,20 @@ def main(argv: list[str]) -> int:
         help="also report gain and speed-up (time to accuracy) over the runs of this algorithm"
         " or label, seed by seed",
     )
+    parser.add_argument(
+        "--pivot",
+        nargs=2,
+        metavar=("ROWS", "COLUMNS"),
+        help="also make a table of one setting by another, as algorithm dataset, or"
+        " algorithm+algorithm.m local.lr; in Markdown and LaTeX, the best of each column bold",
+    )
+    parser.add_argument(
+        "--measure",
+        default="best_accuracy",
+        metavar="NAME",
+        help=f"what --pivot shows (default: best_accuracy): {', '.join(MEASURES)}",
+    )
     options = parse_arguments(parser, argv)
-    compare(options.runs, options.out, options.target, options.baseline)
+    pivot = tuple(options.pivot) if options.pivot else None
+    compare(options.runs, options.out, options.target, options.baseline, pivot, options.measure)
     return 0

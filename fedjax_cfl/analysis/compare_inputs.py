@@ -85,6 +85,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
         **name_parts(names, overrides),
         **summarize_rows(rows),
         "rows": rows,
+        "run_dir": run_dir,
         "asked": overrides,
         "evaluations": len(scored_rounds(rows)),
         "overrides": {

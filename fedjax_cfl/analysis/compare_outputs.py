@@ -22,7 +22,7 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.analysis.plot_bands import draw_band, line_styles
 from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, mean_curve
-from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
+from fedjax_cfl.formatting import escape_csv, escape_markdown
 from fedjax_cfl.runs.results import atomic_write
 
 # name in the CSV -> heading, factor and decimals of the printed table
@@ -59,15 +59,15 @@ def format_cells(group: dict[str, Any], measures: list[str]) -> list[str]:
     return cells
 
 
-def print_table(header: list[str], lines: list[list[str]]) -> None:
-    """Prints the table on the terminal."""
-    table = Table(title="mean ± sample standard deviation over seeds", title_justify="left")
+def print_table(title: str, header: list[str], *lines: list[str]) -> None:
+    """Prints a table on the terminal, of texts in rich's markup."""
+    table = Table(title=title, title_justify="left")
     label = max(len(line[0]) for line in lines)
     table.add_column(header[0], min_width=min(36, label), overflow="fold")
     for heading in header[1:]:
         table.add_column(heading, justify="right", overflow="fold")
     for line in lines:
-        table.add_row(*map(escape_markup, line))
+        table.add_row(*line)
     # redirected output has no width of its own
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 

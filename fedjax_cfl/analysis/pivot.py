@@ -1,0 +1,213 @@
+"""A table as papers print it, methods by data sets or any settings by any others: mean ± standard
+deviation over seeds, the best of each column bold. Written as CSV, Markdown and LaTeX.
+"""
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_cfl.analysis.compare_inputs import IDENTITY
+from fedjax_cfl.analysis.compare_outputs import MEASURES, print_table
+from fedjax_cfl.analysis.relative import pair_key
+from fedjax_cfl.analysis.statistics import bootstrap_mean
+from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.formatting import (
+    escape_csv,
+    escape_latex,
+    escape_markdown,
+    escape_markup,
+)
+from fedjax_cfl.runs.results import atomic_write, read_settings
+from fedjax_cfl.validation import flatten_settings
+
+# settings that choose an option, which a summary names
+NAMED = (*IDENTITY, "concept", "drift")
+# of these the smallest is best
+COSTS = ("rounds_to_target", "units", "sim_time_s", "wall_s")
+PLAIN, BEST, TIED = "plain", "best", "tied"
+
+
+class Cell(NamedTuple):
+    """A set of runs in the table."""
+
+    mean: float  # of the measure, as in compare.csv
+    sd: float
+    values: int  # runs that have it
+    runs: int
+    rank: str  # PLAIN | BEST of its column | TIED: seeds do not tell it from the best
+
+
+class Pivot(NamedTuple):
+    """The table."""
+
+    measure: str
+    rows: list[str]
+    columns: list[str]
+    cells: dict[tuple[str, str], Cell]  # by row and column
+
+
+def make_pivot(
+    groups: list[dict[str, Any]], rows: str, columns: str, measure: str = "best_accuracy"
+) -> Pivot:
+    """Returns the table of sets of runs (see `compare.reduce_set`).
+
+    A cell is TIED if the 95 % bootstrap interval of its difference from the best of its column,
+    over the seeds that both have, holds 0; of few seeds such an interval is too narrow.
+    Args: `rows` and `columns` are names of settings, several joined by +, as
+    algorithm+algorithm.m; `measure` is one of `MEASURES`.
+    Raises InputError for a measure or setting that does not exist, and where two sets of runs
+    would share a cell.
+    """
+    if measure not in MEASURES:
+        raise InputError(
+            f"--measure {measure}: unknown measure{suggest_options(measure, list(MEASURES))}"
+        )
+    placed: dict[tuple[str, str], dict[str, Any]] = {}
+    for group in groups:
+        place = (_name_place(group, rows, "rows"), _name_place(group, columns, "columns"))
+        if place in placed:
+            raise InputError(
+                f"--pivot {rows} {columns}: two sets of runs share the cell {place[0]} x"
+                f" {place[1]}, {placed[place]['label']} and {group['label']}; add what tells them"
+                " apart to the rows or columns, as algorithm+algorithm.m, or compare fewer runs"
+            )
+        placed[place] = group
+    names = [list(dict.fromkeys(place[axis] for place in placed)) for axis in (0, 1)]
+    cells = {}
+    for column in names[1]:
+        inside = {row: placed[row, column] for row in names[0] if (row, column) in placed}
+        ranks = rank_cells(inside, measure)
+        for row, group in inside.items():
+            cells[row, column] = Cell(*group[measure], group["runs"], ranks[row])
+    return Pivot(measure, *names, cells)
+
+
+def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
+    """Returns the row or column of a set of runs, by the settings `names`."""
+    found = []
+    for name in names.split("+"):
+        run = group["members"][0]
+        if name in NAMED:
+            found.append(str(run.get(name)))
+            continue
+        settings = {**dict(flatten_settings(read_settings(run["run_dir"]))), **run["overrides"]}
+        if name not in settings:
+            raise InputError(
+                f"--pivot: no setting {name}, of the {axis}, in {run['run_dir']};"
+                f" {', '.join(NAMED)}, or one of .hydra/config.yaml, as algorithm.m"
+            )
+        found.append(f"{name.rpartition('.')[2]}={settings[name]}")
+    return ", ".join(found)
+
+
+def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str]:
+    """Returns the rank of each set of runs of one column, by row."""
+    sign = -1 if measure in COSTS else 1
+    known = {row: sign * group[measure][0] for row, group in inside.items() if group[measure][2]}
+    if len(known) < 2:
+        return dict.fromkeys(inside, PLAIN)
+    top = max(known.values())
+    best = next(row for row in known if known[row] == top)
+
+    def rank(row: str) -> str:
+        if row not in known:
+            return PLAIN
+        if known[row] == top:
+            return BEST
+        one, other = ({pair_key(r): r for r in inside[name]["members"]} for name in (best, row))
+        pairs = [(one[key].get(measure), other[key].get(measure)) for key in one if key in other]
+        gap = bootstrap_mean([sign * (a - b) for a, b in pairs if a is not None and b is not None])
+        return TIED if gap.values > 1 and gap.low <= 0 else PLAIN
+
+    return {row: rank(row) for row in inside}
+
+
+def format_cell(cell: Cell | None, measure: str, plus: str = " ± ") -> str:
+    """Returns a cell in the measure's units, - where no run has it."""
+    if cell is None or not cell.values:
+        return "-"
+    _, factor, digits = MEASURES[measure]
+    text = f"{factor * cell.mean:,.{digits}f}"
+    if cell.values > 1:
+        text += f"{plus}{factor * cell.sd:,.{digits}f}"
+    return text + (f" ({cell.values}/{cell.runs})" if cell.values < cell.runs else "")
+
+
+def lay_out(
+    pivot: Pivot, escape: Callable[[str], str], marks: dict[str, str], plus: str = " ± "
+) -> list[list[str]]:
+    """Returns the lines of the table, the first one the columns' names. `marks` has a format for
+    each rank; `escape` makes texts from files harmless.
+    """
+    lines = [["", *map(escape, pivot.columns)]]
+    for row in pivot.rows:
+        cells = [pivot.cells.get((row, column)) for column in pivot.columns]
+        shown = [format_cell(cell, pivot.measure, plus) for cell in cells]
+        ranks = [cell.rank if cell else PLAIN for cell in cells]
+        marked = [marks[rank].format(text) for rank, text in zip(ranks, shown, strict=True)]
+        lines.append([escape(row), *marked])
+    return lines
+
+
+LEGEND = "bold: the best of its column; underlined: seeds do not tell it from the best"
+
+
+def describe(pivot: Pivot) -> str:
+    """Returns what the numbers are, in one line."""
+    counts = sorted({cell.runs for cell in pivot.cells.values()})
+    runs = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return f"{MEASURES[pivot.measure][0]}, mean ± sample sd, {runs} runs a cell"
+
+
+def write_pivot(pivot: Pivot, out: Path) -> None:
+    """Prints the table and writes pivot.csv, pivot.md and pivot.tex into `out`."""
+    terminal = lay_out(
+        pivot,
+        escape_markup,
+        {PLAIN: "{}", BEST: "[bold]{}[/bold]", TIED: "[underline]{}[/underline]"},
+    )
+    print_table(describe(pivot), *terminal)
+    print(LEGEND)
+    with (
+        atomic_write(out / "pivot.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as handle,
+    ):
+        writer = csv.writer(handle)
+        writer.writerow(["row", "column", "measure", *Cell._fields])
+        for (row, column), cell in pivot.cells.items():
+            numbers = [
+                "" if isinstance(value, float) and math.isnan(value) else value for value in cell
+            ]
+            names = [escape_csv(row), escape_csv(column)]
+            writer.writerow([*names, pivot.measure, *numbers])
+    markdown = lay_out(pivot, escape_markdown, {PLAIN: "{}", BEST: "**{}**", TIED: "<u>{}</u>"})
+    markdown.insert(1, ["---", *["---:"] * len(pivot.columns)])
+    text = "".join(f"| {' | '.join(line)} |\n" for line in markdown)
+    with atomic_write(out / "pivot.md") as temporary:
+        temporary.write_text(f"{text}\n{describe(pivot)}; {LEGEND}\n", encoding="utf-8")
+    with atomic_write(out / "pivot.tex") as temporary:
+        temporary.write_text(format_latex(pivot), encoding="utf-8")
+
+
+def format_latex(pivot: Pivot) -> str:
+    """Returns the table for LaTeX with the package booktabs."""
+    marks = {PLAIN: "{}", BEST: r"\textbf{{{}}}", TIED: r"\underline{{{}}}"}
+    head, *lines = (
+        " & ".join(line) + r" \\" for line in lay_out(pivot, escape_latex, marks, r" $\pm$ ")
+    )
+    shape = "l" + "r" * len(pivot.columns)
+    return "\n".join(
+        [
+            f"% {describe(pivot)}; {LEGEND}",
+            rf"\begin{{tabular}}{{{shape}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *lines,
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
