@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import call
 from PIL import Image
+from scipy.stats import norm, permutation_test
 
 from fedjax_cfl.analysis import statistics
 from fedjax_cfl.analysis.plot_costs import draw_costs, last_cost
@@ -203,14 +204,31 @@ def test_differences_are_of_the_same_seed():
     (found,) = statistics.compare_pairs(sets, ["final_accuracy"])
     assert (found.label, found.minus, found.seeds) == ("high", "low", 2)
     assert found.values["final_accuracy"][:3] == pytest.approx((0.1, 0.1, 0.1))
+    assert found.values["final_accuracy"].chance == 0.5
+
+
+def test_the_chance_of_a_difference_is_that_of_scipy():
+    rng = np.random.default_rng(0)
+    for count in (3, 6, 9):
+        values = rng.normal(0.5, 1.0, count)
+        want = permutation_test(
+            (values,), lambda v, axis: v.mean(axis), permutation_type="samples", n_resamples=np.inf
+        )
+        assert statistics.find_chance(values) == pytest.approx(want.pvalue)
+    assert statistics.find_chance([0.1, 0.2, 0.3]) == 0.25 and np.isnan(statistics.find_chance([]))
+    many = rng.normal(0.3, 1.0, 40)
+    # of so many the mean is about normal
+    want = 2 * norm.sf(abs(many.sum()) / np.sqrt((many**2).sum()))
+    assert statistics.find_chance(many) == pytest.approx(want, abs=0.02)
 
 
 def test_only_what_leaves_out_zero_is_bold(page):
-    told = statistics.Estimate(0.02, 0.01, 0.03, 3)
+    told = statistics.Estimate(0.02, 0.01, 0.03, 3, 0.25)
     assert format_estimate(told, 100, 2, "+") == {
         "mean": "+2.00",
         "interval": "+1.00 to +3.00",
         "apart": True,
+        "chance": "p 0.25",
     }
     for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
         assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]

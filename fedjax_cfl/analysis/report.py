@@ -106,7 +106,8 @@ def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
     settings = dict(flatten_settings(read_settings(run["run_dir"]))) if file.is_file() else {}
     return {
         "title": title(run),
-        "folder": escape_text(run["run_dir"]),
+        # no more of the path: a page may go to readers who must not know whose it is
+        "folder": escape_text("/".join(run["run_dir"].parts[-2:])),
         "overrides": [escape_text(line) for line in run["asked"]],
         "settings": {escape_text(name): escape_text(value) for name, value in settings.items()},
         "numbers": format_numbers(run),
@@ -241,11 +242,11 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def format_estimate(
     estimate: Estimate, factor: float, digits: int, sign: str = ""
 ) -> dict[str, Any]:
-    """Returns the texts of a mean and of its interval, and whether the interval, rounded as it
-    is shown, excludes 0.
+    """Returns the texts of a mean, of its interval and of the chance of such a difference, and
+    whether the interval, rounded as it is shown, excludes 0.
     """
     if not estimate.values:
-        return {"mean": "-", "interval": "", "apart": False}
+        return {"mean": "-", "interval": "", "apart": False, "chance": ""}
     mean, low, high = (
         f"{factor * value:{sign},.{digits}f}"
         for value in (estimate.mean, estimate.low, estimate.high)
@@ -255,6 +256,7 @@ def format_estimate(
         "mean": mean,
         "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
         "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
+        "chance": f"p {estimate.chance:.2g}" if estimate.values > 1 and sign else "",
     }
 
 
