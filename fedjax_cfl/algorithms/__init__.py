@@ -2,6 +2,7 @@
 Algorithm per method.
 """
 
+from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
 from fedjax_cfl.algorithms.auxo.auxo import auxo
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
@@ -26,6 +27,7 @@ from fedjax_cfl.algorithms.tkm import tkm
 
 __all__ = [
     "ColdStart",
+    "adaptive_fedavg",
     "auxo",
     "cfl",
     "fedadagrad",
