@@ -9,6 +9,7 @@ from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
+from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
@@ -38,6 +39,7 @@ __all__ = [
     "feddrift",
     "feddrift_eager",
     "feddws",
+    "fedem",
     "fedfomo",
     "fedgroup",
     "fedprox",
