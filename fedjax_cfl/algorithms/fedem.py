@@ -31,7 +31,7 @@ from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -119,20 +119,24 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     tests on the received model, training in sample space, and a clock for each group.
     """
     given = as_system(system)
-    wrong = {
-        "personal": local.personal is not None
-        and ("a model beside each of m models is not defined", "personal=none"),
-        "test_on=received": given.keep_received
-        and ("they are tested on what they mix", "test_on=group"),
-        "local.first_layer=dual": local.execution.first_layer == "dual"
-        and ("each is trained directly", "auto or direct"),
-        "clock.per_group=true": given.clock is not None
-        and given.clock.per_group
-        and ("no group is done before another", "false"),
-    }
-    for setting, found in wrong.items():
-        if found:
-            reason, instead = found
+    refused = (
+        (local.personal is not None, "personal", "a model beside m is not defined", "none"),
+        (given.keep_received, "test_on=received", "are tested on their mixture", "group"),
+        (
+            local.execution.first_layer == "dual",
+            "local.first_layer=dual",
+            "m models have no form in sample space",
+            "auto",
+        ),
+        (
+            given.clock is not None and given.clock.per_group,
+            "clock.per_group=true",
+            "no group is done before another",
+            "false",
+        ),
+    )
+    for holds, setting, reason, instead in refused:
+        if holds:
             raise InputError(
                 f"{setting}: clients of {name} receive and train all m models, and {reason}; use"
                 f" {instead}, or another algorithm"
@@ -145,10 +149,10 @@ def start_mixture(task: Task, m: int, with_labels: bool) -> StartFn:
     def start(key: Key, data: FederatedData) -> Start:
         clients, labels = data.num_clients, data.num_classes
         memory = MixtureMemory(
-            jnp.full((clients, m), 1 / m),
+            jnp.full((clients, m), 1 / m, jnp.float32),
             jnp.zeros(clients, bool),
             jnp.zeros((clients, m, labels)) if with_labels else (),
-            jnp.full((m, labels), 1 / m) if with_labels else (),
+            jnp.full((m, labels), 1 / m, jnp.float32) if with_labels else (),
         )
         return random_groups(task, m)(key, data)._replace(memory=memory)
 

@@ -52,9 +52,31 @@ def mixture_loss(log_probabilities: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(own < jnp.log(LEAST_PROBABILITY), -jnp.log(LEAST_PROBABILITY), -own)
 
 
+def explain_samples(
+    task: Task,
+    models: Params,
+    label_shares: jax.Array | None,
+    weights: jax.Array,
+    x: jax.Array,
+    y: jax.Array,
+    owner: jax.Array,
+) -> jax.Array:
+    """Returns q [m, B], proportional over k to pi_k p_k(y_n | x_n), with label shares R to pi_k
+    p_k(y_n | x_n) / R_k(y_n); 0 for padding.
+
+    Args: `models` [m, ...]; `label_shares` [m, C] are FedRC's R, None: without; `weights` [m] are
+    pi; `x` [B, ...] and `y` [B] are samples, and `owner` [B] is as in `Task`.
+    """
+    logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
+    prior = jnp.log(jnp.maximum(weights, LEAST_WEIGHT))[:, None]
+    score = prior - jax.vmap(cross_entropy, (0, None))(logits, y)
+    if label_shares is not None:
+        score -= jnp.log(label_shares)[:, y]
+    return jnp.where(owner >= 0, jax.nn.softmax(score, axis=0), 0.0)
+
+
 def share_samples(task: Task) -> Any:
-    """Returns the E-step as a function of one client, for `over_clients`: q_kn is proportional to
-    pi_k p_k(y_n | x_n), with FedRC's label shares R to pi_k p_k(y_n | x_n) / R_k(y_n).
+    """Returns the E-step as a function of one client, see `explain_samples`, for `over_clients`.
 
     It is (client, data, (models [m, ...], R [m, C] or None), pi [m]) -> a Loop with the result
     `Responsibilities`.
@@ -63,17 +85,12 @@ def share_samples(task: Task) -> Any:
     def explain(client, data: FederatedData, shared, weights):
         models, label_shares = shared
         count, first = client_range(client, data)
-        prior = jnp.log(jnp.maximum(weights, LEAST_WEIGHT))[:, None]
 
         def block(b, found):
             place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
             x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
             owner = jnp.where(place < count, client, -1)
-            logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
-            score = prior - jax.vmap(cross_entropy, (0, None))(logits, y)  # [m, block]
-            if label_shares is not None:
-                score -= jnp.log(label_shares)[:, y]
-            parts = jnp.where(place < count, jax.nn.softmax(score, axis=0), 0.0)
+            parts = explain_samples(task, models, label_shares, weights, x, y, owner)
             return Responsibilities(
                 lax.dynamic_update_slice(found.each, parts, (0, b * SAMPLE_BLOCK)),
                 found.by_label.at[:, y].add(parts),
