@@ -32,7 +32,7 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
-MIXTURES = ("fedem",)  # methods whose clients receive, train and send all models
+MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models
 # methods whose first groups are trained, and which keep nothing of what they trained from
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
 # one of every kind, for what takes long to compile

@@ -13,6 +13,7 @@ from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.fedrc import fedrc
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fielding.fielding import fielding
@@ -43,6 +44,7 @@ __all__ = [
     "fedfomo",
     "fedgroup",
     "fedprox",
+    "fedrc",
     "fedsgd",
     "fedyogi",
     "fesem",
