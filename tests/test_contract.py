@@ -415,7 +415,7 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
             build(name, given=given)
         return
     if name in MIXTURES:
-        with pytest.raises(InputError, match="personal: .* receive and train all m models"):
+        with pytest.raises(InputError, match=r"personal: .* receive and train all m models"):
             build(name, given=given)
         return
     algorithm, task, data, _ = build(name, given=given)

@@ -9,8 +9,8 @@ first round is FedEM's.
 Differs from the paper: R counts what the clients that have taken part sent last (in the authors'
 code also a constant for those that have not); models start at random, and no momentum is kept
 between rounds; no group is removed. The code's new clients do not receive R, which is
-`newcomers_use_shares=False`. A label that a model never saw is a bonus of about log(n / least_count)
-for it: the floor is a real hyper-parameter.
+`newcomers_use_shares=False`. A label that a model never saw is a bonus of about log(n /
+least_count) for it: the floor is a real hyper-parameter.
 """
 
 from fedjax_cfl.algorithms.fedem import federated_mixture, serve_mixture
