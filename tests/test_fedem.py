@@ -2,7 +2,6 @@
 are served: tested, saved, read back, and joined by new clients.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -654,6 +653,7 @@ def clocked(**settings):
         ({"personal": cfl.personal.ditto()}, COHORTS, "personal: clients of FedEM receive"),
         ({}, cfl.System(COHORTS, keep_received=True), "test_on=received: clients of FedEM"),
         ({}, clocked(per_group=True), "clock.per_group=true: clients of FedEM"),
+        ({}, COHORTS._replace(poll=COHORTS.select), "selection: clients of FedEM receive"),
     ],
 )
 def test_what_is_meant_for_single_models_is_refused(linear, local, change, system, says):

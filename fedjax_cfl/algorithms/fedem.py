@@ -116,7 +116,8 @@ def federated_mixture(
 
 def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     """Raises InputError for what is defined for clients with one model each: personal methods,
-    tests on the received model, training in sample space, and a clock for each group.
+    tests on the received model, training in sample space, a clock for each group, and a selection
+    by the losses of groups' models.
     """
     given = as_system(system)
     refused = (
@@ -133,6 +134,12 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
             "clock.per_group=true",
             "no group is done before another",
             "false",
+        ),
+        (
+            given.select.poll is not None,
+            "selection",
+            "power-of-choice asks for the loss of one",
+            "selection=null",
         ),
     )
     for holds, setting, reason, instead in refused:
