@@ -44,6 +44,13 @@ def play(algorithm, data, rounds=3, key=KEY):
     return states, infos
 
 
+@pytest.fixture(scope="module")
+def trained(toy, linear, local):
+    """FedEM with two models, and its states before and after two rounds."""
+    algorithm = fedem(linear, local, COHORTS, m=2)
+    return algorithm, play(algorithm, toy, 2)[0]
+
+
 # the twin
 
 
@@ -196,10 +203,10 @@ def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     )
 
 
-def test_parts_of_clients_are_tested_as_all_of_them(toy, linear, local):
-    """As for samples on the host: clients 4 to 9, and room for two more behind the last."""
-    state = play(fedem(linear, local, COHORTS, m=2), toy, 2)[0][-1]
-    served = fedem(linear, local, COHORTS, m=2).serve(state)
+def test_parts_of_clients_are_tested_as_all_of_them(trained):
+    """As for samples on the host: clients 10 to 13, and room for two more behind the last."""
+    algorithm, states = trained
+    served = algorithm.serve(states[-1])
     part = evaluate.take_served(served, 10 + jnp.arange(6))
     np.testing.assert_array_equal(part.weights[:4], served.weights[10:])
     np.testing.assert_array_equal(part.model_index, [*served.model_index[10:].tolist(), -1, -1])
@@ -241,14 +248,14 @@ def test_probabilities_are_averaged_not_logits(toy, linear):
     assert p[2] < 1e-10 and (y >= 2).any(), "the floor is not seen"
 
 
-def test_a_model_that_is_not_finite_is_seen(toy, linear, local):
-    algorithm = fedem(linear, local, COHORTS, m=2)
-    state = play(algorithm, toy, 1)[0][-1]
+def test_a_model_that_is_not_finite_is_seen(toy, linear, trained):
+    algorithm, (*_, state) = trained
     bias = state.groups["head"]["bias"].at[1, 0].set(jnp.nan)
     groups = {"head": state.groups["head"] | {"bias": bias}}
-    row, _ = evaluate.evaluate_all(
-        algorithm, linear, cfl.make_mesh(1), state.replace(groups=groups), toy, False
-    )
+    broken, mesh = state.replace(groups=groups), cfl.make_mesh(1)
+    row, _ = jax.jit(
+        lambda state, data: evaluate.evaluate_all(algorithm, linear, mesh, state, data, False)
+    )(broken, toy)
     assert np.isnan(row["accuracy"])
     met = np.asarray(state.memory.met) & (np.asarray(toy.test.size) > 0)
     assert row["nonfinite_model_clients"] == met.sum()
@@ -287,9 +294,8 @@ def test_fedrc_is_fedem_while_label_shares_are_equal(toy, linear, local):
     assert first.round == 0
 
 
-def test_models_that_begin_alike_have_equal_parts(toy, linear, local):
-    algorithm = fedem(linear, local, COHORTS, m=2)
-    begun = jax.jit(algorithm.init)(KEY, toy)
+def test_models_that_begin_alike_have_equal_parts(toy, trained):
+    algorithm, (begun, *_) = trained
     same = jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), begun.groups)
     after, _ = jax.jit(algorithm.round)(KEY, begun.replace(groups=same), toy)
     np.testing.assert_allclose(after.memory.weights, 0.5, atol=1e-6)
@@ -381,12 +387,12 @@ def test_clients_that_differ_in_labels_alone_are_put_together_by_fedrc(local):
 # whatever the machine
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("how", [{"mesh": 4}, nightly({"width": 3}), {"mesh": 2, "width": 2}])
-def test_lanes_and_devices_change_nothing(toy, linear, local, name, how):
-    how = dict(how)
-    if "mesh" in how:
-        how["mesh"] = cfl.make_mesh(how["mesh"])
+@pytest.mark.parametrize(
+    ("name", "devices", "width"),
+    [("fedrc", 2, 2), nightly("fedrc", 4, 1), nightly("fedem", 1, 3), nightly("fedem", 8, 2)],
+)
+def test_lanes_and_devices_change_nothing(toy, linear, local, name, devices, width):
+    how = {"mesh": cfl.make_mesh(devices), "width": width}
     plain, _ = play(METHODS[name](linear, local, COHORTS, m=3), toy)
     other, _ = play(METHODS[name](linear, with_execution(local, **how), COHORTS, m=3), toy)
     for found, expected in zip(*map(jax.tree.leaves, (other[-1], plain[-1])), strict=True):
@@ -435,9 +441,9 @@ def test_updates_that_are_not_used_leave_no_trace(toy, linear, local, fault):
         assert (last.assignment == -1).all()
 
 
-def test_attackers_attack_all_models(toy, linear, local):
+def test_attackers_attack_all_models(toy, linear, local, trained):
     """All turn their updates round: the models take the opposite step."""
-    honest = play(fedem(linear, local, COHORTS, m=2), toy, 1)[0]
+    honest = trained[1][:2]
     hostile = cfl.System(COHORTS, cfl.Faults(byzantine=1.0, scale=2.0))
     attacked = play(fedem(linear, local, hostile, m=2), toy, 1)[0]
     step, wrong = (
@@ -692,9 +698,7 @@ def test_what_trains_on_from_one_model_is_refused(toy, linear, local, models):
 
 def test_more_models_than_memory_holds_are_refused(toy, linear, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 2_000_000)
-    run = {"rounds": 1, "mesh": local.execution.mesh}
-    cfl.run(fedem(linear, local, COHORTS, m=2), linear, toy, KEY, **run)
     many = fedem(linear, local, COHORTS, m=4000)
-    assert "algorithm.m" in one_line(
-        "memory: each device needs", cfl.run, many, linear, toy, KEY, **run
-    )
+    given = {"rounds": 1, "mesh": local.execution.mesh}
+    error = one_line("memory: each device needs", cfl.run, many, linear, toy, KEY, **given)
+    assert "fewer models of a mixture (algorithm.m)" in error or "fewer groups" in error
