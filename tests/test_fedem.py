@@ -197,6 +197,9 @@ def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
         np.testing.assert_allclose(clients.loss[client], loss, rtol=1e-4)
         right, samples_seen = right + hits.sum(), samples_seen + size
     np.testing.assert_allclose(row["accuracy"], right / samples_seen, rtol=1e-6)
+    tests, auxiliary = np.asarray(toy.test.order), mean(models)
+    hits = logits_of(auxiliary, x[tests]).argmax(1) == y[tests]
+    np.testing.assert_allclose(row["auxiliary_accuracy"], hits.mean(), rtol=1e-6)
     assert row["evaluated_clients"] == np.sum(state.memory.met)
     assert (
         row["group_sizes"].tolist() == np.bincount(state.assignment + 1, minlength=4)[1:].tolist()

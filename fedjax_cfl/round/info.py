@@ -83,7 +83,8 @@ def make_info(
     """
     each, own = part_models(upload, gid, groups)
     distance, cosine = deviation(state, groups, own, each, mesh)
-    used, trained = ((part.weight > 0).astype(jnp.float32) for part in (each, upload))
+    trained = (upload.weight > 0).astype(jnp.float32)
+    used = trained if each is upload else (each.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(used, own, (distance,), state.active.size)
     known = cohort.take(state.assignment) >= 0
     real = cohort.ids < state.assignment.size
