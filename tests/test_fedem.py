@@ -251,17 +251,19 @@ def test_probabilities_are_averaged_not_logits(toy, linear):
     assert p[2] < 1e-10 and (y >= 2).any(), "the floor is not seen"
 
 
-def test_a_model_that_is_not_finite_is_seen(toy, linear, trained):
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
+    """Also by clients to whom the other one says more, and where probabilities are finite."""
     algorithm, (*_, state) = trained
-    bias = state.groups["head"]["bias"].at[1, 0].set(jnp.nan)
+    met = np.asarray(state.memory.met) & (np.asarray(toy.test.size) > 0)
+    weaker = int(np.argmin(np.bincount(np.asarray(state.assignment)[met], minlength=2)))
+    bias = state.groups["head"]["bias"].at[weaker, 0].set(value)
     groups = {"head": state.groups["head"] | {"bias": bias}}
     broken, mesh = state.replace(groups=groups), cfl.make_mesh(1)
     row, _ = jax.jit(
         lambda state, data: evaluate.evaluate_all(algorithm, linear, mesh, state, data, False)
     )(broken, toy)
-    assert np.isnan(row["accuracy"])
-    met = np.asarray(state.memory.met) & (np.asarray(toy.test.size) > 0)
-    assert row["nonfinite_model_clients"] == met.sum()
+    assert np.isnan(row["accuracy"]) and row["nonfinite_model_clients"] == met.sum()
 
 
 # reductions
@@ -585,17 +587,16 @@ def test_a_finished_run_predicts_by_its_mixtures(finished, folder):
     assert right / test.sum() == pytest.approx(finished.summary["best_accuracy"])
 
 
-def test_a_client_never_met_finds_its_weights(finished):
+@pytest.mark.parametrize("shares", [np.array([[0.9, 0.1], [0.2, 0.8]], np.float32), None])
+def test_a_client_never_met_finds_its_weights(finished, shares):
     new = own_arrays(["gil"], samples=300, seed=5)
-    found = finished.find_weights(new["x"], new["y"])
-    models, shares = models_of(finished.final.models), finished.final.label_shares.astype(float)
-    expected = e_step(models, [0.5, 0.5], shares, new["x"].astype(float), new["y"]).mean(1)
+    rows = new["y"] + np.arange(300) % 3 > 0  # more of label 1
+    x, y = new["x"][rows], new["y"][rows]
+    assert finished.final.label_shares.shape == (2, 2)
+    found = finished.find_weights(x, y, finished.final._replace(label_shares=shares))
+    models = models_of(finished.final.models)
+    expected = e_step(models, [0.5, 0.5], shares, x.astype(float), y).mean(1)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    plain = finished.final._replace(label_shares=None)
-    expected = e_step(models, [0.5, 0.5], None, new["x"].astype(float), new["y"]).mean(1)
-    np.testing.assert_allclose(
-        finished.find_weights(new["x"], new["y"], plain), expected, rtol=1e-4
-    )
 
 
 def test_predict_mixes_for_clients_of_the_run_and_others(finished, folder, monkeypatch, capsys):
