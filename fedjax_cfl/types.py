@@ -171,7 +171,8 @@ class Cohort(struct.PyTreeNode):
 class Upload(struct.PyTreeNode):
     """What the cohort sends back."""
 
-    delta: Params  # [S, ...], trained minus start, 0 in an empty slot
+    # [S, ...], trained minus start, 0 in an empty slot; [S, m, ...] where clients train all models
+    delta: Params
     weight: jax.Array  # [S] float32, training samples, 0 in an empty slot
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
@@ -280,11 +281,18 @@ class Info(struct.PyTreeNode):
 
 
 class ServedModels(NamedTuple):
-    """Which model each client would use now."""
+    """Which model each client would use now, or which mixture of all of them."""
 
     models: Params  # [M, ...]
-    # [K] int32 into models, -1 = the client has none yet and is not evaluated
+    # [K] int32 into models, -1 = the client has none yet and is not evaluated. With `weights` it
+    # names the heaviest one, for what is reported of groups
     model_index: jax.Array
+    # [K, M] >= 0, rows sum to 1: a client predicts by the mean of the models' PROBABILITIES with
+    # these weights; None: by its one model
+    weights: jax.Array | None = None
+    # [M, C] > 0, the shares of the labels that each model is for, by which a new client divides the
+    # models' likelihoods when it finds its weights (FedRC); None: it does not
+    label_shares: jax.Array | None = None
 
 
 class Poll(NamedTuple):

@@ -36,19 +36,17 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
+MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models
 # methods whose first groups are trained, and which keep nothing of what they trained from
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
 # whose lanes are compared in every run: two kinds, and those whose clients train otherwise
-LANES = ("fesem", "flexcfl", "feddane", "fedfomo")
+LANES = ("fesem", "flexcfl", "fedem", "feddane", "fedfomo")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
-SENT = {
-    "feddane": (3, 2),
-    "nonfed": (0, 0),
-}
+SENT = {"feddane": (3, 2), "nonfed": (0, 0)} | dict.fromkeys(MIXTURES, (GROUPS, GROUPS))
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
 
@@ -372,7 +370,7 @@ def test_traffic_is_sane(case):
 
 def test_serves_clients_models_that_exist(case):
     for state in case.states:
-        models, index = case.algorithm.serve(state)
+        models, index, *_ = case.algorithm.serve(state)
         count = {leaf.shape[0] for leaf in jax.tree.leaves(models)}
         assert len(count) == 1
         assert index.shape == (case.data.num_clients,)
@@ -410,7 +408,7 @@ def test_builds_under_every_preset(build, algorithm, preset):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, "nonfed")))
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, *MIXTURES, "nonfed")))
 def test_clients_may_keep_a_model_of_their_own(name, build):
     """Ditto over every method whose clients have none already: a round leaves the shapes of the
     state, with a model of each client in it.
@@ -418,6 +416,10 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
     given = ("personal=ditto",)
     if name in ("nonfed", *PEERS):
         with pytest.raises(InputError, match="a model of its own already"):
+            build(name, given=given)
+        return
+    if name in MIXTURES:
+        with pytest.raises(InputError, match=r"personal: .* receive and train all m models"):
             build(name, given=given)
         return
     algorithm, task, data, _ = build(name, given=given)

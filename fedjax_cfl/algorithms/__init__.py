@@ -10,9 +10,11 @@ from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
+from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
+from fedjax_cfl.algorithms.fedrc import fedrc
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fielding.fielding import fielding
@@ -40,9 +42,11 @@ __all__ = [
     "feddrift",
     "feddrift_eager",
     "feddws",
+    "fedem",
     "fedfomo",
     "fedgroup",
     "fedprox",
+    "fedrc",
     "fedsgd",
     "fedyogi",
     "fesem",

@@ -31,7 +31,7 @@ from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
-from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
+from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
 from fedjax_cfl.simulation.program import Inputs
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
@@ -95,6 +95,12 @@ def build(config: dict[str, Any]) -> Setup:
         data = bound_client_samples(data, drift)
     algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
+    for extra in ("finetune", "similarity"):
+        if config["evaluate"][extra]:
+            key = jax.random.key(config["seed"])
+            state = jax.eval_shape(algorithm.init, key, data)
+            served = jax.eval_shape(algorithm.serve, state)
+            refuse_mixture(f"evaluate.{extra}={config['evaluate'][extra]}", served)
     if share:
         make = with_selection(config, task, data, mesh)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])

@@ -3,7 +3,8 @@
 The file has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
 clients.parquet) and split [N] (0 train, 1 test). A client of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
-loss on its own training samples (on all of them without split), so it needs y.
+loss on its own training samples (on all of them without split), so it needs y. Where clients of
+the run mix all models, it finds its weights on them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ class Predictions(NamedTuple):
     """One entry for each sample."""
 
     predicted: np.ndarray  # [N] int32, the class
-    model: np.ndarray  # [N] int32, the model that predicted it
+    model: np.ndarray  # [N] int32, the model that predicted it; of a mixture the heaviest one
     known: np.ndarray  # [N] bool, whether the client has a model in the run
 
 
@@ -88,23 +89,32 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         here = met.get(str(client))
         known[rows] = here is not None
-        model[rows] = choose_model(run, saved, arrays, rows) if here is None else here
-    for used in np.unique(model):
+        used = choose_model(run, saved, arrays, rows) if here is None else here
+        model[rows] = used if isinstance(used, int) else np.argmax(used)
+        if not isinstance(used, int):
+            predicted[rows] = run.predict_with(used, x[rows], saved)
+    for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         predicted[rows] = run.predict_with(int(used), x[rows], saved)
     return Predictions(predicted, model, known)
 
 
-def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, int]:
-    """Returns the model of each client that has one, by the client's name as text."""
-    pairs = zip(run.table["client"].tolist(), saved.model_index.tolist(), strict=True)
-    return {str(name): model for name, model in pairs if model >= 0}
+def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, int | np.ndarray]:
+    """Returns the model of each client that has one, or its weights [M] of all models, by the
+    client's name as text.
+    """
+    index = saved.model_index.tolist()
+    used = index if saved.weights is None else list(saved.weights)
+    each = zip(run.table["client"].tolist(), index, used, strict=True)
+    return {str(name): mine for name, model, mine in each if model >= 0}
 
 
 def choose_model(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], rows: np.ndarray
-) -> int:
-    """Returns the model for a client that has none, by its training samples among `rows`."""
+) -> int | np.ndarray:
+    """Returns the model for a client that has none, or its weights [M] of all models, by its
+    training samples among `rows`.
+    """
     if "y" not in arrays:
         who = f"client {arrays['client'][rows[0]]}" if "client" in arrays else "a file without ids"
         raise InputError(f"{who} has no model in this run, and without y none can be chosen")
@@ -112,7 +122,8 @@ def choose_model(
         rows = rows[~arrays["split"][rows]]
         if not rows.size:
             raise InputError("split: a client that the run never met has no training samples")
-    return run.find_model(arrays["x"][rows], arrays["y"][rows], saved)
+    find = run.find_model if saved.weights is None else run.find_weights
+    return find(arrays["x"][rows], arrays["y"][rows], saved)
 
 
 def describe_predictions(
@@ -128,7 +139,8 @@ def describe_predictions(
         if not rows.any():
             continue
         models = ", ".join(map(str, np.unique(found.model[rows])))
-        line = f"{name}: {rows.sum():,} samples, models {models}"
+        by = "models" if saved.weights is None else "mixtures, the heaviest of each model"
+        line = f"{name}: {rows.sum():,} samples, {by} {models}"
         rows = rows & scored
         if "y" in arrays and rows.any():
             right = np.mean(found.predicted[rows] == arrays["y"][rows])

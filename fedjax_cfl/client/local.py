@@ -153,6 +153,8 @@ class Training(NamedTuple):
     key: Key  # of this client and round; folded with the step, for dropout
     plan: StepPlan
     table: jax.Array | None  # the order of its samples, see `StepPlan.make_table`
+    # [>= samples] float32, what each of its samples counts in the loss; None: all count 1
+    weights: jax.Array | None = None
 
 
 class Work(NamedTuple):

@@ -165,6 +165,8 @@ def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
 
         def batch_loss(params):
             each = each_loss(params, start, extra, x, y, noise, owner)
+            if training.weights is not None:
+                each = training.weights[places] * each
             total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
             mean = total / jnp.sum(owner >= 0)
             return mean + penalty(params, start, extra) if penalty else mean, total

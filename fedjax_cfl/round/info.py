@@ -45,6 +45,25 @@ def deviation(
     )
 
 
+def part_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload, jax.Array]:
+    """Returns the upload with one model in each slot, and the group of each: itself, or, where
+    each client has trained all m models (`upload.delta` is [S, m, ...]), that of S m slots.
+
+    Args: `gid` [S] int32 is the group of each slot; `groups` [m, ...] are the models.
+    """
+    leaf, whole = (jax.tree.leaves(tree)[0] for tree in (groups, upload.delta))
+    if leaf.ndim == whole.ndim:
+        return upload, gid
+    clients, count = whole.shape[:2]
+    delta = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), upload.delta)
+    parted = upload.replace(
+        delta=delta,
+        weight=jnp.repeat(upload.weight, count),
+        squared_norm=squared_norms(delta).sum(0),
+    )
+    return parted, jnp.tile(jnp.arange(count, dtype=gid.dtype), clients)
+
+
 def make_info(
     state: State,
     groups: Params,
@@ -62,13 +81,15 @@ def make_info(
     Args: `state`, `groups`, `gid`, `upload` and `mesh` are those of `deviation`; `mass` [m] is
     the weight behind each group's step, 0: its model stayed.
     """
-    distance, cosine = deviation(state, groups, gid, upload, mesh)
+    each, own = part_models(upload, gid, groups)
+    distance, cosine = deviation(state, groups, own, each, mesh)
     trained = (upload.weight > 0).astype(jnp.float32)
-    (per_group,), count = group_mean(trained, gid, (distance,), state.active.size)
+    used = trained if each is upload else (each.weight > 0).astype(jnp.float32)
+    (per_group,), count = group_mean(used, own, (distance,), state.active.size)
     known = cohort.take(state.assignment) >= 0
     real = cohort.ids < state.assignment.size
     in_cohort = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
-    clients = jnp.maximum(trained.sum(), 1.0)
+    models = jnp.maximum(used.sum(), 1.0)
     samples = jnp.maximum(upload.weight.sum(), 1.0)
 
     def if_any(mean: jax.Array) -> jax.Array:
@@ -78,9 +99,9 @@ def make_info(
     return Info(
         loss=if_any(jnp.sum(upload.weight * upload.loss) / samples),
         last_loss=if_any(jnp.sum(upload.weight * upload.last_loss) / samples),
-        discrepancy=if_any(jnp.sum(per_group * count) / clients),
+        discrepancy=if_any(jnp.sum(per_group * count) / models),
         group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
-        dissimilarity=if_any(jnp.sum(trained * (1.0 - cosine) / 2) / clients),
+        dissimilarity=if_any(jnp.sum(used * (1.0 - cosine) / 2) / models),
         selected=real.sum().astype(jnp.int32),
         clients=trained.sum().astype(jnp.int32),
         steps=sum_counts(make_count(upload.steps)),

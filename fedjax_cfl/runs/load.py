@@ -4,7 +4,8 @@ Models are in two folders of the run directory, `final/` (the last round) and `b
 best evaluation), each a checkpoint as `runs/checkpoint.py` describes it: arrays in Orbax's
 format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves are
 `['models'][...]` [M, ...], the parameters of every model that a client may be served, and
-`['index']` [K] int32, which of them each client uses, -1: none.
+`['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
+models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
@@ -24,12 +25,13 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
-from fedjax_cfl.runs.record import BEST, FINAL
+from fedjax_cfl.runs.record import BEST, FINAL, MIXTURE
 from fedjax_cfl.runs.results import (
     CLIENTS_FILE,
     SUMMARY_FILE,
@@ -53,6 +55,9 @@ class SavedModels(NamedTuple):
     round: int
     models: Params  # [M, ...], NumPy
     model_index: np.ndarray  # [K] int32 into models, -1: the client has none
+    # [K, M] and [M, C], where clients mix all models, see `ServedModels`; None: they use one
+    weights: np.ndarray | None = None
+    label_shares: np.ndarray | None = None
 
 
 class LoadedRun(NamedTuple):
@@ -81,41 +86,72 @@ class LoadedRun(NamedTuple):
         return names.index(client)
 
     def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
-        """Returns the classes [B] int32 that a client's model gives samples x [B, ...].
+        """Returns the classes [B] int32 that a client's model, or its mixture of models, gives
+        samples x [B, ...].
 
         `saved` is `final` unless you give `best`. Raises InputError for a client without
-        a model; `find_model` finds one for it.
+        a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
         saved = saved or self.final
-        model = int(saved.model_index[self.find_client(client)])
+        place = self.find_client(client)
+        model = int(saved.model_index[place])
         if model < 0:
+            find = "find_model" if saved.weights is None else "find_weights"
             raise InputError(
-                f"client={client}: never met the server and has no model; find_model(x, y)"
+                f"client={client}: never met the server and has no model; {find}(x, y)"
                 " chooses one by its samples"
             )
-        return self.predict_with(model, x, saved)
+        used = model if saved.weights is None else saved.weights[place]
+        return self.predict_with(used, x, saved)
 
-    def predict_with(self, model: int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
-        """Returns the classes [B] int32 that model number `model` gives samples x [B, ...]."""
+    def predict_with(
+        self, model: int | np.ndarray, x: Any, saved: SavedModels | None = None
+    ) -> np.ndarray:
+        """Returns the classes [B] int32 that model number `model`, or the mixture of all models
+        with the weights `model` [M], gives samples x [B, ...]: the mean of their probabilities.
+        """
         saved, samples = saved or self.final, self.check_samples(x)
         total = _count_models(saved.models)
-        if not 0 <= model < total:
+        if np.ndim(model):
+            weights = check_weights(model, total)
+            used, predict = (saved.models, weights), _mix_block
+        elif not 0 <= model < total:
             raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
-        one = take_rows(saved.models, model)
+        else:
+            used, predict = take_rows(saved.models, model), _predict_block
         found = [
-            np.asarray(_predict_block(self.task, one, block, count))[:count]
+            np.asarray(predict(self.task, used, block, count))[:count]
             for block, count in _blocks(samples)
         ]
         return np.concatenate(found)
+
+    def find_weights(self, x: Any, y: Any, saved: SavedModels | None = None) -> np.ndarray:
+        """Returns the weights [M] float32 with which a client that took no part in the run mixes
+        its models, by samples x [B, ...] with labels y [B]: one E-step from equal weights, see
+        `client.mixture`.
+
+        Raises InputError for a run whose clients use one model each.
+        """
+        saved, samples = saved or self.final, self.check_samples(x)
+        if saved.weights is None:
+            raise InputError("clients of this run use one model each; find_model(x, y) chooses one")
+        labels, total = self.check_labels(y, len(samples)), 0.0
+        given = saved.models, saved.label_shares
+        for number, (block, count) in enumerate(_blocks(samples)):
+            own = _pad(labels[number * BLOCK : number * BLOCK + count])
+            total += np.asarray(_sum_parts(self.task, *given, block, own, count), float)
+        return (total / np.sum(total)).astype(np.float32)
 
     def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
         """Returns the number of the model of lowest mean cross-entropy on samples x [B, ...]
         with labels y [B]: how a client joins that took no part in the run (as in IFCA).
 
         Only models that serve a client are tried. Raises InputError for labels that the
-        run does not have.
+        run does not have, and for a run whose clients mix all models.
         """
         saved, samples = saved or self.final, self.check_samples(x)
+        if saved.weights is not None:
+            raise InputError("clients of this run mix all models; find_weights(x, y) says how")
         labels = self.check_labels(y, len(samples))
         used = np.unique(saved.model_index[saved.model_index >= 0])
         if not used.size:
@@ -247,13 +283,15 @@ def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None
             raise ValueError("its step is no whole number, or its facts are no JSON object")
         arrays = checkpoint.load_arrays(found[-1])
         index = arrays.pop("['index']")
+        weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
         models = _nest(arrays)["models"]
         _check_models(models, index)
+        _check_mixture(len(jax.tree.leaves(models)[0]), index, weights, label_shares)
     except KeyError as error:
         raise InputError(f"{found[-1]}: cannot be read: it has no {error}") from None
     except Exception as error:  # whatever damage does to a reader
         raise InputError(f"{found[-1]}: cannot be read: {atomic_folder.explain(error)}") from None
-    return SavedModels(step, models, index), facts
+    return SavedModels(step, models, index, weights, label_shares), facts
 
 
 def _check_models(models: Params, index: np.ndarray) -> None:
@@ -270,6 +308,35 @@ def _check_models(models: Params, index: np.ndarray) -> None:
         raise ValueError("its index is no list of whole numbers")
     if index.size and not -1 <= index.min() <= index.max() < min(counts)[0]:
         raise ValueError(f"its index names models that are not among {min(counts)[0]}")
+
+
+def _check_mixture(
+    total: int, index: np.ndarray, weights: np.ndarray | None, label_shares: np.ndarray | None
+) -> None:
+    """Raises ValueError unless what a mixture of `total` models has is as in `SavedModels`."""
+    if weights is not None:
+        if weights.shape != (index.size, total) or weights.dtype.kind != "f":
+            raise ValueError("its weights are not one number for each client and model")
+        used = weights[index >= 0]
+        if not (used >= 0).all() or not np.allclose(used.sum(1), 1, atol=1e-3):
+            raise ValueError("its weights of a client are not shares of 1")
+    if label_shares is not None:
+        shape = (total, label_shares.shape[-1] if label_shares.ndim else 0)
+        if weights is None or label_shares.shape != shape or label_shares.dtype.kind != "f":
+            raise ValueError("its label shares are not a row for each model of a mixture")
+        if not (label_shares > 0).all() or not np.isfinite(label_shares).all():
+            raise ValueError("its label shares are not all above 0")
+
+
+def check_weights(weights: Any, total: int) -> np.ndarray:
+    """Returns the weights of `total` models. Raises InputError unless they are shares of 1."""
+    found = np.asarray(weights)
+    if found.shape != (total,) or found.dtype.kind not in "buif":
+        raise InputError(f"model has shape {found.shape}, expected weights of shape ({total},)")
+    found = found.astype(np.float32)
+    if not (found >= 0).all() or not np.isclose(found.sum(), 1, atol=1e-3):
+        raise InputError("model: weights must be >= 0 and have the sum 1")
+    return found
 
 
 def build_module(node: Any, num_classes: int) -> nn.Module:
@@ -345,6 +412,31 @@ def _owner(count: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _predict_block(task: Task, model: Params, x: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.argmax(task.predict(model, x, _owner(count)), -1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mix_block(
+    task: Task, mixture: tuple[Params, jax.Array], x: jax.Array, count: jax.Array
+) -> jax.Array:
+    models, weights = mixture
+    each = jnp.broadcast_to(weights, (BLOCK, weights.size))
+    return jnp.argmax(mix_predictions(task, models, each, x, _owner(count)), -1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sum_parts(
+    task: Task,
+    models: Params,
+    label_shares: jax.Array | None,
+    x: jax.Array,
+    y: jax.Array,
+    count: jax.Array,
+) -> jax.Array:
+    """Returns the sums [M] of the models' parts in the real samples, from equal weights."""
+    owner = _owner(count)
+    equal = jnp.full(_count_models(models), 1 / _count_models(models))
+    parts = explain_samples(task, models, label_shares, equal, x, y, owner)
+    return jnp.sum(parts, axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -28,6 +28,7 @@ from fedjax_cfl.simulation.evaluate import used_models
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
+MIXTURE = "weights", "label_shares"  # what only mixtures have, of `ServedModels`
 
 
 class Record(NamedTuple):
@@ -127,11 +128,15 @@ def save_checkpoint(
 
 
 def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
-    """Returns a copy on the host of the models that clients use, and of who uses which."""
+    """Returns a copy on the host of the models that clients use, and of who uses which; of
+    mixtures also the weights, and what a new client needs to find its own.
+    """
     served = used_models(algorithm, state)
-    return jax.tree.map(
-        np.array, jax.device_get({"models": served.models, "index": served.model_index})
-    )
+    kept = {"models": served.models, "index": served.model_index}
+    for name in MIXTURE:
+        if getattr(served, name) is not None:
+            kept[name] = getattr(served, name)
+    return jax.tree.map(np.array, jax.device_get(kept))
 
 
 def save_final(

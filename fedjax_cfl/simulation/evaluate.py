@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.mixture import mix_predictions, mixture_loss
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import gather, train_label_shares
@@ -79,13 +80,19 @@ def find_model(blocks: Blocks, number: jax.Array) -> jax.Array:
 
 
 def predict_block(
-    task: Task, model: Params, data: FederatedData, blocks: Blocks, number: jax.Array
+    task: Task,
+    model: Params,
+    data: FederatedData,
+    blocks: Blocks,
+    number: jax.Array,
+    weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three arrays [EVAL_BLOCK] for one block of test samples: place in
     `data.test.order` (N_test: no sample), predicted class, cross-entropy.
 
     Args: `model` [...] is the one that the block belongs to, see `find_model`; `blocks` are
-    those of all test samples; `number` [] is the block's.
+    those of all test samples; `number` [] is the block's; with `weights` [K, M] `model` [M, ...]
+    are all models, which each client mixes by its own.
     """
     sort, first, count, until = blocks
     total, g = sort.size, find_model(blocks, number)
@@ -96,9 +103,13 @@ def predict_block(
     rows = data.test.order[test]
     x, y = gather(data, rows)
     owner = jnp.where(slot < total, data.owner[rows], -1)
-    logits = task.predict(model, x, owner)
-    guess = jnp.argmax(logits, -1).astype(jnp.int32)
-    return jnp.where(slot < total, test, total), guess, cross_entropy(logits, y)
+    if weights is None:
+        found, loss = task.predict(model, x, owner), cross_entropy
+    else:
+        mine = weights[jnp.maximum(owner, 0)]
+        found, loss = mix_predictions(task, model, mine, x, owner), mixture_loss
+    guess = jnp.argmax(found, -1).astype(jnp.int32)
+    return jnp.where(slot < total, test, total), guess, loss(found, y)
 
 
 def predict_test_samples(
@@ -107,11 +118,14 @@ def predict_test_samples(
     """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the
     order of `data.test.order`.
 
-    m models cost one pass over the samples and not m. Samples of clients without a model
-    get class -1. Where each client has a model of its own, devices get those of their blocks
-    alone.
+    m models cost one pass over the samples and not m, unless clients mix them. Samples of clients
+    without a model get class -1. Where each client has a model of its own, devices get those of
+    their blocks alone.
     """
-    models, index = served
+    models, index, weights, _ = served
+    if weights is not None:  # all of them are the one model of every client
+        models = jax.tree.map(lambda leaf: leaf[None], models)
+        index = jnp.where(index >= 0, 0, -1)
     num_models, total = count_models(models), data.test.order.size
     owner = data.owner[data.test.order]
     blocks = cut_blocks(jnp.where(owner >= 0, index[owner], -1), num_models)
@@ -120,21 +134,21 @@ def predict_test_samples(
 
     # devices take them in turn
     numbers = jnp.arange(length * mesh.size).reshape(length, mesh.size).T.reshape(-1)
-    split = mesh.size > 1 and num_models == index.size
+    split = mesh.size > 1 and num_models == index.size and weights is None
     if split:  # [length of all devices, ...]
         models = take_models(models, jax.vmap(find_model, (None, 0))(blocks, numbers), mesh)
 
     @jax.jit  # traced once for its shapes and for the loop
     def one_block(shared, models, number, row):
-        data, blocks = shared
+        data, blocks, weights = shared
         row = row if split else find_model(blocks, number)
         model = take_rows(models, row)
-        return predict_block(task, model, data, blocks, number)
+        return predict_block(task, model, data, blocks, number, weights)
 
     def device_blocks(shared, own):
         (everybody, *shared), (numbers, models) = shared, own
         models = models if split else everybody
-        done = jnp.sum(numbers < shared[-1].until[-1])
+        done = jnp.sum(numbers < shared[1].until[-1])
         shapes = jax.eval_shape(one_block, shared, models, numbers[0], 0)
         out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
 
@@ -146,7 +160,7 @@ def predict_test_samples(
 
     everybody, own = ((), models) if split else (models, ())
     where, guess, loss = over_devices(device_blocks, mesh)(
-        (everybody, data, blocks), (numbers, own)
+        (everybody, data, blocks, weights), (numbers, own)
     )
     guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
@@ -172,11 +186,11 @@ def evaluate_auxiliary(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
     """Returns how many predictions on the union of all test sets are right, and how many
-    there are, by the plain mean of the models that serve any client.
+    there are, by the plain mean of the models that serve any client: of all in a mixture.
     """
-    used = jnp.any(
-        served.model_index[:, None] == jnp.arange(count_models(served.models)), axis=0
-    ).astype(jnp.float32)
+    count = count_models(served.models)
+    used = jnp.any(served.model_index[:, None] == jnp.arange(count), axis=0).astype(jnp.float32)
+    used = used if served.weights is None else jnp.ones(count)
     weight = used / jnp.maximum(used.sum(), 1.0)
     mean = jax.tree.map(lambda leaf: jnp.tensordot(weight, leaf, axes=1)[None], served.models)
     guess, _ = predict_test_samples(
@@ -201,6 +215,15 @@ def each_its_own(models: Params, index: jax.Array) -> ServedModels:
     is -1 has none.
     """
     return ServedModels(models, jnp.where(index >= 0, jnp.arange(index.size), -1))
+
+
+def take_served(served: ServedModels, clients: jax.Array) -> ServedModels:
+    """Returns what the `clients` [n] of all are served; one beyond the last has no model."""
+    weights = served.weights
+    if weights is not None:
+        weights = weights.at[clients].get(mode="fill", fill_value=0)
+    index = served.model_index.at[clients].get(mode="fill", fill_value=-1)
+    return served._replace(model_index=index, weights=weights)
 
 
 def used_models(algorithm: Algorithm, state: State) -> ServedModels:
@@ -247,17 +270,18 @@ def evaluate_block(
     Args: `with_auxiliary`: also test the mean of the models, where there are several;
     `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
-    served = algorithm.serve(state)
-    models, index = used_models(algorithm, state)
+    served, used = algorithm.serve(state), used_models(algorithm, state)
     if jax.tree.leaves(state.received):
-        models, index = each_its_own(state.received, index)
+        used = each_its_own(state.received, used.model_index)
     if first is not None:
-        index = index.at[first + jnp.arange(data.num_clients)].get(mode="fill", fill_value=-1)
-    table, counts = evaluate_clients(task, mesh, ServedModels(models, index), data)
+        used = take_served(used, first + jnp.arange(data.num_clients))
+    table, counts = evaluate_clients(task, mesh, used, data)
     right = samples = jnp.zeros((), jnp.int32)
     if count_models(served.models) > 1 and with_auxiliary:
         right, samples = evaluate_auxiliary(task, mesh, served, data)
-    bad = ~is_finite(models)[jnp.maximum(index, 0)] & (index >= 0) & (data.test.size > 0)
+    finite, index = is_finite(used.models), used.model_index
+    finite = finite[jnp.maximum(index, 0)] if used.weights is None else finite.all()
+    bad = ~finite & (index >= 0) & (data.test.size > 0)
     distance = evaluate_distance(served, data) if with_distance else jnp.float32(jnp.nan)
     return Evaluation(table, Totals(counts, right, samples, bad.sum(dtype=jnp.int32), distance))
 

@@ -75,7 +75,10 @@ def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
                 "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps"
                 " nothing per client"
             ),
-            "work": "fewer clients at a time (clients_per_round, local.width) or a smaller model",
+            "work": (
+                "fewer clients at a time (clients_per_round, local.width), fewer models of a"
+                " mixture (algorithm.m) or a smaller model"
+            ),
         },
     )
     if has is None or sum(planned.values()) <= has:

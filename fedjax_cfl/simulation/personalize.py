@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
@@ -52,8 +54,9 @@ def finetune_clients(
     Args: `local` is how they train, without schedule; `epochs` is for how
     long; `served` says which model each has; `key` is that of the round whose batches they
     take; `at_once` clients are trained together, so that no more models are in memory;
-    `lr_scale` [] is the factor of their step size.
+    `lr_scale` [] is the factor of their step size. Raises InputError for mixtures.
     """
+    refuse_mixture("evaluate.finetune", served)
     local = local.replace(epochs=epochs, steps=None, schedule=None)
     train, mesh = over_clients(sgd(task, local), local.execution), local.execution.mesh
 
@@ -94,8 +97,9 @@ def compare_updates(
 
     Args: `local` is how they train, without schedule; `served` says which
     model each has; `key` draws the clients and their batches; `most` is the largest n, and
-    fewer clients are all taken.
+    fewer clients are all taken. Raises InputError for mixtures.
     """
+    refuse_mixture("evaluate.similarity", served)
     local = local.replace(schedule=None)
     train = over_clients(sgd(task, local), local.execution)
     able = np.flatnonzero((np.asarray(served.model_index) >= 0) & (np.asarray(data.train.size) > 0))
@@ -113,6 +117,17 @@ def compare_updates(
         return cosine(delta, delta)
 
     return ids, np.asarray(compare(ids, served, data, key)) if ids.size else np.zeros((0, 0))
+
+
+def refuse_mixture(setting: str, served: ServedModels) -> None:
+    """Raises InputError for what trains on from a client's one model, where clients mix several;
+    `served` has arrays or their shapes.
+    """
+    if served.weights is not None:
+        raise InputError(
+            f"{setting}: clients of this method predict by mixtures of all models, and have no one"
+            " model to train on from; use 0"
+        )
 
 
 def split_clients(ids: np.ndarray, at_once: int, num_clients: int) -> np.ndarray:
@@ -188,6 +203,8 @@ def assign_newcomers(
     """
     known, total, data = trained.assignment.size, data.num_clients, data.replace(has_drift=False)
     algorithm = make(select_these(jnp.full(at_once, total, jnp.int32)))
+    if (served := algorithm.serve(trained)).weights is not None:
+        return mix_newcomers(task, mesh, served, data, at_once)
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
     shapes = jax.eval_shape(lambda: trained.replace(selection=()))
 
@@ -205,11 +222,52 @@ def assign_newcomers(
     met, new = met.replace(selection=start.selection), jnp.arange(total) >= known
     used = used_models(algorithm, met)
     served = ServedModels(used.models, jnp.where(new, used.model_index, -1))
+    groups = np.asarray(algorithm.serve(met).model_index)[known:]
+    return score_newcomers(task, mesh, served, data, groups)
+
+
+def score_newcomers(
+    task: Task, mesh: Mesh, served: ServedModels, data: FederatedData, groups: np.ndarray
+) -> NewClients:
+    """Returns the new clients, the last of `data`, with their `groups` [H] and what they measure
+    on what they are `served`; the devices of `mesh` share the tests.
+    """
     table = jax.jit(lambda served, data: evaluate_clients(task, mesh, served, data)[0])(
         served, data
     )
-    mine = jax.tree.map(lambda leaf: np.asarray(leaf)[known:], table)
-    return NewClients(np.asarray(algorithm.serve(met).model_index)[known:], mine, served)
+    mine = jax.tree.map(lambda leaf: np.asarray(leaf)[-groups.size :], table)
+    return NewClients(groups, mine, served)
+
+
+def mix_newcomers(
+    task: Task, mesh: Mesh, trained: ServedModels, data: FederatedData, at_once: int
+) -> NewClients:
+    """Gives each new client its mixture of the models of a finished run, by one E-step on its
+    training samples from equal weights, and tests it; one without training samples gets none.
+
+    Args: as those of `assign_newcomers`; `trained` is what the clients of the run are served.
+    """
+    assert trained.weights is not None
+    known, count = trained.weights.shape
+    total = data.num_clients
+    execution = make_execution(mesh)
+    estep = over_clients(share_samples(task), execution)
+
+    @jax.jit
+    def mix(ids, trained, data, weights):
+        cohort = make_cohort(ids, data, execution)
+        equal = jnp.full((cohort.ids.size, count), 1 / count)
+        found = estep(cohort, data, (trained.models, trained.label_shares), equal)
+        able = (cohort.ids < total) & (found.by_label.sum((1, 2)) > 0)
+        rows = jnp.where(able, cohort.ids, total)
+        return weights.at[rows].set(mean_responsibility(found.by_label, equal), mode="drop")
+
+    weights = jnp.zeros((total, count))
+    for ids in split_clients(np.arange(known, total), at_once, total):
+        weights = mix(jnp.asarray(ids), trained, data, weights)
+    index = jnp.where(weights.sum(1) > 0, jnp.argmax(weights, axis=1).astype(jnp.int32), -1)
+    served = trained._replace(model_index=index, weights=weights)
+    return score_newcomers(task, mesh, served, data, np.asarray(index)[known:])
 
 
 def take_client_rows(
@@ -237,6 +295,8 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
     data, nobody = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
     algorithm = make(select_these(nobody))
     state = jax.eval_shape(algorithm.init, key, data)
+    if jax.eval_shape(algorithm.serve, state).weights is not None:
+        return  # an E-step
     start = jax.jit(lambda key, data: algorithm.init(key, data).assignment)  # the rest is not run
     numbered = number_leaves((key, state, data))[2]
     looks = find_influence(

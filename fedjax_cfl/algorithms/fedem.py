@@ -1,0 +1,326 @@
+"""Marfoq, Neglia, Bellet, Kameni, Vidal, "Federated Multi-Task Learning under a Mixture of
+Distributions", NeurIPS 2021, https://arxiv.org/abs/2108.10252.
+
+Each client's data are a mixture, with weights of its own, of m distributions that all clients
+share. A client ascribes each of its samples to the m models in parts (E-step), and trains every
+model on samples that weigh as their parts (M-step). It predicts by the mean of the models'
+probabilities with its weights.
+
+Differs from the paper: models start at random, and no momentum is kept between rounds (the
+authors' code starts image models from ImageNet weights and keeps momentum buffers); the short last
+batch is kept. The server averages over the clients of a round; `shrink` is the code's arithmetic,
+in which absent clients stand at the old models. A client whose update is not used keeps the weights
+that it had. The reported training loss is the sum of the models' weighted losses. The group of a
+client, in reports, is the model of its largest weight; a client has none before its first round.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
+from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.local import Local, Training, Work
+from fedjax_cfl.client.mixture import mean_responsibility, share_samples
+from fedjax_cfl.client.objective import erm
+from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.start import no_clients, random_groups
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_mean, group_sum, take_rows
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    ServedModels,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import PositiveInt, check_arguments
+
+NO_STEP = 2**32 - 1  # a number that no step has, for keys
+
+
+class MixtureMemory(struct.PyTreeNode):
+    """What is kept of every client: pi stays on the client, the rest of it on the server."""
+
+    weights: jax.Array  # [K, m] pi, rows sum to 1
+    met: jax.Array  # [K] bool, an update of the client has been used
+    by_label: Any  # [K, m, C] A, the last that each client has sent; () in FedEM
+    label_shares: Any  # [m, C] R > 0; () in FedEM
+
+
+class Expected(struct.PyTreeNode):
+    """What the E-step gives a client for its training."""
+
+    parts: jax.Array  # [m, at least n] q of its samples
+    by_label: jax.Array  # [m, C] sums of q
+    share: jax.Array  # [] its samples, of those of all clients
+
+
+def fedem(
+    task: Task, local: Local, system: SystemLike, *, m: PositiveInt, shrink: bool = False
+) -> Algorithm:
+    """FedEM (Algorithm 1) with m models, which every client of a round receives, trains and sends.
+
+    With m = 1 it is FedAvg. `shrink` divides by the samples of all K clients, not of those in the
+    round, so that the models take a step as much shorter as fewer clients take part. A client
+    shuffles its samples anew for each model. Its weights pi stay on the client: nothing but models
+    is sent. A new client takes one E-step from equal weights; without labels it is not defined.
+    Raises InputError for what a mixture cannot be used with, see `refuse_single_models`.
+    """
+    check_arguments(fedem, locals(), "algorithm")
+    return federated_mixture(task, local, system, m, "FedEM", shrink=shrink)
+
+
+def federated_mixture(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    m: int,
+    name: str,
+    *,
+    shrink: bool = False,
+    least_count: float | None = None,
+) -> Algorithm:
+    """Returns FedEM, or, with the floor `least_count` of a label's sum, FedRC; `name` is the
+    method's, for messages.
+    """
+    refuse_single_models(local, system, name)
+    hooks = Hooks(
+        train_components(task, local, m),
+        start=start_mixture(task, m, least_count is not None),
+        assign=keep_groups,
+        prepare=expect(task, local, m),
+        aggregate=mean_of_all if shrink else mean_of_cohort,
+        finish=remember_mixture(least_count),
+        # `shrink` reads the sizes of all clients
+        start_clients=None if shrink else no_clients,
+    )
+    return federated(task, local, system, hooks)._replace(serve=serve_mixture)
+
+
+def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
+    """Raises InputError for what is defined for clients with one model each: personal methods,
+    tests on the received model, training in sample space, a clock for each group, and a selection
+    by the losses of groups' models.
+    """
+    given = as_system(system)
+    refused = (
+        (local.personal is not None, "personal", "a model beside m is not defined", "none"),
+        (given.keep_received, "test_on=received", "are tested on their mixture", "group"),
+        (
+            local.execution.first_layer == "dual",
+            "local.first_layer=dual",
+            "m models have no form in sample space",
+            "auto",
+        ),
+        (
+            given.clock is not None and given.clock.per_group,
+            "clock.per_group=true",
+            "no group is done before another",
+            "false",
+        ),
+        (
+            given.select.poll is not None,
+            "selection",
+            "power-of-choice asks for the loss of one",
+            "selection=null",
+        ),
+    )
+    for holds, setting, reason, instead in refused:
+        if holds:
+            raise InputError(
+                f"{setting}: clients of {name} receive and train all m models, and {reason}; use"
+                f" {instead}, or another algorithm"
+            )
+
+
+def start_mixture(task: Task, m: int, with_labels: bool) -> StartFn:
+    """Starts from m independent random models, of which every client has equal parts."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        clients, labels = data.num_clients, data.num_classes
+        memory = MixtureMemory(
+            jnp.full((clients, m), 1 / m, jnp.float32),
+            jnp.zeros(clients, bool),
+            jnp.zeros((clients, m, labels)) if with_labels else (),
+            jnp.full((m, labels), 1 / m, jnp.float32) if with_labels else (),
+        )
+        return random_groups(task, m)(key, data)._replace(memory=memory)
+
+    return start
+
+
+def expect(task: Task, local: Local, m: int) -> PrepareFn:
+    """Takes the E-step of the cohort's clients, from the models that they receive.
+
+    The round counts one model down and one up; m - 1 more go with it, and in FedRC R down and A
+    up, m C words each.
+    """
+    estep = over_clients(share_samples(task), local.execution)
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        memory, size = state.memory, client_range(cohort.ids, data)[0]
+        known = memory.label_shares if with_labels(memory) else None
+        found = estep(cohort, data, (state.groups, known), cohort.take(memory.weights))
+        share = size / jnp.maximum(jnp.sum(data.train.size), 1)
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        models, words = real * (m - 1), real * m * data.num_classes * with_labels(memory)
+        sent = make_traffic(models, models, words, words)
+        work = work._replace(client_extra=Expected(found.each, found.by_label, share))
+        return work, make_report(sent, samples=m * size)
+
+    return prepare
+
+
+def with_labels(memory: MixtureMemory) -> bool:
+    """Returns whether the method divides likelihoods by label shares."""
+    return not isinstance(memory.label_shares, tuple)
+
+
+def train_components(task: Task, local: Local, m: int) -> ClientFn:
+    """Trains all m models of one client, each as in FedAvg on its own shuffled batches, in which
+    sample n counts q_kn times: batches are not normalised, so that a model takes steps as long as
+    the client's part in it. A weight decay or an L2 penalty is not weighted.
+
+    The upload has `delta` [m, ...], the steps of all models, and the sums of q by label as
+    `extra`.
+    """
+    plain = erm(task)
+    penalty = plain.l2
+    # of the m models together, for the loss that is reported
+    reported = plain.replace(l2=penalty and (lambda models: jnp.sum(jax.vmap(penalty)(models))))
+    train = Partial(
+        LocalSGD(local, partial(one_after_another, as_pytree(plain))),
+        as_pytree(reported),
+        local.lr,
+    )
+
+    def solve(train, client, data, shared, work: Work) -> Program:
+        key, models = shared
+        found = work.client_extra
+        stack = jax.tree.map(lambda leaf: leaf[None], models)
+        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=found.parts)
+        return then(
+            train(client, data, (key, stack), alone),
+            lambda upload: upload.replace(steps=m * upload.steps, extra=found.by_label),
+        )
+
+    return Partial(solve, train)
+
+
+def one_after_another(objective: Any, training: Training, data: FederatedData) -> Loop:
+    """Returns the training of one client's m models `training.start` [m, ...], one after another:
+    model k on samples that count `training.client_extra` [m, n] times. The first one has the
+    batches of FedAvg.
+    """
+    start, plan, parts = training.start, training.plan, training.client_extra
+    m, steps = parts.shape[0], jnp.maximum(plan.steps, 1)
+    others = jax.random.split(jax.random.fold_in(training.key, NO_STEP), m - 1)
+    keys = jnp.concatenate([training.key[None], others])
+    words = jax.vmap(lambda key: jax.random.bits(key, (2,)))(keys)
+    tables = None
+    if training.table is not None:
+        passes = training.samples, training.local, data.max_client_samples
+        tables = jax.lax.map(lambda own: plan._replace(random_words=own).make_table(*passes), words)
+
+    def of_model(k: jax.Array) -> Loop:
+        mine = training._replace(
+            objective=objective,
+            start=take_rows(start, k),
+            client_extra=(),
+            key=keys[k],
+            plan=plan._replace(random_words=words[k]),
+            table=take_rows(tables, k),
+            weights=parts[k],
+        )
+        return direct_loop(mine, data)
+
+    def step(i, carry):
+        k = i // steps
+        stepped = of_model(k).step(i - k * steps, take_rows(carry, k))
+        return jax.tree.map(lambda all, one: all.at[k].set(one), carry, stepped)
+
+    def end(carry):
+        trained, _, losses = carry
+        return jax.tree.map(jnp.subtract, trained, start), jnp.stack(losses).sum(1), ()
+
+    nothing = jnp.zeros(m)
+    velocity = no_velocity(training.local, start)
+    return Loop(m * plan.steps, (start, velocity, (nothing, nothing)), step, end)
+
+
+def mean_of_cohort(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages each model's updates over the cohort, weighted by training samples.
+
+    Args: as those of `AggregateFn`.
+    """
+    mean, mass = group_mean(upload.weight, jnp.zeros_like(gid), upload.delta, 1)
+    return take_rows(mean, 0), jnp.broadcast_to(mass, state.active.shape)
+
+
+def mean_of_all(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages as if all clients had taken part, those that did not with updates of 0.
+
+    Args: as those of `AggregateFn`.
+    """
+    share = jnp.where(upload.weight > 0, client_extra.share, 0.0)
+    step = take_rows(group_sum(share[:, None], upload.delta), 0)
+    return step, jnp.broadcast_to(upload.weight.sum(), state.active.shape)
+
+
+def remember_mixture(least_count: float | None) -> FinishFn:
+    """Keeps the weights of the clients whose update is used, and in FedRC their sums by label:
+    R_k(c) is the sum over the clients met, at least `least_count`, normalised over c.
+    """
+
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        memory, sums = state.memory, upload.extra
+        used = (upload.weight > 0) & (sums.sum((1, 2)) > 0)
+        rows = jnp.where(used, cohort.ids, state.assignment.size)
+        new = mean_responsibility(sums, cohort.take(memory.weights))
+        memory = memory.replace(
+            weights=memory.weights.at[rows].set(new, mode="drop"),
+            met=memory.met.at[rows].set(True, mode="drop"),
+        )
+        if least_count is not None:
+            by_label = memory.by_label.at[rows].set(sums, mode="drop")
+            total = jnp.maximum(by_label.sum(0), least_count)
+            shares = total / total.sum(1, keepdims=True)
+            shares = jnp.where(memory.met.any(), shares, memory.label_shares)
+            memory = memory.replace(by_label=by_label, label_shares=shares)
+        strongest = jnp.argmax(memory.weights, axis=1).astype(jnp.int32)
+        assignment = jnp.where(memory.met, strongest, -1)
+        return state.replace(memory=memory, assignment=assignment), make_traffic()
+
+    return finish
+
+
+def serve_mixture(state: State) -> ServedModels:
+    """Serves each client the mixture of all models with its weights."""
+    memory = state.memory
+    shares = memory.label_shares if with_labels(memory) else None
+    return ServedModels(state.groups, state.assignment, memory.weights, shares)
