@@ -5,6 +5,7 @@
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
 from fedjax_cfl.personal.pfedme import pfedme
+from fedjax_cfl.personal.scaffold import scaffold
 from fedjax_cfl.personal.split import fedbabu, fedper, fedrep, lg_fedavg
 
-__all__ = ["apfl", "ditto", "fedbabu", "fedper", "fedrep", "lg_fedavg", "pfedme"]
+__all__ = ["apfl", "ditto", "fedbabu", "fedper", "fedrep", "lg_fedavg", "pfedme", "scaffold"]

@@ -47,7 +47,8 @@ def init_own(personal: Personal, state: State) -> State:
         groups = {**first, **personal.sent_part(groups)}
     state = state.replace(groups=groups)
     rows = jax.vmap(personal.init)(group_models(state))
-    return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool)))
+    group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()
+    return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool), group))
 
 
 def make_personal_models(personal: Personal | None) -> Callable[[State], Params] | None:
