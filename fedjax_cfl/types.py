@@ -352,6 +352,9 @@ class Personal(NamedTuple):
     # (row, model of a group) -> the model by which a client judges the group; None: the group's
     judge: Callable[[Any, Params], Params] | None = None
     server: ServerRows | None = None  # where rows are the server's, too; None: nobody else has them
+    # (local) -> how a client trains the model of its group whenever it uses it, in place of
+    # `combine`, on its own samples; None: it does not
+    adapt: Callable[[Any], Any] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -371,7 +374,8 @@ class Algorithm(NamedTuple):
     # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
     # split them
     client_models: Callable[[State], Any] | None = None
-    # (state) -> models [K, ...] that clients are tested on and use; None: those that `serve` serves
-    personal_models: Callable[[State], Params] | None = None
+    # (state, data) -> models [K, ...] that clients are tested on and use; None: those that `serve`
+    # serves
+    personal_models: Callable[[State, FederatedData], Params] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None

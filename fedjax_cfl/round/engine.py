@@ -97,14 +97,16 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return finish_round(parts, after, info, cohort, upload, log)
 
+    # of a client that is tested after training on, its samples are read whenever it is tested
+    adapts = personal is not None and personal.adapt is not None
     return Algorithm(
         init,
         round,
         serve_assigned if hooks.assign else serve_global,
         clustered=hooks.assign is not None and not hooks.own_models,
-        data_clients=find_data_clients(hooks.start_clients, system.select.draw),
+        data_clients=None if adapts else find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
-        personal_models=make_personal_models(personal),
+        personal_models=make_personal_models(task, local),
         sent_part=personal and personal.sent_part,
     )
 

@@ -203,14 +203,15 @@ def each_its_own(models: Params, index: jax.Array) -> ServedModels:
     return ServedModels(models, jnp.where(index >= 0, jnp.arange(index.size), -1))
 
 
-def used_models(algorithm: Algorithm, state: State) -> ServedModels:
-    """Returns the models that clients use: their groups', or, under a personal method, their own.
-    Who is in which group is what `algorithm.serve` says.
+def used_models(algorithm: Algorithm, state: State, data: FederatedData) -> ServedModels:
+    """Returns the models that clients use: their groups', or, under a personal method, their own,
+    for which some methods train on the clients' `data`. Who is in which group is what
+    `algorithm.serve` says.
     """
     served = algorithm.serve(state)
     if algorithm.personal_models is None:
         return served
-    return each_its_own(algorithm.personal_models(state), served.model_index)
+    return each_its_own(algorithm.personal_models(state, data), served.model_index)
 
 
 def evaluate_all(
@@ -248,7 +249,7 @@ def evaluate_block(
     `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
     served = algorithm.serve(state)
-    models, index = used_models(algorithm, state)
+    models, index = used_models(algorithm, state, data)
     if jax.tree.leaves(state.received):
         models, index = each_its_own(state.received, index)
     if first is not None:
