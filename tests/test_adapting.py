@@ -5,7 +5,7 @@ slow twins in NumPy, who is tested on what, and that nothing is kept or sent for
 import jax
 import numpy as np
 import pytest
-from conftest import SIZES, build, lasting_rows, matrix, one_line, spent, with_execution
+from conftest import CLASSES, SIZES, build, lasting_rows, matrix, one_line, spent, with_execution
 from test_personal import play
 from test_reference import (
     KEY,
@@ -21,9 +21,14 @@ from test_reference import (
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
+from fedjax_cfl.data import drift
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.personal import fine_tune, per_fedavg
+from fedjax_cfl.runs.record import copy_present_models
+from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
+from fedjax_cfl.simulation.rounds import init_data_state
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import select
 
 COHORT, ROUNDS, ALPHA, CLIENTS = 6, 3, 0.3, len(SIZES)
@@ -184,6 +189,20 @@ def test_losses_are_of_each_batch_once(toy, linear, local):
     held = np.concatenate([samples(toy, k) for k in ids])
     expected = cross_entropy(model, x[held], y[held]) + 0.001 * np.sum(model.kernel**2)
     np.testing.assert_allclose((info.loss, info.last_loss), expected, rtol=1e-5)
+
+
+def test_models_that_are_kept_are_of_the_data_as_they_were(toy, linear, local):
+    one = local.replace(personal=fine_tune(steps=1))
+    algorithm = algorithms.fedavg(linear, one, select.uniform(COHORT))
+    state, still = jax.jit(algorithm.init)(KEY, toy), drift.none()
+    moved = init_data_state(still, KEY, toy)._replace(y=CLASSES - 1 - toy.y)
+    setup = Setup(algorithm, linear, toy, still, cfl.make_mesh(1))
+    kept = copy_present_models(setup, Snapshot(state, moved, {}))["models"]
+    there, here = (
+        used_models(algorithm, state, data).models for data in (moved.apply_to(toy), toy)
+    )
+    np.testing.assert_array_equal(matrix(kept), matrix(there))
+    assert np.abs(matrix(kept) - matrix(here)).max() > 1e-3
 
 
 METHODS = {

@@ -94,9 +94,7 @@ def open_record(
             nonlocal best, pending
             if is_better(row, best):
                 best = results.to_plain(row["accuracy"])
-                state, moved, _ = locate()
-                now = moved.apply_to(setup.data) if moved else setup.data
-                pending = row["round"], copy_models(setup.algorithm, state, now)
+                pending = row["round"], copy_present_models(setup, locate())
             if is_time_to_save(row["round"], saved, settings) or stop:
                 save(locate())
 
@@ -135,6 +133,13 @@ def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict
     return jax.tree.map(
         np.array, jax.device_get({"models": served.models, "index": served.model_index})
     )
+
+
+def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
+    """Returns what `copy_models` returns where a run stands, on the data as they are there."""
+    state, moved, _ = snapshot
+    data = moved.apply_to(setup.data) if moved else setup.data
+    return copy_models(setup.algorithm, state, data)
 
 
 def save_final(
