@@ -324,6 +324,21 @@ class OwnRows(struct.PyTreeNode):
 
     rows: Any  # [K, ...]
     trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
+    # [K] int32, the group that each row is about, -1: none; () where rows are about clients alone
+    group: Any = ()
+
+
+class ServerRows(NamedTuple):
+    """What changes where the server has every client's row, too. A row is the client's statement
+    about its group: it is sent up with the update, changes only if that is used, and begins anew
+    when the client gets another group. Clients are sent the mean row of their group's members.
+    """
+
+    # (row, mean row) -> what ONE client trains with, as `work.own`
+    give: Callable[[Any, Any], Any]
+    # (local, work, upload) -> the upload without what `give` did to the updates, for methods that
+    # compare them
+    restore: Callable[..., Upload]
 
 
 class Personal(NamedTuple):
@@ -344,6 +359,10 @@ class Personal(NamedTuple):
     sent_part: Callable[[Params], Params] | None = None
     # (row, model of a group) -> the model by which a client judges the group; None: the group's
     judge: Callable[[Any, Params], Params] | None = None
+    server: ServerRows | None = None  # where rows are the server's, too; None: nobody else has them
+    # (local) -> how a client trains the model of its group whenever it uses it, in place of
+    # `combine`, on its own samples; None: it does not
+    adapt: Callable[[Any], Any] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -363,7 +382,8 @@ class Algorithm(NamedTuple):
     # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
     # split them
     client_models: Callable[[State], Any] | None = None
-    # (state) -> models [K, ...] that clients are tested on and use; None: those that `serve` serves
-    personal_models: Callable[[State], Params] | None = None
+    # (state, data) -> models [K, ...] that clients are tested on and use; None: those that `serve`
+    # serves
+    personal_models: Callable[[State, FederatedData], Params] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None

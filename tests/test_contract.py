@@ -46,7 +46,8 @@ LANES = ("fesem", "flexcfl", "fedem", "feddane", "fedfomo")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
-SENT = {"feddane": (3, 2), "nonfed": (0, 0)} | dict.fromkeys(MIXTURES, (GROUPS, GROUPS))
+SENT = {"feddane": (3, 2), "nonfed": (0, 0), "scaffold": (2, 2)}
+SENT |= dict.fromkeys(MIXTURES, (GROUPS, GROUPS))
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
 
@@ -218,7 +219,7 @@ def test_loss_falls(case):
 def test_training_helps_within_a_round(case):
     # a step along others' gradients need not lower a small client's objective; the last loss
     # has the pull back to the received model, which the first has not
-    slack = {"feddane": 1.1, "fedgrouprox": 1.05}.get(case.name, 1.0)
+    slack = {"feddane": 1.1, "fedgrouprox": 1.05, "scaffold": 1.15}.get(case.name, 1.0)
     losses = np.array([(info.loss, info.last_loss) for info in case.infos])
     assert np.all(losses[:, 1] <= slack * losses[:, 0]), losses
 

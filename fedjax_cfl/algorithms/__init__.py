@@ -25,6 +25,7 @@ from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import qfedavg
+from fedjax_cfl.algorithms.scaffold import scaffold
 from fedjax_cfl.algorithms.tkm import tkm
 
 __all__ = [
@@ -60,5 +61,6 @@ __all__ = [
     "md_icfl",
     "nonfed",
     "qfedavg",
+    "scaffold",
     "tkm",
 ]

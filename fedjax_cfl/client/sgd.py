@@ -176,12 +176,14 @@ def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
     return of_step
 
 
-def direct_loop(training: Training, data: FederatedData) -> Loop:
-    """Returns the SGD of one client for any model."""
+def direct_loop(training: Training, data: FederatedData, correction: Params | None = None) -> Loop:
+    """Returns the SGD of one client for any model; `correction` is added to every gradient."""
     local, start, plan = training.local, training.start, training.plan
     _, penalty = split(training.objective)
-    accumulates = local.execution.executor == "lanes" and not (
-        penalty or local.momentum or local.weight_decay or has_statistics(start)
+    accumulates = (
+        local.execution.executor == "lanes"
+        and correction is None
+        and not (penalty or local.momentum or local.weight_decay or has_statistics(start))
     )
     loss_of_step = batch_losses(training, data)
 
@@ -196,6 +198,8 @@ def direct_loop(training: Training, data: FederatedData) -> Loop:
             return -local.lr * mean if accumulates else mean, total
 
         (_, total), grad = jax.value_and_grad(scaled, has_aux=True)(params)
+        if correction is not None:
+            grad = jax.tree.map(jnp.add, grad, correction)
         if accumulates:
             params = jax.tree.map(jnp.add, params, grad)
         else:

@@ -4,7 +4,21 @@
 
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.fine_tune import fine_tune
+from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
+from fedjax_cfl.personal.scaffold import scaffold
 from fedjax_cfl.personal.split import fedbabu, fedper, fedrep, lg_fedavg
 
-__all__ = ["apfl", "ditto", "fedbabu", "fedper", "fedrep", "lg_fedavg", "pfedme"]
+__all__ = [
+    "apfl",
+    "ditto",
+    "fedbabu",
+    "fedper",
+    "fedrep",
+    "fine_tune",
+    "lg_fedavg",
+    "per_fedavg",
+    "pfedme",
+    "scaffold",
+]

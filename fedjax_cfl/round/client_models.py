@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Cohort, OwnRows, Params, State, Upload
+from fedjax_cfl.types import Cohort, Params, State, Upload
 
 MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
 
@@ -129,14 +129,17 @@ def take_own(state: State, cohort: Cohort, mesh: Mesh | None) -> Any:
     return take_models(state.own.rows, jnp.minimum(cohort.ids, state.assignment.size - 1), mesh)
 
 
-def put_own(state: State, cohort: Cohort, upload: Upload, mesh: Mesh | None) -> State:
-    """Returns the state with what clients of the cohort now keep. Each did train, even if its
-    answer was lost or came too late; rows that are not finite are dropped.
+def put_own(
+    state: State, cohort: Cohort, upload: Upload, kept: jax.Array, mesh: Mesh | None
+) -> State:
+    """Returns the state with what clients of the cohort now keep, those in the slots `kept` [S]
+    bool; rows that are not finite are dropped.
     """
-    kept = (upload.steps > 0) & ~find_nonfinite(upload.own, upload.steps.shape)
+    kept = kept & ~find_nonfinite(upload.own, kept.shape)
     at = jnp.where(kept, cohort.ids, state.assignment.size)
     trained = state.own.trained.at[at].set(True, mode="drop")
-    return state.replace(own=OwnRows(put_models(state.own.rows, at, upload.own, mesh), trained))
+    rows = put_models(state.own.rows, at, upload.own, mesh)
+    return state.replace(own=state.own.replace(rows=rows, trained=trained))
 
 
 def put_models(models: Params, rows: jax.Array, new: Params, mesh: Mesh | None) -> Params:

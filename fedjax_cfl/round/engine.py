@@ -12,11 +12,12 @@ from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
 from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import put_models, put_own, take_own
+from fedjax_cfl.round.client_models import put_models, put_own
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.personal import init_own, make_personal_models, train_personal
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
+from fedjax_cfl.round.server_rows import follow_groups, give_rows, keep_rows, restore_updates
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
@@ -88,20 +89,24 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         state, log = migrate(parts, keys, state, data)
         cohort, log = draw_cohort(parts, keys, state, data, log)
         work, log = plan_work(parts, keys, state, data, cohort, log)
+        state, work, log = hand_out_own(parts, state, data, cohort, work, log)
         upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
+        state = keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, log = update_groups(parts, state, data, cohort, work, upload, log)
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return finish_round(parts, after, info, cohort, upload, log)
 
+    # of a client that is tested after training on, its samples are read whenever it is tested
+    adapts = personal is not None and personal.adapt is not None
     return Algorithm(
         init,
         round,
         serve_assigned if hooks.assign else serve_global,
         clustered=hooks.assign is not None and not hooks.own_models,
-        data_clients=find_data_clients(hooks.start_clients, system.select.draw),
+        data_clients=None if adapts else find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
-        personal_models=make_personal_models(personal),
+        personal_models=make_personal_models(task, local),
         sent_part=personal and personal.sent_part,
     )
 
@@ -188,9 +193,23 @@ def plan_work(
     if parts.hooks.prepare:
         work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
         reports.append(report)
-    if parts.local.personal is not None:
-        work = work._replace(own=take_own(state, cohort, parts.local.execution.mesh))
     return parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
+
+
+def hand_out_own(
+    parts: Parts, state: State, data: FederatedData, cohort: Cohort, work: Work, log: RoundLog
+) -> tuple[State, Work, RoundLog]:
+    """Gives each client what is its own, and what the server makes of all clients' rows.
+
+    Args: as those of `draw_cohort`; `work` is that of `plan_work`.
+    """
+    if parts.local.personal is None:
+        return state, work, log
+    met = state.replace(assignment=cohort.put(state.assignment, work.group))
+    if not parts.hooks.own_models:
+        met = withhold_groups(state, met, data)
+    own, work, reports = give_rows(parts.local, met, cohort, work)
+    return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
 
 
 def train_cohort(
@@ -233,8 +252,8 @@ def regroup(
     """
     if parts.hooks.regroup is None:
         return state, work, upload
-    sent = state.groups
-    state, gid = parts.hooks.regroup(keys[REGROUP], state, data, cohort, work.group, upload)
+    sent, plain = state.groups, restore_updates(parts.local, work, upload)
+    state, gid = parts.hooks.regroup(keys[REGROUP], state, data, cohort, work.group, plain)
     return state, work._replace(group=gid), rebase(upload, sent, state.groups, gid)
 
 
@@ -257,11 +276,13 @@ def update_groups(
     met = state.replace(assignment=cohort.put(state.assignment, gid))
     if not parts.hooks.own_models:
         met = withhold_groups(log.trained, met, data)
+    met = follow_groups(parts.local, met)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after, sent = met.replace(groups=groups, server=server), make_traffic()
     if parts.hooks.finish is not None:
-        after, sent = parts.hooks.finish(after, met, cohort, gid, upload)
+        plain = restore_updates(parts.local, work, upload)
+        after, sent = parts.hooks.finish(after, met, cohort, gid, plain)
     return after, mass, log._replace(finishing=sent)
 
 
@@ -275,8 +296,9 @@ def finish_round(
     """
     assert log.trained is not None  # the cohort has been trained
     received, mesh = state.received, parts.local.execution.mesh
-    if parts.local.personal is not None:
-        state = put_own(state, cohort, upload, mesh)
+    if parts.local.personal is not None and parts.local.personal.server is None:
+        kept = upload.steps > 0  # it did train, even if its answer was lost or came too late
+        state = put_own(state, cohort, upload, kept, mesh)
     if parts.system.keep_received:
         models = take_rows(log.trained.groups, log.received)
         received = put_models(received, cohort.ids, models, mesh)

@@ -8,12 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.system.system import System, group_models
-from fedjax_cfl.types import OwnRows, Params, Personal, State, Task
+from fedjax_cfl.types import FederatedData, OwnRows, Params, Personal, State, Task
 
 
 def train_personal(
@@ -47,13 +51,20 @@ def init_own(personal: Personal, state: State) -> State:
         groups = {**first, **personal.sent_part(groups)}
     state = state.replace(groups=groups)
     rows = jax.vmap(personal.init)(group_models(state))
-    return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool)))
+    group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()
+    return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool), group))
 
 
-def make_personal_models(personal: Personal | None) -> Callable[[State], Params] | None:
-    """Returns f(state) -> the model [K, ...] that each client uses and is tested on: that of its
-    group, until the client has trained. None where all use that of their group.
+def make_personal_models(
+    task: Task, local: Local
+) -> Callable[[State, FederatedData], Params] | None:
+    """Returns f(state, data) -> the model [K, ...] that each client uses and is tested on: that of
+    its group, until the client has trained; or that of its group, adapted. None where all use that
+    of their group.
     """
+    personal = local.personal
+    if personal is not None and personal.adapt is not None:
+        return adapt_models(task, personal.adapt(local.replace(personal=None)))
     combine = personal and personal.combine
     if not combine:
         return None
@@ -63,7 +74,26 @@ def make_personal_models(personal: Personal | None) -> Callable[[State], Params]
             lambda mine, theirs: jnp.where(trained, mine, theirs), combine(row, model), model
         )
 
-    def personal_models(state: State) -> Params:
+    def personal_models(state: State, data: FederatedData) -> Params:
         return jax.vmap(choose)(state.own.rows, group_models(state), state.own.trained)
 
     return personal_models
+
+
+def adapt_models(task: Task, local: Local) -> Callable[[State, FederatedData], Params]:
+    """Returns f(state, data) -> the models [K, ...] of clients that each train the model of their
+    group as `local` says, on batches drawn by the round and the client alone.
+    """
+    train, mesh = over_clients(sgd(task, local), local.execution), local.execution.mesh
+
+    @jax.jit
+    def adapted_models(state: State, data: FederatedData) -> Params:
+        ids = jnp.arange(data.num_clients, dtype=jnp.int32)
+        cohort = make_cohort(ids, data, local.execution)
+        key = derive_key(jax.random.key(0), TRAIN, state.round)
+        work = full_work(cohort.take(groups_of(state)), local.lr_scale(state.round))
+        upload, models = train(cohort, data, (key, state.groups), work), group_models(state)
+        steps = put_models(jax.tree.map(jnp.zeros_like, models), cohort.ids, upload.delta, mesh)
+        return jax.tree.map(jnp.add, models, steps)
+
+    return adapted_models

@@ -25,6 +25,7 @@ from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.simulation.evaluate import used_models
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"
@@ -45,13 +46,13 @@ class Record(NamedTuple):
 
 @contextlib.contextmanager
 def open_record(
-    settings: RunSettings, run_dir: Path, algorithm: Algorithm, identity: dict, begun: int
+    settings: RunSettings, run_dir: Path, setup: Setup, identity: dict, begun: int
 ) -> Iterator[Record]:
     """Yields what writes the files of a run. Raises RunError where a checkpoint cannot be
     written or `run_dir` has gone.
 
-    Args: `settings` are those of the run; `identity` is that of `run_identity`, for its
-    checkpoints; `begun` is the round after which the run begins, or goes on.
+    Args: `settings` are those of the run, `setup` its parts; `identity` is that of `run_identity`,
+    for its checkpoints; `begun` is the round after which the run begins, or goes on.
     """
     rounds, keep = settings.plan.rounds, settings.checkpoint.keep
     clients, run_id = settings.draw_recorded_clients(identity["clients"]), digest_identity(identity)
@@ -94,7 +95,7 @@ def open_record(
             nonlocal best, pending
             if is_better(row, best):
                 best = results.to_plain(row["accuracy"])
-                pending = row["round"], copy_models(algorithm, locate().state)
+                pending = row["round"], copy_present_models(setup, locate())
             if is_time_to_save(row["round"], saved, settings) or stop:
                 save(locate())
 
@@ -127,16 +128,23 @@ def save_checkpoint(
         raise RunError(str(error)) from None
 
 
-def copy_models(algorithm: Algorithm, state: State) -> dict[str, Any]:
+def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict[str, Any]:
     """Returns a copy on the host of the models that clients use, and of who uses which; of
     mixtures also the weights, and what a new client needs to find its own.
     """
-    served = used_models(algorithm, state)
+    served = used_models(algorithm, state, data)
     kept = {"models": served.models, "index": served.model_index}
     for name in MIXTURE:
         if getattr(served, name) is not None:
             kept[name] = getattr(served, name)
     return jax.tree.map(np.array, jax.device_get(kept))
+
+
+def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
+    """Returns what `copy_models` returns where a run stands, on the data as they are there."""
+    state, moved, _ = snapshot
+    data = moved.apply_to(setup.data) if moved else setup.data
+    return copy_models(setup.algorithm, state, data)
 
 
 def save_final(
@@ -155,7 +163,7 @@ def save_final(
     }
     if data.class_names is not None:
         facts["class_names"] = list(data.class_names)
-    models = copy_models(algorithm, state)
+    models = copy_models(algorithm, state, data)
     try:
         path = checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
         checkpoint.read_back(path)

@@ -186,7 +186,7 @@ def open_outputs(
     identity = run_identity(member.settings, setup.data)
     if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
         (member.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    record = open_record(settings, member.run_dir, setup.algorithm, identity, begun)
+    record = open_record(settings, member.run_dir, setup, identity, begun)
     tracked = open_trackers(member.trackers, member.run_dir, settings.everything, begun)
     return files.enter_context(record), files.enter_context(tracked)
 

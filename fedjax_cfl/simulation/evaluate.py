@@ -226,14 +226,15 @@ def take_served(served: ServedModels, clients: jax.Array) -> ServedModels:
     return served._replace(model_index=index, weights=weights)
 
 
-def used_models(algorithm: Algorithm, state: State) -> ServedModels:
-    """Returns the models that clients use: their groups', or, under a personal method, their own.
-    Who is in which group is what `algorithm.serve` says.
+def used_models(algorithm: Algorithm, state: State, data: FederatedData) -> ServedModels:
+    """Returns the models that clients use: their groups', or, under a personal method, their own,
+    for which some methods train on the clients' `data`. Who is in which group is what
+    `algorithm.serve` says.
     """
     served = algorithm.serve(state)
     if algorithm.personal_models is None:
         return served
-    return each_its_own(algorithm.personal_models(state), served.model_index)
+    return each_its_own(algorithm.personal_models(state, data), served.model_index)
 
 
 def evaluate_all(
@@ -270,7 +271,7 @@ def evaluate_block(
     Args: `with_auxiliary`: also test the mean of the models, where there are several;
     `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
-    served, used = algorithm.serve(state), used_models(algorithm, state)
+    served, used = algorithm.serve(state), used_models(algorithm, state, data)
     if jax.tree.leaves(state.received):
         used = each_its_own(state.received, used.model_index)
     if first is not None:

@@ -220,7 +220,7 @@ def assign_newcomers(
     for ids in split_clients(np.arange(known, total), at_once, total):
         met = assign(key, start, data, jnp.asarray(ids), met)
     met, new = met.replace(selection=start.selection), jnp.arange(total) >= known
-    used = used_models(algorithm, met)
+    used = used_models(algorithm, met, data)
     served = ServedModels(used.models, jnp.where(new, used.model_index, -1))
     groups = np.asarray(algorithm.serve(met).model_index)[known:]
     return score_newcomers(task, mesh, served, data, groups)
