@@ -3,6 +3,7 @@ Algorithm per method.
 """
 
 from fedjax_cfl.algorithms.auxo.auxo import auxo
+from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
@@ -19,6 +20,7 @@ from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
+from fedjax_cfl.algorithms.known_groups import known_groups
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.qfedavg import qfedavg
@@ -27,6 +29,7 @@ from fedjax_cfl.algorithms.tkm import tkm
 __all__ = [
     "ColdStart",
     "auxo",
+    "centralised",
     "cfl",
     "fedadagrad",
     "fedadam",
@@ -51,6 +54,7 @@ __all__ = [
     "ifca",
     "ifca_mig",
     "ifca_restarts",
+    "known_groups",
     "md_icfl",
     "nonfed",
     "qfedavg",

@@ -32,7 +32,7 @@ from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients
-from fedjax_cfl.simulation.program import Inputs
+from fedjax_cfl.simulation.program import Inputs, check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system.clock import CohortSizes
@@ -95,6 +95,7 @@ def build(config: dict[str, Any]) -> Setup:
         data = bound_client_samples(data, drift)
     algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
+    check_data(algorithm, drift, data)
     if share:
         make = with_selection(config, task, data, mesh)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
