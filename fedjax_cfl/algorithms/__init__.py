@@ -15,6 +15,7 @@ from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
+from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
@@ -59,4 +60,5 @@ __all__ = [
     "nonfed",
     "qfedavg",
     "tkm",
+    "wecfl",
 ]
