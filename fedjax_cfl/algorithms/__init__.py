@@ -24,6 +24,7 @@ from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
 from fedjax_cfl.algorithms.known_groups import known_groups
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed
+from fedjax_cfl.algorithms.pacfl import pacfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
 
@@ -58,6 +59,7 @@ __all__ = [
     "known_groups",
     "md_icfl",
     "nonfed",
+    "pacfl",
     "qfedavg",
     "tkm",
     "wecfl",
