@@ -18,7 +18,14 @@ from test_reference import batches_of, mean, models_of, samples, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.pacfl import angles, class_directions, leading_directions, pacfl
+from fedjax_cfl.algorithms.pacfl import (
+    Directions,
+    angles,
+    class_directions,
+    join_or_found,
+    leading_directions,
+    pacfl,
+)
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
@@ -140,7 +147,10 @@ def test_slow_twin(spread, linear, local, settings, groups):
 @pytest.mark.parametrize("m", [1, 3])
 def test_without_a_limit_it_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for more groups changes nothing but rounding."""
-    state, infos = play(pacfl(linear, local, COHORT, m=m, threshold=91.0), toy)
+    algorithm = pacfl(linear, local, COHORT, m=m, threshold=91.0)
+    begun, _ = play(algorithm, toy, 0)
+    assert (begun.assignment == 0).all()  # also of the client without samples
+    state, infos = play(algorithm, toy, 3, begun)
     expected, wanted = play(fedavg(linear, local, COHORT), toy)
     first = jax.tree.map(lambda leaf: leaf[:1], state.groups)
     infos, wanted = (
@@ -178,10 +188,11 @@ def place(apart, groups, active, newcomers, threshold):
     return groups, active
 
 
-@pytest.mark.parametrize("threshold", [12.0, None])
+@pytest.mark.parametrize("threshold", [8.0, None])
 def test_clients_that_get_samples_later_join_or_found_a_group(spread, linear, local, threshold):
     """Their groups are those of a slow twin; others stay; each sends its vectors once."""
-    algorithm = pacfl(linear, local, COHORT, m=4, threshold=threshold)
+    m = 4 if threshold is None else 13
+    algorithm = pacfl(linear, local, COHORT, m=m, threshold=threshold)
     late = [1, 5, 9, 11]
     size = np.asarray(spread.train.size).copy()
     size[late] = 0
@@ -198,9 +209,29 @@ def test_clients_that_get_samples_later_join_or_found_a_group(spread, linear, lo
     assert after.assignment.tolist() == groups.tolist()
     assert after.active.tolist() == active.tolist()
     assert info.migrated == 0
+    founded = active.sum() - begun.active.sum()
+    assert founded == 0 if threshold is None else 0 < founded < len(late), founded
     sent = spent(begun, after).words_up
     assert sent == 5 * sum(own[i].shape[1] for i in late)
     assert spent(after, one_round(KEY, after, spread)[0]).words_up == 0
+
+
+def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
+    """Client 1 is far from 0 and founds group 1, which 2 joins; 3 is far from all, and there is no
+    room for a third group: it joins the nearest, of 70 and (40 + 80) / 2 degrees.
+    """
+    apart = np.zeros((14, 14))
+    apart[0, 1:4], apart[1, 2:4], apart[2, 3] = (50, 50, 70), (10, 40), 80
+    apart = jnp.asarray(apart + apart.T)
+    begun, _ = play(pacfl(linear, local, COHORT, m=2, threshold=91.0), toy, 0)
+    bases = begun.memory.bases.at[1:4].set(0.0)
+    state = begun.replace(memory=Directions(bases), active=jnp.array([True, False]))
+    four = toy.replace(train=toy.train.replace(size=jnp.ones(14, jnp.int32).at[4:].set(0)))
+    state = state.replace(assignment=jnp.full(14, -1).at[0].set(0))
+    take_in = join_or_found(lambda data, who: jnp.ones_like(bases), lambda bases: apart, 30.0)
+    after, _ = take_in(KEY, state, four)
+    assert after.assignment[:4].tolist() == [0, 1, 1, 1]
+    assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()
 
 
 def test_a_founded_group_begins_with_the_first_model(spread, linear, local):
