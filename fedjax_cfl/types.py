@@ -387,3 +387,5 @@ class Algorithm(NamedTuple):
     personal_models: Callable[[State, FederatedData], Params] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None
+    # (data) -> None; raises InputError for data that the method cannot use. None: it uses any
+    check_data: Callable[[FederatedData], None] | None = None

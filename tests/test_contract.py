@@ -35,10 +35,11 @@ METHODS = [nightly(name) if name in VARIANTS else name for name in NOT_SLOW] + S
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
+POOLED = ("centralised",)  # methods of one place, which counts as a client
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
 MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models
 # methods whose first groups are trained, and which keep nothing of what they trained from
-STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm")
+STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm", "wecfl")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
 # whose lanes are compared in every run: two kinds, and those whose clients train otherwise
@@ -46,7 +47,7 @@ LANES = ("fesem", "flexcfl", "fedem", "feddane", "fedfomo")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
-SENT = {"feddane": (3, 2), "nonfed": (0, 0), "scaffold": (2, 2)}
+SENT = {"feddane": (3, 2), "nonfed": (0, 0), "scaffold": (2, 2), "centralised": (0, 0)}
 SENT |= dict.fromkeys(MIXTURES, (GROUPS, GROUPS))
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
@@ -88,8 +89,14 @@ def build(toy_pool, tmp_path_factory):
     makes one of a grid, and the values that it is made of.
     """
     path = tmp_path_factory.mktemp("toy") / "toy.npz"
+    clients = np.arange(toy_pool.client.max() + 1)
     np.savez(
-        path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=toy_pool.test.astype(int)
+        path,
+        x=toy_pool.x,
+        y=toy_pool.y,
+        client=toy_pool.client,
+        split=toy_pool.test.astype(int),
+        concept=clients % GROUPS,
     )
     settings = [f"{name}={value}" for name, value in SETTINGS.items()] + [
         f"dataset.source.path={path}"
@@ -186,7 +193,7 @@ def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
         nan = np.isnan(info.group_discrepancy)
         assert not nan.all()
         idle = jax.tree.map(lambda leaf, nan=nan: leaf[nan], (before.groups, after.groups))
-        if case.name.startswith("fesem"):  # means of stored models, taken again
+        if case.name.startswith(("fesem", "wecfl")):  # means of stored models, taken again
             chex.assert_trees_all_close(*idle, rtol=1e-6, atol=1e-7)
         else:
             chex.assert_trees_all_equal(*idle)
@@ -339,8 +346,14 @@ def test_resume_equals_uninterrupted(case):
     assert case.round._cache_size() == 1
 
 
+def cohort_size(case):
+    if case.name in POOLED:
+        return 1
+    return case.data.num_clients if case.name in EVERYBODY else COHORT
+
+
 def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
-    cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
+    cohort = cohort_size(case)
     for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
         assert any(
             np.any(old != new)
@@ -356,7 +369,7 @@ def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
 
 
 def test_traffic_is_sane(case):
-    cohort = case.data.num_clients if case.name in EVERYBODY else COHORT
+    cohort = cohort_size(case)
     for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
         assert cohort / 2 < info.selected <= cohort
         assert info.selected == cohort or case.name in QUOTAS
@@ -415,8 +428,9 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
     state, with a model of each client in it.
     """
     given = ("personal=ditto",)
-    if name in ("nonfed", *PEERS):
-        with pytest.raises(InputError, match="a model of its own already"):
+    if name in ("nonfed", *PEERS, *POOLED):
+        why = "no clients train" if name in POOLED else "a model of its own already"
+        with pytest.raises(InputError, match=why):
             build(name, given=given)
         return
     if name in MIXTURES:

@@ -33,7 +33,7 @@ def test_metrics_equal_scipy(metric, scipy_name):
     )
 
 
-@pytest.mark.parametrize("linkage", ["ward", "complete", "average", "single"])
+@pytest.mark.parametrize("linkage", ["ward", "complete", "average", "weighted", "single"])
 def test_linkages_and_thresholds_equal_scipy(linkage):
     merge = jax.jit(
         lambda distance, valid, threshold: (

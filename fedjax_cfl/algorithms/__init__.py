@@ -4,6 +4,7 @@ Algorithm per method.
 
 from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
 from fedjax_cfl.algorithms.auxo.auxo import auxo
+from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
@@ -17,13 +18,16 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fedrc import fedrc
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
+from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
+from fedjax_cfl.algorithms.known_groups import known_groups
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed
+from fedjax_cfl.algorithms.pacfl import pacfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
 from fedjax_cfl.algorithms.tkm import tkm
@@ -32,6 +36,7 @@ __all__ = [
     "ColdStart",
     "adaptive_fedavg",
     "auxo",
+    "centralised",
     "cfl",
     "fedadagrad",
     "fedadam",
@@ -58,9 +63,12 @@ __all__ = [
     "ifca",
     "ifca_mig",
     "ifca_restarts",
+    "known_groups",
     "md_icfl",
     "nonfed",
+    "pacfl",
     "qfedavg",
     "scaffold",
     "tkm",
+    "wecfl",
 ]

@@ -32,7 +32,7 @@ from fedjax_cfl.sharding import is_cpu
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
-from fedjax_cfl.simulation.program import Inputs
+from fedjax_cfl.simulation.program import Inputs, check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system.clock import CohortSizes
@@ -95,16 +95,23 @@ def build(config: dict[str, Any]) -> Setup:
         data = bound_client_samples(data, drift)
     algorithm = build_algorithm(config, task, data, mesh)
     prefetch.check_host_data(data, algorithm, drift)
-    for extra in ("finetune", "similarity"):
-        if config["evaluate"][extra]:
-            key = jax.random.key(config["seed"])
-            state = jax.eval_shape(algorithm.init, key, data)
-            served = jax.eval_shape(algorithm.serve, state)
-            refuse_mixture(f"evaluate.{extra}={config['evaluate'][extra]}", served)
+    check_data(algorithm, drift, data)
+    check_mixture(config, algorithm, data)
     if share:
         make = with_selection(config, task, data, mesh)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
     return Setup(algorithm, task, data, drift, mesh)
+
+
+def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
+    """Raises InputError for extras that clients who mix all models do not have."""
+    asked = {name: config["evaluate"][name] for name in ("finetune", "similarity")}
+    if any(asked.values()):
+        state = jax.eval_shape(algorithm.init, jax.random.key(config["seed"]), data)
+        served = jax.eval_shape(algorithm.serve, state)
+        for name, value in asked.items():
+            if value:
+                refuse_mixture(f"evaluate.{name}={value}", served)
 
 
 def check_execution(executor: str, precision: str, mesh: Mesh) -> None:

@@ -162,7 +162,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.fesem: {
         "form": {"prox": pull_plainly, "eq8": pull_by_size},
         "start": {
-            "local": Maker(cluster_local_models),
+            "local": Maker(cluster_local_models, fixed=("by_samples",)),
             "random_models": random_models,
         },
         "estep": {"all": e_step_of_all, "selected": e_step_of_cohort},
@@ -193,6 +193,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.ifca: IFCA,
     algorithms.ifca_mig: IFCA,
     algorithms.ifca_restarts: IFCA,
+    algorithms.wecfl: {"distance": {"full": full_distance, "last_layer": last_layer_distance}},
     algorithms.md_icfl: {
         "sampling": {
             "back_search": Maker(back_search),

@@ -34,6 +34,7 @@ LINKAGES = {
     "average": lambda to_a, to_b, size_a, size_b, *_: (
         (size_a * to_a + size_b * to_b) / (size_a + size_b)
     ),
+    "weighted": lambda to_a, to_b, *_: (to_a + to_b) / 2,  # WPGMA
     "single": lambda to_a, to_b, *_: jnp.minimum(to_a, to_b),
     "ward": _ward,
 }
@@ -54,9 +55,9 @@ def agglomerate(
     2011, generic algorithm). Raises InputError for an unknown linkage.
 
     Args: `distance` [N, N] is symmetric, Euclidean for ward; `m` [] may be traced, less than 1
-    counts as 1; `linkage` is complete | average | single | ward; `valid` [N] bool are the rows
-    to cluster, None: all; pairs of clusters up to `threshold` [] apart are merged even if only
-    m are left, None: none are.
+    counts as 1; `linkage` is complete | average | weighted | single | ward; `valid` [N] bool are
+    the rows to cluster, None: all; pairs of clusters up to `threshold` [] apart are merged even if
+    only m are left, None: none are.
     """
     check_value("linkage", linkage, one_of(*LINKAGES))
     index = jnp.arange(distance.shape[0], dtype=jnp.int32)

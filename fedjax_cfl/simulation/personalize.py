@@ -288,7 +288,7 @@ def take_client_rows(
 def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int) -> None:
     """Raises InputError for a method that has no rule for new clients. That is so if every
     client has a model of its own from the start, or if the start puts all clients into groups and
-    later ones would join group 0 without a look at their data.
+    later ones would join group 0 without a look at their data or their true group.
 
     What else a method raises, where `at_once` new clients are selected, is raised here as well.
     """
@@ -301,7 +301,7 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
     numbered = number_leaves((key, state, data))[2]
     looks = find_influence(
         lambda key, state, data: algorithm.round(key, state, data)[0].assignment, key, state, data
-    )((numbered.x, numbered.y))
+    )((numbered.x, numbered.y, numbered.concept))
     knows = state.active.size == 1
     if algorithm.clustered and not knows:
         knows = looks or bool((start(key, data) < 0).any())

@@ -40,6 +40,16 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
         )
 
 
+def check_data(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
+    """Raises InputError for data that the algorithm cannot use, as a drift shows them at first."""
+    if algorithm.check_data is None:
+        return
+    if drift.moves:
+        begin = jax.jit(lambda data: drift.init(jax.random.key(0), data)[0].concept)
+        data = data.replace(concept=begin(data))
+    algorithm.check_data(data)
+
+
 class Inputs(NamedTuple):
     """Settings that are arguments of the compiled programs, not constants in them: runs that differ
     in these alone share a program.
@@ -84,12 +94,13 @@ def compile_run(
     Args: `key` fixes all draws, and the cohorts where the data are on the host; `fresh`: the
     start is compiled, too; `inputs.build` makes the same algorithm and drift of traced values,
     None: the programs hold all numbers.
-    Raises InputError for data without test samples, for data on the host that the algorithm
-    cannot use, and for a run that does not fit into memory.
+    Raises InputError for data without test samples, for data that the algorithm cannot use, or
+    not from the host, and for a run that does not fit into memory.
     """
     check_jax_settings()
     algorithm, task, data, drift, mesh = setup
     check_plan(plan, [data])
+    check_data(algorithm, drift, data)
     prefetch.check_host_data(data, algorithm, drift)
     key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
     if prefetch.is_on_host(data):

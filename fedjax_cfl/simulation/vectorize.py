@@ -18,7 +18,7 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation.program import Program, check_plan, compile_functions
+from fedjax_cfl.simulation.program import Program, check_data, check_plan, compile_functions
 from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
@@ -106,13 +106,15 @@ def compile_members(
     points = max(map(len, values.values()), default=1)
     places = [(s, h) for s in range(keys.size) for h in range(points)]
     settings = {name: jnp.asarray(each, jnp.float32) for name, each in values.items()}
+    algorithm, _ = build({name: each[0] for name, each in settings.items()})
+    for one in data:
+        check_data(algorithm, drift, one)
     own = [bound_client_samples(one, drift) for one in data]
     held = replicate(stack_data(own) if len(own) > 1 else own[0], mesh)
     lift = make_lift(points, len(own) > 1)
     functions = member_functions(build, task, mesh, plan)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
-    algorithm, _ = build({name: each[0] for name, each in settings.items()})
     compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
     alone = [
         state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)

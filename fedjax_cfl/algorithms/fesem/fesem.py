@@ -60,18 +60,22 @@ PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 def stored_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`).
+    """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`), or, where
+    the memory has their weights, by those (WeCFL).
 
     Of the cohort the models of this round count: its stored ones are masked out and the
     new ones added. That is one matrix product with the memory, which is not copied.
 
     Args: as those of `AggregateFn`.
     """
-    m, memory, fresh = state.active.size, state.memory, upload.weight > 0
-    old = memory.known.at[rows_of(cohort, upload, memory)].set(False, mode="drop")
+    m, memory = state.active.size, state.memory
+    fresh = (upload.weight > 0).astype(jnp.float32)
+    if not isinstance(memory.weight, tuple):
+        fresh = upload.weight
+    old = memory.counts.at[rows_of(cohort, upload, memory)].set(0.0, mode="drop")
     kept, new = (
-        membership_weights(old.astype(jnp.float32), state.assignment, m),
-        membership_weights(fresh.astype(jnp.float32), gid, m),
+        membership_weights(old, state.assignment, m),
+        membership_weights(fresh, gid, m),
     )
     mass = kept.sum(0) + new.sum(0)
 
@@ -265,9 +269,11 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
             store, before.memory.models, before.groups, upload.delta, state.groups
         )
         known = before.memory.known.at[rows].set(True, mode="drop")
-        return state.replace(memory=state.memory.replace(models=models, known=known)), (
-            make_traffic()
-        )
+        memory = state.memory.replace(models=models, known=known)
+        if not isinstance(memory.weight, tuple):
+            weight = memory.weight.at[rows].set(upload.weight, mode="drop")
+            memory = memory.replace(weight=weight)
+        return state.replace(memory=memory), make_traffic()
 
     return finish
 

@@ -41,6 +41,13 @@ class ClientModels(struct.PyTreeNode):
     # [K] bool; False: the client never trained, does not count in the means, stays in its group
     known: jax.Array
     shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
+    # [K] float32, the samples that W_i was trained on, 0 if it is not known; (): all count alike
+    weight: Any = ()
+
+    @property
+    def counts(self) -> jax.Array:
+        """How much each stored model counts in means [K] float32, 0 if it is not known."""
+        return self.known.astype(jnp.float32) if isinstance(self.weight, tuple) else self.weight
 
 
 def random_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -57,9 +64,10 @@ def random_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
     return start
 
 
-def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
+def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -> MakeStart:
     """Starts from K-means, the best of `restarts`, of the models that all clients have after
-    they trained a common random model.
+    they trained a common random model. With `by_samples` each counts as often as its client has
+    training samples, here and later (WeCFL).
 
     The paper does not say what W_i is before training; the settings are those of its
     experiments. The start costs K models down and K up, and assigns all clients. A group
@@ -81,21 +89,22 @@ def cluster_local_models(restarts: PositiveInt = 20) -> MakeStart:
                 whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)
                 return put_models(whole, cohort.ids, part, mesh)
 
-            known = by_client(upload.weight > 0)
+            known, samples = by_client(upload.weight > 0), by_client(upload.weight)
+            memory = ClientModels((), known, weight=samples if by_samples else ())
             delta = jax.tree.map(partial(by_client, mesh=local.execution.mesh), upload.delta)
             compared = jax.tree.map(by_client, flatten_updates(upload.delta, local.execution.mesh))
             points = embed_deltas(keys[3], compared, known, local.execution.mesh)
 
-            def cluster(key, points, known):
-                return kmeans(key, points, m, restarts, weight=known).labels
+            def cluster(key, points, counts):
+                return kmeans(key, points, m, restarts, weight=counts).labels
 
-            labels = on_every_device(cluster, local.execution.mesh)(keys[2], points, known)
-            centers, _ = group_mean(known.astype(jnp.float32), labels, delta, m)
+            labels = on_every_device(cluster, local.execution.mesh)(keys[2], points, memory.counts)
+            centers, _ = group_mean(memory.counts, labels, delta, m)
             sent = make_traffic(units_down=clients, units_up=clients)
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
-                memory=ClientModels(jax.tree.map(jnp.add, common, delta), known),
+                memory=memory.replace(models=jax.tree.map(jnp.add, common, delta)),
                 report=report.replace(traffic=sent),
             )
 

@@ -1,0 +1,212 @@
+"""Vahidian, Morafah, Wang, Kungurtsev, Chen, Shah, Lin, "Efficient Distribution Similarity
+Identification in Clustered Federated Learning via Principal Angles between Client Data
+Subspaces", AAAI 2023, https://arxiv.org/abs/2209.10526 (PACFL).
+
+Before round 0 every client sends the first left singular vectors of its samples of each class.
+The server clusters clients once, by the angles between these vectors. Then each group trains by
+FedAvg, from the same model.
+
+Differs from the authors' code: the sign of a singular vector means nothing, so that the largest
+|cosine| counts; at most m groups are left; a class with fewer samples than directions, or in fewer
+dimensions, gives fewer; clients that come later join the group of least mean angle or found one,
+where the code clusters all clients at the start.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.typing import ArrayLike
+
+from fedjax_cfl.algorithms.fielding.represent import map_clients
+from fedjax_cfl.client.cohort import client_range
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.data.federated import gather
+from fedjax_cfl.decompose import eigh, svdvals
+from fedjax_cfl.models.task import as_float
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start
+from fedjax_cfl.round.start import common_model
+from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import one_hot
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task, Traffic
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+Angle = Literal["vectors", "principal"]
+
+
+class Directions(struct.PyTreeNode):
+    """What the server keeps of every client."""
+
+    # [K, C q, F] float32, unit vectors of each class in turn; 0 where there is none
+    bases: jax.Array
+
+
+def pacfl(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    threshold: NonNegativeFloat | jax.Array | None = None,
+    directions: PositiveInt = 3,
+    angle: Angle = "vectors",
+    linkage: Literal["weighted", "average", "complete", "single"] = "weighted",
+) -> Algorithm:
+    """PACFL with at most m groups.
+
+    Args: `threshold` is the angle in degrees up to which groups are merged even if only m are left,
+    and up to which a client that comes later joins one (more than 90: all are one group; None:
+    exactly m groups, it always joins);
+    `directions` are q, the singular vectors of each class; `angle` of two clients is the smallest
+    one between two of their vectors | principal (between the spaces that the vectors span);
+    `linkage` is that of the clustering, of which weighted is the code's "average".
+    A client sends F words for each of its vectors, once; the server keeps them.
+    """
+    check_arguments(pacfl, locals(), "algorithm")
+    describe = class_directions(local, directions)
+    mesh = local.execution.mesh
+
+    def start(key: Key, data: FederatedData) -> Start:
+        able = data.train.size > 0
+        bases = describe(data, able)
+
+        def cluster(bases, able):
+            return agglomerate(angles(bases, angle), m, linkage, able, threshold)
+
+        label = on_every_device(cluster, mesh)(bases, able)
+        return common_model(task, m)(key, data)._replace(
+            assignment=jnp.maximum(label, 0),  # the engine withholds those without samples
+            active=jnp.arange(m) <= jnp.maximum(label.max(), 0),
+            memory=Directions(bases),
+            report=make_report(send_bases(bases, able)),
+        )
+
+    def compare(bases: jax.Array) -> jax.Array:
+        return on_every_device(lambda bases: angles(bases, angle), mesh)(bases)
+
+    join = join_or_found(describe, compare, threshold)
+    hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
+    return federated(task, local, system, hooks)
+
+
+def class_directions(local: Local, count: int):
+    """Returns f(data, who [K] bool) -> the `count` first left singular vectors of each class of
+    each client [K, C count, F]; 0 for others.
+    """
+
+    def of_client(client, data: FederatedData, shared, work) -> jax.Array:
+        size, first = client_range(client, data)
+        place = jnp.arange(data.max_client_samples)
+        x, y = gather(data, data.train.order[first + jnp.minimum(place, jnp.maximum(size - 1, 0))])
+        rows = as_float(x).reshape(place.size, -1)
+
+        def of_class(label: jax.Array) -> jax.Array:
+            mine = (place < size) & (y == label)
+            part = jnp.where(mine[:, None], rows, 0.0)
+            none = jnp.zeros((count, rows.shape[1]))
+            return lax.cond(mine.any(), lambda: leading_directions(part, count), lambda: none)
+
+        # one after another: a batch would decompose a matrix for every class that is absent, too
+        return lax.map(of_class, jnp.arange(data.num_classes)).reshape(-1)
+
+    def describe(data: FederatedData, who: jax.Array) -> jax.Array:
+        flat = map_clients(of_client, local, (), data, who)
+        return flat.reshape(data.num_clients, data.num_classes * count, -1)
+
+    return describe
+
+
+def leading_directions(samples: jax.Array, count: int) -> jax.Array:
+    """Returns the first `count` right singular vectors [count, F] of samples [n, F], which are the
+    left ones of their transpose; 0 beyond the rank.
+
+    They come from the smaller one of the two Gram matrices.
+    """
+    transposed = len(samples) <= samples.shape[1]
+    rows = samples if transposed else samples.T
+    values, vectors = eigh(jnp.matmul(rows, rows.T, precision=lax.Precision.HIGHEST))
+    width = min(count, len(rows))
+    values, found = values[::-1][:width], vectors[:, ::-1][:, :width].T
+    if transposed:
+        found = jnp.matmul(found, samples, precision=lax.Precision.HIGHEST)
+    found /= jnp.maximum(jnp.linalg.norm(found, axis=1, keepdims=True), 1e-30)
+    rounding = len(rows) * jnp.finfo(jnp.float32).eps * jnp.maximum(values[0], 0)
+    kept = jnp.where((values > rounding)[:, None], found, 0.0)
+    return jnp.pad(kept, ((0, count - width), (0, 0)))
+
+
+def angles(bases: jax.Array, angle: Angle = "vectors") -> jax.Array:
+    """Returns the angles [K, K] in degrees, 0 .. 90, between clients with unit vectors `bases` [K,
+    p, F], see `pacfl`.
+    """
+
+    def largest_cosine(product: jax.Array) -> jax.Array:
+        return jnp.abs(product).max() if angle == "vectors" else svdvals(product)[0]
+
+    def to_all(own: jax.Array) -> jax.Array:
+        products = jnp.einsum("pf,kqf->kpq", own, bases, precision=lax.Precision.HIGHEST)
+        return jax.vmap(largest_cosine)(products)
+
+    cosines = lax.map(to_all, bases)
+    apart = jnp.rad2deg(jnp.arccos(jnp.clip((cosines + cosines.T) / 2, 0.0, 1.0)))
+    return jnp.where(jnp.eye(len(bases), dtype=bool), 0.0, apart)
+
+
+def send_bases(bases: jax.Array, who: jax.Array) -> Traffic:
+    """Returns what the clients `who` [K] bool send up: F words for each vector of theirs."""
+    vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
+    return make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0))
+
+
+def join_or_found(describe, compare, threshold: ArrayLike | None) -> MigrateFn:
+    """Returns what takes in clients of which the server has no vectors yet, as soon as they have
+    samples: those of lowest number first, each to the group of least mean angle, or, if that is
+    more than `threshold`, to the next group that is not in use, whose model is still the first.
+
+    Args: `describe` is that of `class_directions`; `compare` gives the angles [K, K] of bases;
+    `threshold` is that of `pacfl`.
+    """
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        stored = state.memory.bases
+        known = jnp.any(stored != 0, axis=(1, 2)) & (state.assignment >= 0)
+        waiting = (data.train.size > 0) & ~known
+
+        def take_in():
+            bases = jnp.where(waiting[:, None, None], describe(data, waiting), stored)
+            apart = compare(bases)
+
+            def place(i, carry):
+                assignment, active, met = carry
+                member = one_hot(assignment, active.size, met)
+                count = member.sum(0)
+                mean = jnp.where(count > 0, apart[i] @ member / jnp.maximum(count, 1.0), jnp.inf)
+                nearest = jnp.argmin(mean)
+                limit = jnp.inf if threshold is None else threshold
+                far = jnp.isfinite(mean[nearest]) & (mean[nearest] > limit) & ~active.all()
+                group = jnp.where(far, jnp.argmin(active), nearest)
+                group = jnp.where(waiting[i], group, assignment[i]).astype(jnp.int32)
+                active |= waiting[i] & (jnp.arange(active.size) == group)
+                return assignment.at[i].set(group), active, met.at[i].set(met[i] | waiting[i])
+
+            begin = state.assignment, state.active, known
+            assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
+            return assignment, active, bases
+
+        stay = state.assignment, state.active, stored
+        assignment, active, bases = lax.cond(jnp.any(waiting), take_in, lambda: stay)
+        sent = send_bases(bases, waiting)
+        memory = state.memory.replace(bases=bases)
+        state = state.replace(assignment=assignment, active=active, memory=memory)
+        return state, make_report(sent)
+
+    return migrate

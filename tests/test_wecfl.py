@@ -1,0 +1,149 @@
+"""WeCFL: a slow twin in float64, from the K-means of the start on; FedAvg and FeSEM as special
+cases; planted groups; the bill.
+"""
+
+import chex
+import jax
+import numpy as np
+from conftest import ledger, matrix, one_line, spent
+from sklearn.cluster import KMeans
+from sklearn.metrics import adjusted_rand_score
+from test_fesem import COHORT, KEY, planted, play, trained
+
+import fedjax_cfl as cfl
+from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.algorithms.fesem.fesem import Centers, fesem
+from fedjax_cfl.algorithms.fesem.start import cluster_local_models
+from fedjax_cfl.algorithms.fesem.wecfl import wecfl
+from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.simulation.personalize import check_rule
+from fedjax_cfl.system import select
+
+
+def squares(models, centers):
+    return np.sum((models[:, None] - centers) ** 2, axis=2)
+
+
+def means(models, labels, weight, centers):
+    """Returns the weighted means of groups; a group without clients keeps its center."""
+    return np.stack(
+        [
+            np.average(models[labels == k], axis=0, weights=weight[labels == k])
+            if weight[labels == k].sum()
+            else center
+            for k, center in enumerate(centers)
+        ]
+    )
+
+
+def twin_start(data, task, local, m):
+    """Returns (common model, models after one local training, samples, labels, centers)."""
+    keys = jax.random.split(derive_key(KEY, START), 4)
+    common = matrix(jax.tree.map(lambda leaf: leaf[None], task.init(keys[0])))[0].astype(float)
+    size = np.asarray(data.train.size)
+    models = np.stack(
+        [
+            trained(keys[1], common, 0.0, client, data, local) if size[client] else common
+            for client in range(data.num_clients)
+        ]
+    )
+    met = size > 0
+    best = KMeans(m, n_init=50, random_state=0).fit(models[met], sample_weight=size[met])
+    labels = np.argmin(squares(models, best.cluster_centers_), axis=1)
+    return common, models, size, labels, means(models, labels, size * met, np.stack([common] * m))
+
+
+def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
+    """Up to the numbers of groups, it is the best of 50 runs of scikit-learn's."""
+    algorithm = wecfl(linear, local, COHORT, m=3, restarts=20)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    _, models, size, labels, centers = twin_start(toy, linear, local, 3)
+    np.testing.assert_allclose(matrix(state.memory.models), models, atol=2e-5)
+    met = size > 0
+    found = np.asarray(state.assignment)
+    assert adjusted_rand_score(found[met], labels[met]) == 1.0
+    assert (found[~met] == -1).all()
+    order = np.argsort(matrix(state.groups)[:, 0]), np.argsort(centers[:, 0])
+    np.testing.assert_allclose(matrix(state.groups)[order[0]], centers[order[1]], atol=2e-5)
+    equal = KMeans(3, n_init=50, random_state=0).fit(models[met]).labels_
+    assert adjusted_rand_score(equal, labels[met]) < 0.9
+    sent = ledger(state.traffic)
+    clients = toy.num_clients
+    assert (sent.units_down, sent.units_up, sent.words_up) == (clients, clients, 0)
+
+
+def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
+    """In round 2 a client has other samples than when it sent the model that counts."""
+    fewer = toy.replace(train=toy.train.replace(size=toy.train.size.at[1].set(9)))
+    algorithm = wecfl(linear, local, COHORT, m=3)
+    state = begun = jax.jit(algorithm.init)(KEY, toy)
+    one_round = jax.jit(algorithm.round)
+    centers, models = matrix(state.groups).astype(float), matrix(state.memory.models).astype(float)
+    weight, labels = np.asarray(state.memory.weight).astype(float), np.asarray(state.assignment)
+    assert weight.tolist() == toy.train.size.tolist()
+    for round, data in enumerate((toy, toy, fewer, fewer)):
+        state, _ = one_round(KEY, state, data)
+        size = np.asarray(data.train.size)
+        nearest = np.argmin(squares(models, centers), axis=1)
+        labels = np.where(weight > 0, nearest, labels)
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
+        for client in ids:
+            if size[client]:
+                start, key = centers[labels[client]], derive_key(KEY, TRAIN, round)
+                models[client] = trained(key, start, 0.0, client, data, local)
+                weight[client] = size[client]
+        centers = means(models, labels, weight, centers)
+        assert np.asarray(state.assignment)[size > 0].tolist() == labels[size > 0].tolist()
+        np.testing.assert_allclose(matrix(state.groups), centers, atol=2e-5)
+    sent = spent(begun, state)
+    assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (24, 24, 0, 0)
+
+
+def test_one_group_of_all_clients_is_fedavg(toy, linear, local):
+    everybody = select.full_participation()
+    states = play(wecfl(linear, local, everybody, m=1), toy, 2)
+    plain = fedavg(linear, local, everybody)
+    begun = jax.jit(plain.init)(KEY, toy).replace(groups=states[0].groups)
+    expected = play(plain, toy, 2, begun)
+    chex.assert_trees_all_close(states[-1].groups, expected[-1].groups, rtol=1e-5, atol=1e-6)
+
+
+def test_clients_of_one_size_make_it_fesem(linear, local):
+    """FeSEM without a pull, its K-means run as often; other sizes make a difference."""
+
+    def both(data):
+        centers = Centers(start=cluster_local_models(5))
+        return (
+            play(algorithm, data, 3)[-1]
+            for algorithm in (
+                wecfl(linear, local, COHORT, m=3),
+                fesem(linear, local, COHORT, m=3, mu=0.0, centers=centers),
+            )
+        )
+
+    data = planted()
+    one, other = both(data)
+    chex.assert_trees_all_close(one.groups, other.groups, rtol=1e-5, atol=1e-6)
+    assert one.assignment.tolist() == other.assignment.tolist()
+    first = data.train.size.at[:9].set(3)
+    one, other = both(data.replace(train=data.train.replace(size=first)))
+    assert np.abs(matrix(one.groups) - matrix(other.groups)).max() > 1e-3
+
+
+def test_planted_groups_are_found(linear, local):
+    state = play(wecfl(linear, local, COHORT, m=3), planted(), 3)[-1]
+    assert adjusted_rand_score(state.assignment, np.arange(18) % 3) == 1.0
+
+
+def test_lost_clients_leave_model_and_weight(toy, linear, local):
+    silent = cfl.System(COHORT, cfl.Faults(dropout=1.0))
+    begun, after = play(wecfl(linear, local, silent, m=2), toy, 1)
+    chex.assert_trees_all_equal(begun.memory, after.memory)
+
+
+def test_new_clients_are_refused(linear, local):
+    def make(pick):
+        return wecfl(linear, local, pick, m=2)
+
+    one_line("no rule for clients that it has not met", check_rule, make, planted(), KEY, 3)
+    one_line("algorithm.m=0", wecfl, linear, local, COHORT, m=0)
