@@ -7,6 +7,7 @@ from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.files import from_arrays, leaf, npy, npz
+from fedjax_cfl.data.datasets.image_folder import image_folder
 from fedjax_cfl.data.datasets.images import (
     cifar10,
     digits,
@@ -22,6 +23,6 @@ from fedjax_cfl.data.datasets.table import csv, parquet
 
 __all__ = [
     "Columns", "celeba", "cifar10", "csv", "digits", "elec2", "fashion_mnist", "femnist",
-    "from_arrays", "leaf", "mnist", "multi_source_digits", "npy", "npz", "parquet",
+    "from_arrays", "image_folder", "leaf", "mnist", "multi_source_digits", "npy", "npz", "parquet",
     "rotated_mnist", "sent140", "speech_commands", "synthetic",
 ]  # fmt: skip

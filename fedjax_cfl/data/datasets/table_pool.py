@@ -49,7 +49,11 @@ def read_pool(
     num_classes: int | None,
     stack: Callable[..., np.ndarray] | None = None,
 ) -> Pool:
-    """Returns the checked pool of a table; `stack` makes an array of images."""
+    """Returns the checked pool of a table.
+
+    Args: `columns`, `number_text` and `num_classes` are as in `csv`; `stack` makes an array of
+    images, where they are read.
+    """
     path, kinds = str(table.path), table.find_kinds(table.shards[0])
     roles = {role: str(name) for role in ROLES if (name := getattr(columns, role)) is not None}
     features = _choose_features(path, kinds, columns, roles, number_text)
