@@ -14,6 +14,7 @@ import pytest
 from conftest import one_line, refusal
 from PIL import Image
 
+from fedjax_cfl.cli.build import deal_samples, describe_unused, resolve_settings
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import Columns, csv, parquet, readers, table_files
 from fedjax_cfl.data.datasets.pickles import PFLLIB
@@ -411,6 +412,17 @@ def test_folders_of_pickles_are_refused_by_name(tmp_path):
     np.savez(tmp_path / "train" / "0.npz", data=np.array({"x": 1}, dtype=object))
     for read in (csv, parquet):
         one_line(f"0.npz: data.npy is {PFLLIB}", read, tmp_path, Columns("y"))
+
+
+def test_what_a_run_leaves_unused_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = {"x": range(60), "y": [0, 1] * 30, "c": [0, 1, 2] * 20, "t": range(60)}
+    pyarrow.parquet.write_table(pa.table({k: list(v) for k, v in table.items()}), "a.parquet")
+    line = "dataset=parquet dataset.source.path=a.parquet dataset.source.columns.y=y"
+    line += " dataset.source.columns.client=c dataset.source.columns.time=t dataset.clients=2"
+    for more, says in {"iid": "client of the file is not used", "auto": "time of the file"}.items():
+        config = resolve_settings([*line.split(), f"partition={more}"])
+        assert says in describe_unused(config, *deal_samples(config)).splitlines()[0]
 
 
 def test_a_run_on_a_csv(fedjax_cfl, tmp_path):

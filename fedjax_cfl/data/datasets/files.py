@@ -145,8 +145,8 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
             columns = interchange.from_dataframe(value).columns
             value = np.column_stack([column.to_numpy() for column in columns])
         array = np.asarray(value)
-        if array.dtype.kind == "T":  # text of any length
-            array = array.astype(str)
+        if array.dtype.kind == "T" or (isinstance(value, list | tuple) and array.dtype.kind == "U"):
+            array = np.array(value, dtype=object)  # else NaN in it were text as well
     except Exception as error:  # lists of unequal lengths, and whatever else can be given
         raise InputError(
             f"arrays: {name} cannot be made an array ({readers.line_of(error)}), expected numbers"
@@ -155,13 +155,14 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind != "O":
         return array
     values = array.ravel().tolist()
-    kinds = (str,) if values and isinstance(values[0], str) else (bool, int, float)
+    text = bool(values) and isinstance(values[0], str | bytes)
+    kinds = (type(values[0]),) if text else (bool, int, float)
     for i, entry in enumerate(values):
         if not isinstance(entry, kinds) or entry != entry:
             sample = i // max(array[0].size if array.ndim > 1 else 1, 1)
             raise InputError(
                 f"arrays: {name} is {readers.shorten(entry)} in sample {sample}, expected"
-                f" {'text' if kinds == (str,) else 'a number'} as in the others"
+                f" {'text' if text else 'a number'} as in the others"
             )
     return np.array(values).reshape(array.shape)
 
@@ -173,7 +174,7 @@ def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
             f"{path}: time is missing in sample {np.isnat(dates).argmax()}, expected a date in each"
         )
     seconds = dates.astype("datetime64[us]").astype(np.int64)
-    return (seconds - seconds.min(initial=seconds[0] if seconds.size else 0)) // 10**6
+    return (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
 
 
 def _map_array(path: Path) -> np.ndarray:
