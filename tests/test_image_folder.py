@@ -310,8 +310,12 @@ def test_no_folder(tmp_path):
 
 
 def test_more_than_fits_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(image_files, "MOST_PIXELS", 19)
+        written(tmp_path / "large", {"a/1.png": A})
+        one_line("it has more than 19 pixels", image_folder, tmp_path / "large", size=[2, 2])
     monkeypatch.setattr(image_files, "MOST_BYTES", 39)
-    written(tmp_path, {"a/1.png": A, "a/2.png": A})
+    tmp_path = written(tmp_path / "many", {"a/1.png": A, "a/2.png": A})
     one_line("2 images as 4x5 take 40 bytes", image_folder, tmp_path)
     assert image_folder(tmp_path, size=[2, 5]).x.nbytes == 20
 

@@ -204,6 +204,8 @@ def test_settings_of_a_csv(tmp_path):
     assert csv(path, NAMED).client_names == (1,)
     one_line("delimiter=;;: must be one character, or tab", csv, path, NAMED, ";;")
     one_line("delimiter=,: is decimal as well", csv, path, NAMED, decimal=",")
+    written(path, [GOOD], ";", HEAD)
+    one_line("column p is '2.5' in row 1", csv, path, NAMED, ";", ",")
     one_line("decimal=;: must be one of", csv, path, NAMED, decimal=";")
 
 

@@ -158,7 +158,7 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
     text = bool(values) and isinstance(values[0], str | bytes)
     kinds = (type(values[0]),) if text else (bool, int, float)
     for i, entry in enumerate(values):
-        if not isinstance(entry, kinds) or entry != entry:
+        if not isinstance(entry, kinds):
             sample = i // max(array[0].size if array.ndim > 1 else 1, 1)
             raise InputError(
                 f"arrays: {name} is {readers.shorten(entry)} in sample {sample}, expected"

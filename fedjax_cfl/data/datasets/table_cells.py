@@ -55,6 +55,12 @@ def _find_nulls(cells: pa.Array) -> np.ndarray:
     return cells.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
 
 
+def _find_gaps(cells: pa.Array) -> np.ndarray:
+    """Returns which cells of text say that there is no value [n] bool."""
+    empty = pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING, cells.type))
+    return pc.or_(cells.is_null(), empty).to_numpy(zero_copy_only=False)
+
+
 def _find_bad(cells: pa.Array, parse: Callable[[pa.Array], Any]) -> int:
     """Returns the place of the first cell that `parse` returns None for."""
     low, high = 0, len(cells)
@@ -77,9 +83,9 @@ def read_numbers(place: Place, cells: pa.Array) -> np.ndarray:
     if pa.types.is_dictionary(cells.type):
         cells = cells.dictionary_decode()
     if is_text(cells.type):
-        empty = pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING, cells.type))
-        _refuse_missing(place, pc.or_(cells.is_null(), empty).to_numpy(zero_copy_only=False))
         numbers = parse_numbers(cells, place.decimal)
+        if numbers is None or _find_nulls(numbers).any():  # NaN is how some write a gap
+            _refuse_missing(place, _find_gaps(cells))
         if numbers is None:
             bad = _find_bad(cells, partial(parse_numbers, decimal=place.decimal))
             other = {",": ".", ".": ","}[place.decimal]
@@ -140,8 +146,7 @@ def read_times(place: Place, cells: pa.Array) -> np.ndarray:
     if pa.types.is_dictionary(cells.type):
         cells = cells.dictionary_decode()
     if is_text(cells.type):
-        empty = pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING, cells.type))
-        _refuse_missing(place, pc.or_(cells.is_null(), empty).to_numpy(zero_copy_only=False))
+        _refuse_missing(place, _find_gaps(cells))
         if (numbers := parse_numbers(cells, place.decimal)) is not None:
             return numbers.to_numpy()
         dates = _parse_dates(cells)

@@ -24,7 +24,7 @@ from fedjax_cfl.errors import InputError
 
 pc: Any = pyarrow.compute  # whose functions are made when it is loaded
 Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
-BLOCK_BYTES = 2**24  # of a CSV, read at once; no row may be longer
+BLOCK_BYTES = 2**22  # of a CSV, read at once; no row may be longer
 BATCH_VALUES = 2**22  # of a Parquet file, read at once
 LIST_ROWS = 256  # of lists or images, read at once
 # what a cell of numbers has where a number is missing
@@ -122,13 +122,16 @@ def _kind_of_cells(cells: pa.Array, decimal: str) -> Kind:
 
 def parse_numbers(cells: pa.Array, decimal: str = ".") -> pa.Array | None:
     """Returns text [n] as float64, None if a cell is no number."""
-    cells = pc.utf8_trim_whitespace(cells)
     if decimal != ".":
         if pc.any(pc.match_substring(cells, ".")).as_py():
             return None
         cells = pc.replace_substring(cells, decimal, ".")
     try:
         return cells.cast(pa.float64())
+    except pa.ArrowInvalid:
+        trimmed = pc.utf8_trim_whitespace(cells)  # takes longer, and few cells need it
+    try:
+        return trimmed.cast(pa.float64())
     except pa.ArrowInvalid:
         return None
 
