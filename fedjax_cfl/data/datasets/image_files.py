@@ -1,6 +1,7 @@
 """Images in any of the usual files, as one array of all, under the rules of `readers`."""
 
 import io
+import logging
 import math
 import re
 import warnings
@@ -20,6 +21,8 @@ MOST_BYTES = 2**33  # of all images, unpacked
 GREY, DEEP_GREY = ("1", "L", "LA", "La"), ("I;16", "I;16B", "I;16L")
 COLOUR = ("RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr", "LAB", "HSV")
 BITS_PER_SAMPLE = 258  # a tag of TIFF
+
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what matters is raised as well
 
 Mode = Literal["auto", "grey", "rgb"]
 IMAGE_SIZE = Rule(
