@@ -16,6 +16,7 @@ from fedjax_cfl.cli.build import deal_samples, resolve_settings
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import image_files, image_folder
 from fedjax_cfl.data.federated import federate
+from fedjax_cfl.runs.load import load_run
 
 RNG = np.random.default_rng(0)
 
@@ -321,9 +322,8 @@ def test_more_than_fits_is_refused_before_it_is_read(tmp_path, monkeypatch):
 
 
 def test_a_run_on_images(fedjax_cfl, tmp_path):
-    kinds = (0, 250)
     files = {
-        f"{split}/writer {k}/{kinds[i % 2]}/{i}.png": pixels(4, 5) // 40 + kinds[i % 2] * 4 // 5
+        f"{split}/writer {k}/{(9, 10)[i % 2]}/{i}.png": pixels(4, 5) // 40 + i % 2 * 200
         for split, count in (("train", 4), ("test", 2))
         for k in range(3)
         for i in range(count)
@@ -337,5 +337,6 @@ def test_a_run_on_images(fedjax_cfl, tmp_path):
     status, out, error = fedjax_cfl(f"{line} dataset.source.layout=split/user/class")
     assert (status, error) == (0, "")
     assert "fedavg on image_folder: 3 clients, 2 classes, 12 train and 6 test samples" in out
+    assert load_run("run").class_names == ("9", "10")
     status, _, error = fedjax_cfl(line + "2")
     assert status == 2 and "layout=split/user/class or layout=user/split/class" in error
