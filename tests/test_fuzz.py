@@ -12,6 +12,8 @@ import os
 import zipfile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from fedjax_cfl.cli import overrides
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
-from fedjax_cfl.data.datasets import files, readers
+from fedjax_cfl.data.datasets import Columns, csv, files, parquet, readers
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.errors import InputError
 
@@ -41,6 +43,18 @@ def npz(compressed, **arrays):
     return out.getvalue()
 
 
+def table(compression, use_dictionary):
+    """Returns the bytes of a Parquet file of lists, text, whole numbers and dates."""
+    out, lists = io.BytesIO(), pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int8()))
+    times = pa.array([1, 2, 3], pa.timestamp("s"))
+    columns = {"a": lists, "y": ["u", "v", "u"], "c": [1, 2, 1], "t": times}
+    pyarrow.parquet.write_table(
+        pa.table(columns), out, compression=compression, use_dictionary=use_dictionary
+    )
+    return out.getvalue()
+
+
+PARTS = Columns("y", x="a", client="c", time="t")
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
 SHARD = json.dumps(
@@ -54,6 +68,9 @@ READ = {
     "npz": (files.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
     "packed npz": (files.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
     "leaf": (leaf, SHARD),
+    "csv": (lambda path: csv(path, PARTS), b"a,y,c,t\n1.5,u,7,2020-01-01\n2,v,8,2020-01-02\n"),
+    "parquet": (lambda path: parquet(path, PARTS), table("snappy", True)),
+    "plain parquet": (lambda path: parquet(path, PARTS), table("none", False)),
 }
 
 

@@ -42,7 +42,6 @@ from fedjax_cfl.validation import check_arguments, flatten_settings
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
-OWN_FILES = tuple(f"fedjax_cfl.data.datasets.{name}" for name in ("npz", "npy", "leaf"))
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -169,8 +168,7 @@ def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> No
 
 def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> str | None:
     """Returns what of a file of the user's own the run does not use, None: it uses all."""
-    target = str(config["dataset"]["source"].get("_target_"))
-    if target not in OWN_FILES:
+    if "path" not in config["dataset"]["source"]:  # only files of the user's own are named
         return None
     own = pool.client, pool.test
     unused = [

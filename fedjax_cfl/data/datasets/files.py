@@ -1,16 +1,18 @@
-"""The user's own files: an .npz, a folder of .npy (memory-mapped), LEAF's JSON."""
+"""The user's own arrays: an .npz, a folder of .npy (memory-mapped), LEAF's JSON, or from Python."""
 
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedjax_cfl.data.datasets import leaf_json, readers
+from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt
+from fedjax_cfl.validation import PositiveInt, check_arguments
 
 MOST_LIKELY_CLASSES = 1000  # more, in few samples each, are no classes
 OPTIONAL = ("client", "split", "concept", "time")
@@ -30,8 +32,11 @@ def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     number in any unit.
     Raises InputError for anything else.
     """
-    arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)
-    return _own_pool(str(path), arrays, num_classes)
+    file = Path(os.path.expanduser(path))
+    if os.path.isdir(file):
+        refuse_pickles_in(file)
+    arrays = readers.read_npz(file, ("x", "y"), OPTIONAL)
+    return build_pool(str(path), arrays, num_classes)
 
 
 def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
@@ -70,6 +75,8 @@ def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     would refuse, and for an x of another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
+    if not os.path.lexists(folder / "x.npy"):
+        refuse_pickles_in(folder)
     arrays = {name: _map_array(folder / f"{name}.npy") for name in ("x", "y")}
     for name in OPTIONAL:
         if os.path.lexists(folder / f"{name}.npy"):  # a dangling link is there, and is refused
@@ -96,7 +103,78 @@ def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
                 " expected finite values"
             )
     stand_in = np.zeros((len(x), 1), np.uint8)  # x has been checked; the rest as in any pool
-    return _own_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
+    return build_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    client: Any = None,
+    split: Any = None,
+    time: Any = None,
+    concept: Any = None,
+    num_classes: PositiveInt | None = None,
+) -> Pool:
+    """Returns the arrays of a program as a pool, checked and read as those of a file by `npz`.
+
+    Args: `x` [N, ...], `y`, `client`, `split` and `time` [N] and `concept` [K] are arrays,
+    lists, or columns and frames of pandas, polars or Arrow; `time` may hold dates, which become
+    whole seconds since the first; `num_classes` None is the largest label + 1. An array of uint8
+    or float32 is not copied.
+    Raises InputError for what `npz` would refuse.
+    """
+    check_arguments(from_arrays, {"num_classes": num_classes})
+    given = {"x": x, "y": y, "client": client, "split": split, "time": time, "concept": concept}
+    arrays = {name: _plain_array(name, value) for name, value in given.items() if value is not None}
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise InputError(f"arrays: {name} is None, expected an array")
+    if "time" in arrays and arrays["time"].dtype.kind == "M":
+        arrays["time"] = count_seconds("arrays", arrays["time"])
+    return build_pool("arrays", arrays, num_classes)
+
+
+def _plain_array(name: str, value: Any) -> np.ndarray:
+    """Returns an array of numbers, text or dates from anything that NumPy can read."""
+    if np.ma.is_masked(value):
+        raise InputError(f"arrays: {name} has masked entries, expected a value in each")
+    try:
+        if hasattr(value, "__dataframe__") and not hasattr(value, "__array__"):
+            from pyarrow import interchange  # takes a while, and few have such a frame
+
+            columns = interchange.from_dataframe(value).columns
+            value = np.column_stack([column.to_numpy() for column in columns])
+        array = np.asarray(value)
+        if array.dtype.kind == "T" or (isinstance(value, list | tuple) and array.dtype.kind == "U"):
+            array = np.array(value, dtype=object)  # else NaN in it were text as well
+    except Exception as error:  # lists of unequal lengths, and whatever else can be given
+        raise InputError(
+            f"arrays: {name} cannot be made an array ({readers.line_of(error)}), expected numbers"
+            " or text, as many in every sample"
+        ) from None
+    if array.dtype.kind != "O":
+        return array
+    values = array.ravel().tolist()
+    text = bool(values) and isinstance(values[0], str | bytes)
+    kinds = (type(values[0]),) if text else (bool, int, float)
+    for i, entry in enumerate(values):
+        if not isinstance(entry, kinds):
+            sample = i // max(array[0].size if array.ndim > 1 else 1, 1)
+            raise InputError(
+                f"arrays: {name} is {readers.shorten(entry)} in sample {sample}, expected"
+                f" {'text' if text else 'a number'} as in the others"
+            )
+    return np.array(values).reshape(array.shape)
+
+
+def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
+    """Returns dates [N] of NumPy as whole seconds since the first of them."""
+    if np.isnat(dates).any():
+        raise InputError(
+            f"{path}: time is missing in sample {np.isnat(dates).argmax()}, expected a date in each"
+        )
+    seconds = dates.astype("datetime64[us]").astype(np.int64)
+    return (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
 
 
 def _map_array(path: Path) -> np.ndarray:
@@ -114,7 +192,7 @@ def _map_array(path: Path) -> np.ndarray:
         ) from None
 
 
-def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
+def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
     """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
     y, class_names = _number_labels(path, arrays["y"], num_classes)
     test = read_test_mask(path, arrays["split"], y) if "split" in arrays else None

@@ -20,6 +20,7 @@ from typing import IO
 
 import numpy as np
 
+from fedjax_cfl.data.datasets.pickles import PFLLIB, is_pickle, refuse_pickle
 from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
@@ -42,8 +43,10 @@ def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
                 f"{path}: file cannot be read (not a regular file), expected a readable file"
             )
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if file.peek(2)[:2] == b"\x1f\x8b":
+            size, start = os.fstat(file.fileno()).st_size, file.peek(2)[:2]
+            if is_pickle(path.name, start):
+                raise refuse_pickle(path)
+            if start == b"\x1f\x8b":
                 yield gzip.GzipFile(fileobj=file), min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES)
             else:
                 yield file, min(size, MAX_UNPACKED_BYTES)
@@ -140,6 +143,10 @@ def read_npz(
             ) from error
         with archive:
             names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
+            if any(name.endswith("/data.pkl") for name in names):  # as torch.save packs it
+                raise refuse_pickle(path, torch=True)
+            if names == ["data"] and _holds_objects(archive):
+                raise InputError(f"{path}: data.npy is {PFLLIB}")
             for name in required:
                 if name not in names:
                     found = ", ".join(shorten(name) for name in names[:9]) or "none"
@@ -193,6 +200,15 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             f"{path}: array {name!r} cannot be read ({line_of(error)}), expected a plain array of"
             " numbers or strings"
         ) from error
+
+
+def _holds_objects(archive: zipfile.ZipFile) -> bool:
+    """Returns whether the only member of an open archive is an array of objects."""
+    try:
+        with archive.open(archive.infolist()[0]) as member:
+            return _header(member)[0].kind == "O"
+    except Exception:  # a damaged member raises many kinds; it is refused when it is read
+        return False
 
 
 def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:

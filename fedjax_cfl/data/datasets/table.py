@@ -1,0 +1,88 @@
+"""Tables of one row a sample, whose columns the user names: CSV and Parquet."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fedjax_cfl.data.datasets.columns import Columns
+from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode, stack_images
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import PositiveInt, Rule, check_arguments
+
+SIGN = Rule(
+    "one character, or tab",
+    lambda value: value == "tab" or (isinstance(value, str) and len(value) == 1),
+)
+
+
+def csv(
+    path: str | Path,
+    columns: Columns,
+    delimiter: Annotated[str, SIGN] = ",",
+    decimal: Literal[".", ","] = ".",
+    number_text: bool = False,
+    num_classes: PositiveInt | None = None,
+) -> Pool:
+    """Returns the samples of a CSV with a line of names, one row a sample, or of all *.csv of a
+    folder; plain or gzipped, in UTF-8.
+
+    Args: `columns` says which column is what; `delimiter` is between cells; `decimal` is the
+    decimal point of features and labels; `number_text` numbers features of text in sorted order;
+    `num_classes` is as in `npz`.
+    Features are float32 [N, F]. Labels, clients and concepts that are not all numbers are text,
+    numbered in sorted order, and name the classes and clients; clients that are all digits sort as
+    numbers. Dates in ISO 8601 become whole seconds since the first.
+    Raises InputError for missing values, for text among numbers, with column and row, and for what
+    `npz` would refuse.
+    """
+    check_arguments(csv, locals(), "dataset.source")
+    from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
+
+    dialect = table_files.Dialect("\t" if delimiter == "tab" else delimiter, decimal)
+    if dialect.delimiter == decimal:
+        raise InputError(
+            f"dataset.source.delimiter={delimiter}: is decimal as well; choose another"
+        )
+    root = Path(os.path.expanduser(path))
+    table = table_pool.Table(
+        root,
+        table_files.list_shards(root, (".csv", ".csv.gz")),
+        partial(table_files.find_csv_kinds, dialect=dialect),
+        lambda shard, wanted: table_files.read_csv(shard, dialect, wanted),
+        decimal,
+    )
+    return table_pool.read_pool(table, columns, number_text, num_classes)
+
+
+def parquet(
+    path: str | Path,
+    columns: Columns,
+    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    mode: Mode = "auto",
+    number_text: bool = False,
+    num_classes: PositiveInt | None = None,
+) -> Pool:
+    """Returns the samples of a Parquet file, one row a sample, or of all *.parquet of a folder in
+    order of name.
+
+    Args: `columns`, `number_text` and `num_classes` are as in `csv`; `size` and `mode` are as in
+    `image_folder`, for a column of images.
+    Features are float32 [N, F], or of one column: lists of one length, also nested, [N, ...], of
+    which uint8 is read as x / 255; or images [N, H, W, C], as bytes of PNG, JPEG and the like.
+    Types that extensions of Arrow add are not used, only their storage.
+    Raises InputError for what `csv` and `image_folder` would refuse.
+    """
+    check_arguments(parquet, locals(), "dataset.source")
+    from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
+
+    root = Path(os.path.expanduser(path))
+    table = table_pool.Table(
+        root,
+        table_files.list_shards(root, (".parquet",)),
+        table_files.find_parquet_kinds,
+        table_files.read_parquet,
+    )
+    images = partial(stack_images, str(path), size=size, mode=mode)
+    return table_pool.read_pool(table, columns, number_text, num_classes, images)

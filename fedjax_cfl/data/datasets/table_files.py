@@ -1,0 +1,236 @@
+"""Rows of CSV and Parquet files, a batch at a time, by pyarrow and under the rules of `readers`.
+
+A column is one of the `Kind`s. Rows are counted from 1, the first after the header. Of a type
+that an Arrow extension adds to a file only the plain storage is read.
+"""
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import pyarrow.parquet
+
+from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
+from fedjax_cfl.data.datasets.pool import sort_names
+from fedjax_cfl.data.datasets.readers import line_of, open_unpacked, shorten
+from fedjax_cfl.errors import InputError
+
+pc: Any = pyarrow.compute  # whose functions are made when it is loaded
+Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
+BLOCK_BYTES = 2**22  # of a CSV, read at once; no row may be longer
+BATCH_VALUES = 2**22  # of a Parquet file, read at once
+LIST_ROWS = 256  # of lists or images, read at once
+# what a cell of numbers has where a number is missing
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
+
+
+class Dialect(NamedTuple):
+    """How a CSV writes its cells."""
+
+    delimiter: str = ","
+    decimal: str = "."
+
+
+def list_shards(path: Path, endings: tuple[str, ...]) -> list[Path]:
+    """Returns the files of a folder that end so, in order of name, those of digits as numbers; or
+    the file itself. Raises InputError for a folder without any.
+    """
+    if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
+        return [path]
+    try:
+        names = [entry.name for entry in path.iterdir() if entry.name[0] not in "._"]
+    except OSError as error:
+        raise InputError(
+            f"{path}: folder cannot be read ({line_of(error)}), expected a readable folder"
+        ) from error
+    stems = {name.partition(".")[0]: name for name in names if name.endswith(endings)}
+    if not stems:
+        refuse_pickles_in(path)
+        raise InputError(f"{path}: folder holds no *{' or *'.join(endings)}, expected such files")
+    return [path / stems[stem] for stem in sort_names(stems)]
+
+
+def check_columns(path: Path, names: list[str]) -> None:
+    """Raises InputError for a table in which a name stands for two columns."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(
+            f"{path}: column {shorten(twice)} is there {names.count(twice)} times, expected each"
+            " name once"
+        )
+
+
+def read_csv(path: Path, dialect: Dialect, wanted: list[str] | None) -> Iterator[pa.RecordBatch]:
+    """Yields the cells of a CSV, plain or gzipped, as text; `wanted` None is all columns."""
+    with open_unpacked(path) as (file, most):
+        packed = not isinstance(file, io.BufferedReader)
+        source: Any = str(path)
+        if packed:
+            source = bytes(readers.read_at_most(file, most + 1))
+            if len(source) > most:
+                raise InputError(f"{path}: is more than {most} bytes, expected it unpacked")
+    try:
+        names = _open_csv(source, dialect, {}, None).schema.names
+        check_columns(path, names)
+        types = dict.fromkeys(names, pa.string())
+        yield from _open_csv(source, dialect, types, wanted)
+    except InputError:
+        raise
+    except Exception as error:  # pyarrow raises many kinds
+        said = line_of(error)
+        hint = ": save it as UTF-8" if "UTF8" in said else ""
+        raise InputError(
+            f"{path}: file cannot be read ({said}), expected a CSV with a line of names and"
+            f" cells between {dialect.delimiter!r}{hint}"
+        ) from None
+
+
+def _open_csv(
+    source: str | bytes, dialect: Dialect, types: dict[str, pa.DataType], wanted: list[str] | None
+) -> pyarrow.csv.CSVStreamingReader:
+    """Returns a reader of the batches of a CSV, a path or its content."""
+    return pyarrow.csv.open_csv(
+        pa.OSFile(source) if isinstance(source, str) else pa.BufferReader(source),
+        # rows are counted only by one thread
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+        pyarrow.csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
+        pyarrow.csv.ConvertOptions(column_types=types, include_columns=wanted),
+    )
+
+
+def find_csv_kinds(path: Path, dialect: Dialect) -> dict[str, Kind]:
+    """Returns the kind of every column by name, from the first rows."""
+    for batch in read_csv(path, dialect, None):
+        if batch.num_rows:
+            columns = zip(batch.schema.names, batch.columns, strict=True)
+            return {name: _kind_of_cells(column, dialect.decimal) for name, column in columns}
+    raise InputError(f"{path}: table has no rows, expected one a sample")
+
+
+def _kind_of_cells(cells: pa.Array, decimal: str) -> Kind:
+    """Returns whether cells that are there are numbers."""
+    there = cells.filter(pc.invert(pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING))))
+    return "numbers" if len(there) and parse_numbers(there, decimal) is not None else "text"
+
+
+def parse_numbers(cells: pa.Array, decimal: str = ".") -> pa.Array | None:
+    """Returns text [n] as float64, None if a cell is no number."""
+    if decimal != ".":
+        if pc.any(pc.match_substring(cells, ".")).as_py():
+            return None
+        cells = pc.replace_substring(cells, decimal, ".")
+    try:
+        return cells.cast(pa.float64())
+    except pa.ArrowInvalid:
+        trimmed = pc.utf8_trim_whitespace(cells)  # takes longer, and few cells need it
+    try:
+        return trimmed.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return None
+
+
+def find_parquet_kinds(path: Path) -> dict[str, Kind]:
+    """Returns the kind of every column of a Parquet file by name."""
+    with _open_parquet(path, []) as file:
+        schema = file.schema_arrow
+        check_columns(path, schema.names)
+        if file.metadata.num_rows < 1:
+            raise InputError(f"{path}: table has no rows, expected one a sample")
+        return {field.name: _kind_of_type(field.type) for field in schema}
+
+
+def _kind_of_type(type_: pa.DataType) -> Kind:
+    """Returns the kind of a column of a type of Arrow."""
+    if isinstance(type_, pa.BaseExtensionType):
+        type_ = type_.storage_type
+    kinds = pa.types
+    if kinds.is_dictionary(type_):
+        type_ = type_.value_type
+    if kinds.is_integer(type_) or kinds.is_floating(type_) or kinds.is_boolean(type_):
+        return "numbers"
+    if kinds.is_decimal(type_):
+        return "numbers"
+    if kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_):
+        return "text"
+    if kinds.is_timestamp(type_) or kinds.is_date(type_):
+        return "dates"
+    if kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_):
+        return "lists"
+    if kinds.is_struct(type_):  # an image as Hugging Face stores it
+        bytes_at = type_.get_field_index("bytes")
+        return "images" if bytes_at >= 0 and _is_binary(type_.field(bytes_at).type) else "others"
+    return "images" if _is_binary(type_) else "others"
+
+
+def _is_binary(type_: pa.DataType) -> bool:
+    kinds = pa.types
+    return (
+        kinds.is_binary(type_) or kinds.is_large_binary(type_) or kinds.is_fixed_size_binary(type_)
+    )
+
+
+def read_parquet(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yields columns of a Parquet file, checked. Raises InputError for one that takes more memory
+    than a packed file's arrays may.
+    """
+    kinds = find_parquet_kinds(path)
+    with _open_parquet(path, [name for name in wanted if kinds[name] == "text"]) as file:
+        _check_memory(path, file.metadata, wanted)
+        small = all(kinds[name] not in ("lists", "images") for name in wanted)
+        rows = min(max(BATCH_VALUES // max(len(wanted), 1), LIST_ROWS), 2**16)
+        try:
+            for batch in file.iter_batches(rows if small else LIST_ROWS, columns=wanted):
+                batch.validate(full=True)  # lengths and places in a stranger's file may lie
+                columns = [_plain(batch.column(name)) for name in wanted]
+                yield pa.RecordBatch.from_arrays(columns, wanted)
+        except InputError:
+            raise
+        except Exception as error:  # pyarrow raises many kinds
+            raise _unreadable(path, error) from None
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Returns a column without what an extension type makes of it."""
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _open_parquet(path: Path, text: list[str]) -> pyarrow.parquet.ParquetFile:
+    """Returns an open Parquet file; columns of `text` stay lists of distinct words."""
+    with open_unpacked(path):  # a regular file, and no pickle
+        pass
+    try:
+        return pyarrow.parquet.ParquetFile(
+            pa.OSFile(str(path)), read_dictionary=text, page_checksum_verification=True
+        )
+    except Exception as error:  # pyarrow raises many kinds
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    """Returns the error for a file that pyarrow cannot read."""
+    return InputError(
+        f"{path}: file cannot be read ({line_of(error)}), expected a complete Parquet file"
+    )
+
+
+def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: list[str]) -> None:
+    """Raises InputError if columns take more memory than a packed file's arrays may."""
+    need = 0
+    for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        for column in (group.column(i) for i in range(group.num_columns)):
+            place = f"{column.path_in_schema}."  # a list is NAME.list.element
+            if any(place.startswith(f"{name}.") for name in wanted):
+                need += max(column.total_uncompressed_size, 4 * column.num_values)
+    if need > readers.MAX_UNPACKED_BYTES:
+        raise InputError(
+            f"{path}: columns take {need} bytes of memory, expected at most"
+            f" {readers.MAX_UNPACKED_BYTES}; name fewer in columns.x, or store x.npy for"
+            " dataset=npy, which stays on the disk"
+        )

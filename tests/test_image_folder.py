@@ -1,0 +1,342 @@
+"""Folders of images of the user's own: read as Pillow reads each, and one line for everything
+that is refused.
+"""
+
+import io
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from conftest import one_line, refusal
+from PIL import Image
+
+from fedjax_cfl.cli.build import deal_samples, resolve_settings
+from fedjax_cfl.data import partition
+from fedjax_cfl.data.datasets import image_files, image_folder
+from fedjax_cfl.data.federated import federate
+from fedjax_cfl.runs.load import load_run
+
+RNG = np.random.default_rng(0)
+
+
+def pixels(*shape, kind=np.uint8):
+    return RNG.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
+
+
+def encoded(image, format_="PNG", **options):
+    """Returns the bytes of an image of Pillow, or of an array."""
+    out = io.BytesIO()
+    image = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    image.save(out, format_, **options)
+    return out.getvalue()
+
+
+def written(root, files):
+    """Writes files: arrays as PNG, bytes as they are, None as an empty folder."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else encoded(content))
+    return root
+
+
+def deep_png(values, colours=0):
+    """Returns a PNG of 16 bits, written by hand; `colours` 2 is RGB, 4 grey with transparency."""
+    channels = {0: 1, 2: 3, 4: 2}[colours]
+    height, width = values.shape[:2]
+    rows = values.astype(">u2").reshape(height, width, -1).repeat(channels, axis=2)
+    data = b"".join(b"\0" + row.tobytes() for row in rows)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, colours, 0, 0, 0),
+        b"IDAT": zlib.compress(data),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in parts.items()
+    )
+
+
+A, B, C = pixels(4, 5), pixels(4, 5), pixels(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "files"),
+    [
+        ("class", {"cat/1.png": A, "dog/1.png": B, "dog/2.png": C}),
+        ("split/class", {"train/cat/1.png": A, "train/dog/1.png": B, "test/dog/2.png": C}),
+        ("user/class", {"10/cat/1.png": A, "9/dog/1.png": B, "9/dog/2.png": C}),
+        ("class/user", {"cat/10/1.png": A, "dog/9/1.png": B, "dog/9/2.png": C}),
+        (
+            "split/user/class",
+            {"train/10/cat/1.png": A, "train/9/dog/1.png": B, "test/9/dog/2.png": C},
+        ),
+        (
+            "user/split/class",
+            {"10/train/cat/1.png": A, "9/train/dog/1.png": B, "9/test/dog/2.png": C},
+        ),
+    ],
+)
+def test_layouts(layout, files, tmp_path, capsys):
+    written(tmp_path, files)
+    pool = image_folder(tmp_path, layout)
+    order = sorted(files)  # by path
+    np.testing.assert_array_equal(pool.x[..., 0], np.stack([files[name] for name in order]))
+    assert pool.x.dtype == np.uint8 and pool.x.shape == (3, 4, 5, 1)
+    assert pool.class_names == ("cat", "dog") and pool.num_classes == 2
+    assert pool.y.tolist() == [int("dog" in name) for name in order]
+    if "user" in layout:
+        assert pool.client_names == (9, 10)  # digits sort as numbers
+        assert pool.client.tolist() == [int("10" in name) for name in order]
+        data = federate(pool, partition.by_user(pool, test_fraction=0))
+        assert data.client_names.names == (9, 10)
+    else:
+        assert pool.client is None and pool.client_names is None
+    expected = ["test" in name for name in order] if "split" in layout else None
+    assert (pool.test is None) == (expected is None)
+    assert expected is None or pool.test.tolist() == expected
+    assert capsys.readouterr().err == ""
+
+
+def test_a_layout_is_asked_for_where_several_fit(tmp_path):
+    written(tmp_path, {"a/1.png": A, "b/1.png": B})
+    assert image_folder(tmp_path).class_names == ("a", "b")
+    written(tmp_path / "two", {"train/a/1.png": A})
+    one_line(
+        "train/a/1.png' may be in one of several layouts, expected layout=split/class or"
+        " layout=user/class or layout=class/user",
+        image_folder,
+        tmp_path / "two",
+    )
+    one_line("layout=classes: must be null or one of class,", image_folder, tmp_path, "classes")
+
+
+def test_classes_are_those_of_all_splits(tmp_path):
+    files = {"train/10/1.png": A, "train/2/1.png": B, "test/3/1.png": C}
+    pool = image_folder(written(tmp_path, files), "split/class")
+    assert pool.class_names == ("2", "3", "10") and pool.num_classes == 3
+    assert pool.y.tolist() == [1, 2, 0] and pool.test.tolist() == [True, False, False]
+
+
+def test_third_splits_are_left_out_and_said(tmp_path, capsys):
+    files = {"train/a/1.png": A, "val/a/1.png": B, "test/a/1.png": C, "val/b/1.png": A}
+    written(tmp_path, files)
+    pool = image_folder(tmp_path, "split/class")
+    assert len(pool.y) == 2 and pool.class_names == ("a",)
+    assert "splits 'val' are left out; read are train and test" in capsys.readouterr().err
+    pool = image_folder(tmp_path, "split/class", test="val")
+    assert pool.test.tolist() == [False, True, True] and pool.class_names == ("a", "b")
+    assert "splits 'test' are left out" in capsys.readouterr().err
+    pool = image_folder(tmp_path, "split/class", test=None)
+    assert len(pool.y) == 1 and pool.test is None
+    assert one_line("no split is named 'dev'", image_folder, tmp_path, "split/class", test="dev")
+    one_line("expected train=NAME of one of", image_folder, tmp_path, "split/class", train="dev")
+
+
+KINDS = {
+    "1": Image.fromarray(A > 100),
+    "L": Image.fromarray(A),
+    "LA": Image.fromarray(A).convert("LA"),
+    "P": Image.fromarray(pixels(4, 5, 3)).quantize(4),
+    "RGB": Image.fromarray(pixels(4, 5, 3)),
+    "RGBA": Image.fromarray(pixels(4, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_pixels(kind, tmp_path):
+    image = KINDS[kind]
+    x = image_folder(written(tmp_path, {"a/1.PNG": encoded(image)})).x
+    colour = "L" if kind in ("1", "L", "LA") else "RGB"
+    expected = np.asarray(image.convert(colour)).reshape(1, 4, 5, -1)
+    np.testing.assert_array_equal(x, expected)
+    for mode, channels in (("grey", 1), ("rgb", 3)):
+        found = image_folder(tmp_path, mode=mode).x
+        want = np.asarray(image.convert(colour).convert("L" if mode == "grey" else "RGB"))
+        assert found.shape == (1, 4, 5, channels)
+        np.testing.assert_array_equal(found, want.reshape(found.shape))
+
+
+FILES = {"a.jpg": "JPEG", "a.JPEG": "JPEG", "a.ppm": "PPM", "a.bmp": "BMP", "a.tif": "TIFF"}
+
+
+@pytest.mark.parametrize("name", [*FILES, "a.webp"])
+def test_files_of_other_kinds(name, tmp_path):
+    content = encoded(pixels(8, 6, 3), FILES.get(name, "WEBP"))
+    x = image_folder(written(tmp_path, {f"a/{name}": content})).x
+    np.testing.assert_array_equal(x[0], np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    cmyk = encoded(Image.fromarray(pixels(8, 6, 4), "CMYK"), "JPEG") if "jpg" in name else content
+    written(tmp_path, {f"a/{name}": cmyk})
+    assert image_folder(tmp_path).x.shape == (1, 8, 6, 3)
+
+
+@pytest.mark.parametrize("name", ["png", "tif", "pgm"])
+def test_grey_of_16_bits_is_scaled_and_never_cut(name, tmp_path):
+    deep = pixels(4, 5, kind=np.uint16)
+    content = {
+        "png": deep_png(deep),
+        "tif": encoded(deep, "TIFF"),
+        "pgm": b"P5\n# of a camera\n5 4\n65535\n" + deep.astype(">u2").tobytes(),
+    }[name]
+    written(tmp_path, {f"a/1.{name}": content})
+    x = image_folder(tmp_path).x
+    assert x.dtype == np.float32
+    np.testing.assert_array_equal(x[0, ..., 0], deep.astype(np.float32) / 65535)
+    assert image_folder(tmp_path, mode="rgb").x.shape == (1, 4, 5, 3)
+    flat = np.full((4, 5), 4000, np.uint16)
+    written(tmp_path / "b", {"a/1.png": deep_png(flat)})
+    np.testing.assert_allclose(image_folder(tmp_path / "b", size=[2, 3]).x, 4000 / 65535, rtol=1e-6)
+    written(tmp_path / "b", {"a/0.png": A})  # with one of 8 bits before
+    x = image_folder(tmp_path / "b").x
+    np.testing.assert_array_equal(x[0, ..., 0], A.astype(np.float32) / 255)
+    np.testing.assert_array_equal(x[1, ..., 0], flat.astype(np.float32) / 65535)
+
+
+def test_photographs_are_turned_as_their_camera_says(tmp_path):
+    image, exif = Image.fromarray(np.tile(np.arange(0, 240, 30, np.uint8), (16, 2))), Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    turned = encoded(image, "JPEG", exif=exif, quality=100)
+    x = image_folder(written(tmp_path, {"a/1.jpg": turned, "a/2.jpg": turned})).x
+    plain = np.asarray(Image.open(io.BytesIO(turned)))
+    np.testing.assert_array_equal(x[0, ..., 0], np.rot90(plain, -1))
+
+
+def test_sizes(tmp_path):
+    written(tmp_path, {"a/1.png": A, "a/2.png": pixels(6, 3)})
+    one_line("2.png 6x3), expected one, or size=[4,5]", image_folder, tmp_path)
+    x = image_folder(tmp_path, size=[4, 5]).x
+    np.testing.assert_array_equal(x[0, ..., 0], A)  # as it was
+    for size in ([4], [0, 4], [4, 5000], [4, 5.0], "4"):
+        one_line("must be null or [height,width]", image_folder, tmp_path, size=size)
+
+
+def test_what_systems_leave_is_passed_over_and_other_files_are_said(tmp_path, capsys):
+    trash = ("a/.hidden.png", "a/Thumbs.db", "__MACOSX/a/1.png", ".git/x.png", "a/desktop.ini")
+    files = {"a/1.png": A} | dict.fromkeys(trash, b"no image")
+    pool = image_folder(written(tmp_path, files))
+    assert len(pool.y) == 1 and pool.class_names == ("a",) and capsys.readouterr().err == ""
+    written(tmp_path, {"notes.txt": b"x", "a/labels.csv": b"x"})
+    assert len(image_folder(tmp_path).y) == 1
+    assert "2 files are no images and are left out: 'a/labels.csv, not" in capsys.readouterr().err
+
+
+BAD = {
+    "no image": ({"a/1.png": b"hello"}, "a/1.png: image cannot be read"),
+    "empty": ({"a/1.jpg": b""}, "a/1.jpg: image cannot be read"),
+    "cut": ({"a/1.png": encoded(A)[:-30]}, "a/1.png: image cannot be read"),
+    "a flipped bit": (
+        {"a/1.png": encoded(A).replace(b"IDAT", b"IDAU")}, "a/1.png: image cannot be read",
+    ),
+    "another kind": ({"a/1.png": encoded(A, "GIF")}, "a/1.png: image cannot be read"),
+    "too many pixels": (
+        {"a/1.png": encoded(A)[:16] + struct.pack(">II", 2**20, 2**20) + encoded(A)[24:]},
+        "a/1.png: image cannot be read",
+    ),
+    "colours of 16 bits": ({"a/1.png": deep_png(A, 2)}, "a/1.png: has 16 bits and colours"),
+    "transparency of 16 bits": ({"a/1.png": deep_png(A, 4)}, "has 16 bits and colours or transp"),
+    "PPM of 16 bits": (
+        {"a/1.ppm": b"P6 1 1 65535 " + bytes(6)}, "a/1.ppm: has 16 bits and colours",
+    ),
+    "floats": ({"a/1.tif": encoded(A.astype(np.float32), "TIFF")}, "neither 8 bits nor grey of 16"),
+    "grey and coloured": (
+        {"a/1.png": A, "a/2.png": pixels(4, 5, 3)}, "or mode=rgb or mode=grey",
+    ),
+    "no class": ({"1.png": A}, "1.png' is in no folder"),
+    "some without a class": ({"a/1.png": A, "2.png": A}, "is in no folder"),
+    "some deeper": ({"a/1.png": A, "b/c/1.png": A}, "'b/c/1.png' is 2 folders deep, expected 1"),
+    "too deep": ({"a/b/c/d/1.png": A}, "'a/b/c/d' is 4 folders deep, expected at most 3"),
+    "an empty class": ({"a/1.png": A, "b": None}, "class 'b' has no images"),
+    "nothing": ({"a": None}, "folder holds no images"),
+    "pickled CIFAR-10": (
+        {"data_batch_1": b"\x80\x02}q\x00.", "test_batch": b""},
+        "data_batch_1: is a pickle and is not opened, expected cifar-10-binary.tar.gz, the same"
+        " images as data_batch_1.bin",
+    ),
+    "PyTorch": (
+        {"a/data.pt": b"PK"}, 'numpy.save("data.npy", torch.load("data.pt").numpy())',
+    ),
+    "a pickle as image": ({"a/1.png": b"\x80\x04."}, "1.png: is a pickle and is not opened"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused_is_named(name, tmp_path):
+    files, says = BAD[name]
+    root = written(tmp_path / "images", files)
+    error = one_line(says, image_folder, root)
+    assert str(root) in error and "expected" in error and len(error) < 1000
+
+
+def test_a_class_is_there_if_any_user_has_it(tmp_path):
+    files = {"u/a/1.png": A, "u/b": None, "v/a": None, "v/b/1.png": B}
+    assert image_folder(written(tmp_path, files), "user/class").class_names == ("a", "b")
+
+
+def test_links_stay_inside(tmp_path):
+    root = written(tmp_path / "images", {"a/1.png": A})
+    outside = written(tmp_path / "elsewhere", {"b/1.png": B}) / "b"
+    (root / "a" / "2.png").symlink_to(root / "a" / "1.png")
+    assert len(image_folder(root).y) == 2
+    for target in (outside / "1.png", "../../elsewhere/b/1.png", "/dev/zero", "/nowhere"):
+        (root / "a" / "3.png").symlink_to(target)
+        error = one_line("link leaves", image_folder, root)
+        assert "a/3.png" in error
+        (root / "a" / "3.png").unlink()
+    (root / "b").symlink_to(outside)
+    one_line("b: link leaves", image_folder, root)
+    (root / "b").unlink()
+    (root / "b").symlink_to(root / "a")
+    one_line("b: is a link to a folder", image_folder, root)
+    (root / "b").unlink()
+    (root / "a" / "3.png").symlink_to(root / "a" / "3.png")
+    one_line("cannot be read", image_folder, root)
+    (root / "a" / "3.png").unlink()
+    os.mkfifo(root / "a" / "3.png")
+    one_line("not a regular file", image_folder, root)
+    (tmp_path / "link").symlink_to(outside.parent)  # the folder that is named may be a link
+    assert len(image_folder(tmp_path / "link").y) == 1
+
+
+def test_no_folder(tmp_path):
+    written(tmp_path, {"a.png": A, "b.pkl": b""})
+    one_line("a.png: is a file, expected a folder of images", image_folder, tmp_path / "a.png")
+    one_line("b.pkl: is a pickle", image_folder, tmp_path / "b.pkl")
+    for name in ("absent", "z" * 300, "a\0b"):
+        assert "cannot be read" in refusal(image_folder, f"{tmp_path}/{name}")
+
+
+def test_more_than_fits_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(image_files, "MOST_PIXELS", 19)
+        written(tmp_path / "large", {"a/1.png": A})
+        one_line("it has more than 19 pixels", image_folder, tmp_path / "large", size=[2, 2])
+    monkeypatch.setattr(image_files, "MOST_BYTES", 39)
+    tmp_path = written(tmp_path / "many", {"a/1.png": A, "a/2.png": A})
+    one_line("2 images as 4x5 take 40 bytes", image_folder, tmp_path)
+    assert image_folder(tmp_path, size=[2, 5]).x.nbytes == 20
+
+
+def test_a_run_on_images(fedjax_cfl, tmp_path):
+    files = {
+        f"{split}/writer {k}/{(9, 10)[i % 2]}/{i}.png": pixels(4, 5) // 40 + i % 2 * 200
+        for split, count in (("train", 4), ("test", 2))
+        for k in range(3)
+        for i in range(count)
+    }
+    written(tmp_path / "images", files)
+    line = "dataset=image_folder dataset.source.path=images"
+    config = resolve_settings([*line.split(), "dataset.source.layout=split/user/class"])
+    pool, holdings = deal_samples(config)
+    assert holdings.client_names == ("writer 0", "writer 1", "writer 2") and len(pool.y) == 18
+    line += " rounds=1 algorithm=fedavg run_dir=run"
+    status, out, error = fedjax_cfl(f"{line} dataset.source.layout=split/user/class")
+    assert (status, error) == (0, "")
+    assert "fedavg on image_folder: 3 clients, 2 classes, 12 train and 6 test samples" in out
+    assert load_run("run").class_names == ("9", "10")
+    status, _, error = fedjax_cfl(line + "2")
+    assert status == 2 and "layout=split/user/class or layout=user/split/class" in error

@@ -1,0 +1,448 @@
+"""CSV and Parquet of the user's own: read as a plain reader of Python reads them, and one line,
+with column and row, for everything that is refused.
+"""
+
+import csv as plain
+import gzip
+import io
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import one_line, refusal
+from PIL import Image
+
+from fedjax_cfl.cli.build import deal_samples, describe_unused, resolve_settings
+from fedjax_cfl.data import partition
+from fedjax_cfl.data.datasets import Columns, csv, parquet, readers, table_files
+from fedjax_cfl.data.datasets.pickles import PFLLIB
+from fedjax_cfl.data.federated import federate
+
+ALL = Columns("state", client="user", split="part", time="when", concept="kind")
+NAMES = ["", "user", "when", "temp", "part", "state", "hum", "kind", "note"]
+
+
+def rows_of(count=60, decimal="."):
+    """Returns rows of a table of sensors as text, with quotes and line breaks in notes."""
+    rng = np.random.default_rng(0)
+    return [
+        [
+            str(i),
+            ["10", "9", "100"][i % 3],
+            f"2020-01-01 00:{i // 60:02}:{i % 60:02}",
+            f"{rng.normal():.4f}".replace(".", decimal),
+            ["train", "Test"][i % 4 == 3],
+            ["on", "off", "über"][int(rng.integers(3))],
+            f" {rng.normal():.3e}".replace(".", decimal),
+            ["wet", "dry", "dry"][i % 3],
+            f'a "note",\nof {i}; {decimal}',
+        ]
+        for i in range(count)
+    ]
+
+
+def written(path, rows, delimiter=",", head=NAMES):
+    """Writes a CSV by Python's own writer; returns its path."""
+    out = io.StringIO(newline="")
+    plain.writer(out, delimiter=delimiter).writerows([head, *rows])
+    content = out.getvalue().encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def assert_as_plain(pool, rows, decimal="."):
+    """Asserts that a pool holds what the rows say."""
+    column = dict(zip(NAMES, zip(*rows, strict=True), strict=True))
+    x = [[float(v.replace(decimal, ".")) for v in column[name]] for name in ("temp", "hum")]
+    np.testing.assert_array_equal(pool.x, np.array(x, np.float32).T)
+    assert pool.class_names == ("off", "on", "über") and pool.num_classes == 3
+    assert [pool.class_names[y] for y in pool.y] == list(column["state"])
+    assert pool.client_names == (9, 10, 100)  # digits sort as numbers
+    assert [str(pool.client_names[k]) for k in pool.client] == list(column["user"])
+    assert pool.test.tolist() == [part == "Test" for part in column["part"]]
+    assert pool.time.tolist() == list(range(len(rows)))
+    assert pool.concept.tolist() == [0, 1, 0]  # 9 dry, 10 wet, 100 dry: text in sorted order
+
+
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz"])
+@pytest.mark.parametrize(("delimiter", "decimal"), [(",", "."), (";", ","), ("tab", ".")])
+def test_a_csv_is_what_a_plain_reader_reads(delimiter, decimal, ending, tmp_path, capsys):
+    rows = rows_of(decimal=decimal)
+    sign = "\t" if delimiter == "tab" else delimiter
+    path = written(tmp_path / f"a{ending}", rows, sign)
+    assert_as_plain(csv(path, ALL, delimiter, decimal), rows, decimal)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "columns 'note' hold no numbers and are not used" in said
+
+
+def test_a_csv_is_read_block_by_block(tmp_path, monkeypatch):
+    """What is numbered, counted and named does not depend on where blocks end."""
+    rows = rows_of(200)
+    path = written(tmp_path / "a.csv", rows)
+    monkeypatch.setattr(table_files, "BLOCK_BYTES", 300)
+    assert_as_plain(csv(path, ALL), rows)
+    rows[170][3] = "warm"
+    path = written(tmp_path / "a.csv", rows)
+    one_line("a.csv: column temp is 'warm' in row 171 (the first is 1)", csv, path, ALL)
+
+
+def test_features_are_named_or_all_numbers(tmp_path):
+    path = written(tmp_path / "a.csv", [["1", "b", "0"], ["2", "a", "1"]], head=["p", "q", "y"])
+    assert csv(path, Columns("y", x="p")).x.tolist() == [[1], [2]]
+    assert csv(path, Columns("y", x=["q", "p"]), number_text=True).x.tolist() == [[1, 1], [0, 2]]
+    assert csv(path, Columns("y"), number_text=True).x.tolist() == [[1, 1], [2, 0]]
+    assert csv(path, Columns("q", x=["p", "y"])).class_names == ("a", "b")
+    assert csv(path, Columns("y", x="p", client="q")).client_names == ("a", "b")
+
+
+def test_labels_are_numbers_where_all_are(tmp_path):
+    def read(labels, **more):
+        rows = [["1.5", label] for label in labels]
+        return csv(written(tmp_path / "a.csv", rows, head=["p", "y"]), Columns("y"), **more)
+
+    assert read(["1", "0", "2"]).y.tolist() == [1, 0, 2]
+    assert read(["1.0", "0.0", "02"]).class_names is None
+    assert read(["10", "30", "20"]).class_names == ("10", "20", "30")
+    assert read(["10", "9", "x"]).class_names == ("10", "9", "x")
+    assert read(["NA", "x", "x"]).class_names == ("NA", "x")  # a word as any other
+    one_line("columns.y is NA in sample 1 and numbers in others", read, ["1", "NA", "0"])
+    one_line("y is 1 .. 2 and never 0", read, ["1", "2"])
+    one_line("looks like a target to regress", read, ["0.5", "2"])
+    one_line("column y has no value in row 2 (the first is 1)", read, ["a", " ", "b"])
+
+
+def test_clients_keep_their_names(tmp_path):
+    def names(ids):
+        rows = [["1.5", "a", one] for one in ids]
+        path = written(tmp_path / "a.csv", rows, head=["p", "y", "c"])
+        pool = csv(path, Columns("y", client="c"))
+        data = federate(pool, partition.by_user(pool, test_fraction=0))
+        assert data.client_names.names == pool.client_names
+        return pool.client_names, pool.client.tolist()
+
+    assert names(["10", "9", "10"]) == ((9, 10), [1, 0, 1])
+    assert names(["010", "9", "10"]) == (("9", "010", "10"), [1, 0, 2])
+    assert names(["10", "9", "f0"]) == (("10", "9", "f0"), [0, 1, 2])
+    assert names(["3.5", "NA", "3.5"]) == (("3.5", "NA"), [0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("cells", "seconds"),
+    [
+        (["2020-01-02", "2020-01-01"], [86400, 0]),
+        (["1960-01-01T00:00:01.9", "1960-01-01T00:00:00"], [1, 0]),
+        (["2020-01-01 01:00:00+01:00", "2020-01-01 00:00:07Z"], [0, 7]),
+        (["5", "3"], [5, 3]),
+        (["5.0", "3"], [5, 3]),
+    ],
+)
+def test_times_are_numbers_or_dates(cells, seconds, tmp_path):
+    rows = [["1.5", "a", cell] for cell in cells]
+    path = written(tmp_path / "a.csv", rows, head=["p", "y", "t"])
+    assert csv(path, Columns("y", time="t")).time.tolist() == seconds
+
+
+GOOD = ["1", "2.5", "a", "0", "x"]
+HEAD = ["c", "p", "y", "s", "k"]
+NAMED = Columns("y", x=["p"], client="c", split="s", concept="k")
+TIMED = Columns("y", x=["p"], time="s")
+BAD_CSV = {
+    "empty": (b"", NAMED, "cannot be read (Empty CSV file), expected a CSV"),
+    "no rows": (b"c,p,y,s,k\n", NAMED, "table has no rows"),
+    "a row too short": (b"p,y\n1,a\n2\n", Columns("y"), "Row #3: Expected 2 columns, got 1"),
+    "latin-1": ("p,y\n1,\xfc\n".encode("latin-1"), Columns("y"), "save it as UTF-8"),
+    "utf-16": ("p,y\n1,a\n".encode("utf-16"), Columns("y"), "cannot be read"),
+    "two of a name": (b"p,p,y\n1,2,a\n", Columns("y"), "column 'p' is there 2 times"),
+    "no such column": (b"p,label\n1,a\n", Columns("lable"), "did you mean 'label'?"),
+    "another delimiter": (b"p;y\n1;a\n", Columns("y"), "'p;y': is it the delimiter?"),
+    "a column twice": (b"p,y\n1,2\n", Columns("y", x=["p", "y"]), "y is columns.y, columns.x"),
+    "no features": (b"p,y\na,2\n", Columns("y"), "no column of features is left"),
+    "text as feature": (b"p,y\n1,a\nx,a\n", Columns("y", x="p"), "column p is 'x' in row 2"),
+    "decimal comma": (b'p,y\n"1,5",a\n', Columns("y", x="p"), "decimal=',' is the other point"),
+    "missing feature": (b"p,y\n1,a\nNA,a\n", Columns("y"), "column p has no value in row 2"),
+    "missing client": (
+        b"c,p,y\n,1,a\n", Columns("y", client="c"), "column c has no value in row 1",
+    ),
+    "infinite": (b"p,y\ninf,a\n", Columns("y"), "x is NaN or infinite"),
+    "beyond float32": (b"p,y\n1e300,a\n", Columns("y"), "x is NaN or infinite"),
+    "third split": (
+        b"p,y,s\n1,a,train\n2,b,val\n", Columns("y", split="s"), "split is 'val' in sample 1",
+    ),
+    "split of 2": (b"p,y,s\n1,a,2\n", Columns("y", split="s"), "columns.split is '2'"),
+    "local date": (b"p,y,s\n1,a,28.2.2018\n", TIMED, "column s is '28.2.2018' in row 1"),
+    "some dates": (b"p,y,s\n1,a,7\n1,a,2018-02-28\n", TIMED, "column s is '7' in row 1"),
+    "times before": (b"p,y,s\n1,a,-7\n", TIMED, "store time - time.min()"),
+    "half a second": (b"p,y,s\n1,a,0.5\n", TIMED, "time is 0.5 in sample 0"),
+    "no time": (b"p,y,s\n1,a,\n", TIMED, "column s has no value in row 1"),
+    "concept changes": (
+        b"c,p,y,k\n1,1,a,u\n2,1,a,u\n1,1,a,v\n", Columns("y", client="c", concept="k"),
+        "columns.concept changes within client 1, first in sample 2",
+    ),
+    "concept of nobody": (
+        b"p,y,k\n1,a,u\n", Columns("y", concept="k"), "columns.concept needs columns.client",
+    ),
+    "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], Columns("y"), "gzip stream is truncated"),
+    "pickle": (b"\x80\x04\x95anything", Columns("y"), "is a pickle and is not opened"),
+    "zero bytes": (b"\0" * 99, Columns("y"), "file cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CSV)
+def test_what_is_refused_of_a_csv_says_where(name, tmp_path):
+    content, columns, says = BAD_CSV[name]
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    error = one_line(says, csv, path, columns)
+    assert str(path) in error and "expected" in error and len(error) < 1000
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
+
+
+def test_settings_of_a_csv(tmp_path):
+    path = written(tmp_path / "a.csv", [GOOD], head=HEAD)
+    assert csv(path, NAMED).client_names == (1,)
+    one_line("delimiter=;;: must be one character, or tab", csv, path, NAMED, ";;")
+    one_line("delimiter=,: is decimal as well", csv, path, NAMED, decimal=",")
+    written(path, [GOOD], ";", HEAD)
+    one_line("column p is '2.5' in row 1", csv, path, NAMED, ";", ",")
+    one_line("decimal=;: must be one of", csv, path, NAMED, decimal=";")
+
+
+def image(mode="L", fill=0, size=(5, 4)):
+    """Returns the bytes of a PNG, and its pixels as Pillow has them."""
+    out = io.BytesIO()
+    whole = Image.fromarray(
+        np.random.default_rng(fill).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    ).convert(mode)
+    whole.save(out, "PNG")
+    return out.getvalue(), np.asarray(whole)
+
+
+IMAGES = [image(fill=i)[0] for i in range(4)]
+COLUMNS = {
+    "y": ["b", "a", "b", "a"],
+    "user": pa.array([10, 9, 10, 9], pa.int16()),
+    "word": pa.array(["x", "y", "x", "y"]).dictionary_encode(),
+    "when": pa.array([7_000_000, 0, 1_999_999, 1], pa.timestamp("us", "UTC")),
+    "day": pa.array([18000, 18001, 18000, 18002], pa.date32()),
+    "half": pa.array([0.5, 1.5, 2.5, 3.5], pa.float16()),
+    "small": pa.array([1, 2, 3, 4], pa.uint8()),
+    "money": pa.array([1, 2, 3, 4], pa.decimal128(9, 2)),
+    "yes": [True, False, True, True],
+    "pixels": pa.array([[0, 255]] * 4, pa.list_(pa.uint8())),
+    "fixed": pa.array([[0.5, i] for i in range(4)], pa.list_(pa.float64(), 2)),
+    "deep": [[[1.0, 2, 3], [i, 5, 6]] for i in range(4)],
+    "png": IMAGES,
+    "hf": [{"bytes": content, "path": "a.png"} for content in IMAGES],
+    "gap": [1.5, None, 2, 3],
+    "nan": [1.5, float("nan"), 2, 3],
+    "ragged": [[1], [1], [1, 2], [1]],
+    "holes": [[1], None, [1], [1]],
+    "inner": [[1, 2], [1, None], [1, 2], [1, 2]],
+    "words": [["a"]] * 4,
+    "paths": [{"bytes": content, "path": "/a.png"} for content in (*IMAGES[:2], None, IMAGES[3])],
+    "broken": [*IMAGES[:3], IMAGES[3][:50]],
+    "coloured": [*IMAGES[:3], image("RGB")[0]],
+    "sizes": [*IMAGES[:3], image(size=(6, 4))[0]],
+    "other": [{"a": 1}] * 4,
+    "many": pa.array([[]] * 4, pa.list_(pa.float32())),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    pyarrow.parquet.write_table(pa.table(COLUMNS), tmp_path / "a.parquet", row_group_size=3)
+    return tmp_path / "a.parquet"
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        ("half", [[0.5], [1.5], [2.5], [3.5]]),
+        (["small", "money", "yes"], [[1, 1, 1], [2, 2, 0], [3, 3, 1], [4, 4, 1]]),
+        ("pixels", np.array([[0, 255]] * 4, np.uint8)),
+        ("fixed", COLUMNS["fixed"].to_pylist()),
+        ("deep", COLUMNS["deep"]),
+        ("png", np.stack([image(fill=i)[1] for i in range(4)])[..., None]),
+        ("hf", np.stack([image(fill=i)[1] for i in range(4)])[..., None]),
+    ],
+)
+def test_features_of_a_parquet_file(x, expected, path):
+    pool = parquet(path, Columns("y", x=x, client="user", time="when"))
+    kind = np.uint8 if getattr(expected, "dtype", None) == np.uint8 else np.float32
+    assert pool.x.dtype == kind
+    np.testing.assert_array_equal(pool.x, np.array(expected))
+    assert pool.client_names == (9, 10) and pool.client.tolist() == [1, 0, 1, 0]
+    assert pool.time.tolist() == [7, 0, 1, 0] and pool.class_names == ("a", "b")
+
+
+def test_other_parts_of_a_parquet_file(path):
+    pool = parquet(path, Columns("word", x="half", client="y", time="day", split="yes"))
+    assert pool.class_names == ("x", "y") and pool.client_names == ("a", "b")
+    assert pool.time.tolist() == [0, 86400, 0, 2 * 86400]
+    assert pool.test.tolist() == [True, False, True, True]
+    assert parquet(path, Columns("y", x="word"), number_text=True).x.tolist() == [[0], [1]] * 2
+    resized = parquet(path, Columns("y", x="sizes"), size=[2, 3], mode="rgb").x
+    assert resized.shape == (4, 2, 3, 3) and resized.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (None, "could be the features, expected columns.x=NAME"),
+        ("gap", "column gap has no value in row 2"),
+        ("nan", "column nan has no value in row 2"),
+        ("ragged", "lists of 1 and, in row 3 (the first is 1), of 2 values"),
+        ("holes", "column holes has no value in row 2"),
+        ("inner", "column inner has no value in row 2"),
+        ("words", "column words has lists of type string, expected numbers"),
+        ("many", "expected at least one feature"),
+        ("when", "column when holds dates, expected numbers: name it columns.time"),
+        ("word", "column word is 'x' in row 1 (the first is 1), expected a number"),
+        ("other", "column other holds others, expected numbers, lists or bytes of images"),
+        (["fixed", "half"], "column fixed holds lists, expected it as the only one"),
+        ("paths", "column paths in row 3 (the first is 1) has no bytes, at most a path"),
+        ("broken", "column broken in row 4: image cannot be read"),
+        ("coloured", "images are grey"),
+        ("sizes", "expected one, or size=[4,5]"),
+        ("nope", "columns.x=nope is not there"),
+    ],
+)
+def test_what_is_refused_of_a_parquet_file_says_where(x, says, path):
+    error = one_line(says, parquet, path, Columns("y", x=x))
+    assert str(path) in error and "expected" in error and len(error) < 1000
+
+
+def test_a_label_that_is_neither_number_nor_text(path):
+    for name in ("when", "fixed", "png", "other"):
+        one_line("expected numbers or text", parquet, path, Columns(name, x="half"))
+
+
+def test_shards_are_read_in_order_of_their_names(tmp_path):
+    for name, first in {"2": 0, "10": 2}.items():
+        table = pa.table({"x": [first, first + 1], "y": ["a", "b"], "c": ["u", name]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        written(tmp_path / f"{name}.csv", zip(*table.to_pydict().values(), strict=True), head="xyc")
+    (tmp_path / "_metadata").write_text("none of the shards")
+    (tmp_path / ".hidden.parquet").write_text("none of the shards")
+    for read in (csv, parquet):
+        pool = read(tmp_path, Columns("y", client="c"))
+        assert pool.x.tolist() == [[0], [1], [2], [3]] and pool.client.tolist() == [2, 1, 2, 0]
+    table = pa.table({"x": ["0"], "y": [1]})
+    pyarrow.parquet.write_table(table, tmp_path / "11.parquet")
+    one_line("11.parquet: column c is missing", parquet, tmp_path, Columns("y", client="c"))
+    one_line("11.parquet: column y is int64, expected text", parquet, tmp_path, Columns("y", x="x"))
+    (tmp_path / "empty").mkdir()
+    one_line("holds no *.parquet", parquet, tmp_path / "empty", Columns("y"))
+    one_line("holds no *.csv or *.csv.gz", csv, tmp_path / "empty", Columns("y"))
+
+
+def test_shards_of_other_pixels_are_not_mixed(tmp_path):
+    for name, kind in (("1", pa.uint8()), ("2", pa.float32())):
+        table = pa.table({"x": pa.array([[1, 2]], pa.list_(kind)), "y": ["a"]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    one_line("column x is float32 (2,) and uint8 (2,)", parquet, tmp_path, Columns("y"))
+
+
+def test_extension_types_run_nothing_and_give_their_storage(tmp_path, monkeypatch):
+    """A file may name a pickled type, as old versions of pyarrow read them."""
+    monkeypatch.chdir(tmp_path)
+    pickled = b"cos\nsystem\n(S'touch pwned'\ntR."
+    told = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickled,
+    }
+    fields = [
+        pa.field("x", pa.list_(pa.float32(), 2), metadata=told),
+        pa.field("y", pa.string(), metadata=told),
+    ]
+    table = pa.table([pa.array([[1, 2], [3, 4]], fields[0].type), ["a", "b"]], pa.schema(fields))
+    pyarrow.parquet.write_table(table, "a.parquet")
+    assert pyarrow.parquet.read_schema("a.parquet").metadata is None
+    pool = parquet("a.parquet", Columns("y"))
+    assert pool.x.tolist() == [[1, 2], [3, 4]] and os.listdir() == ["a.parquet"]
+    tensor = pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.float32(), [2]), table["x"].chunk(0)
+    )
+    pyarrow.parquet.write_table(pa.table({"x": tensor, "y": ["a", "b"]}), "a.parquet")
+    assert parquet("a.parquet", Columns("y")).x.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_small_file_of_many_rows_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**22)
+    table = pa.table({"x": pa.array([7] * 2**20, pa.int8()), "y": [1] * 2**20})
+    pyarrow.parquet.write_table(table, path)
+    assert path.stat().st_size < 2**16
+    one_line("store x.npy for dataset=npy", parquet, path, Columns("y"))
+    rows = written(tmp_path / "a.csv.gz", [["1", "2"]] * 2**20, head=["x", "y"])
+    one_line("expected it unpacked", csv, rows, Columns("y"))
+
+
+def test_damaged_parquet_files(path):
+    whole, start = path.read_bytes(), pa.table(COLUMNS).select(["y", "half"])
+    pyarrow.parquet.write_table(start, path, write_page_checksum=True, compression="none")
+    sound = path.read_bytes()
+    assert len(parquet(path, Columns("y")).y) == 4
+    place = sound.index(np.float16([0.5, 1.5]).tobytes())
+    for content, says in (
+        (b"", "cannot be read"),
+        (b"PAR1", "cannot be read"),
+        (whole[:-30], "cannot be read"),
+        (whole[: len(whole) // 2], "cannot be read"),
+        (sound[:place] + b"\1" + sound[place + 1 :], "cannot be read"),
+        (b"y,half\n1,2\n", "cannot be read"),
+        (b"\x80\x02}q\x00.", "is a pickle and is not opened"),
+    ):
+        path.write_bytes(content)
+        assert says in refusal(parquet, path, Columns("y"))
+
+
+@pytest.mark.parametrize("read", [csv, parquet])
+def test_no_regular_file(read, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("loop", "nothing", "pipe", "absent", "z" * 300, "loop/inside", "a\0b"):
+        one_line("cannot be read", read, f"{tmp_path}/{name}", Columns("y"))
+    one_line("cannot be read", read, "/dev/zero", Columns("y"))
+    one_line("cannot be read", read, "~nobody_of_this_name/a", Columns("y"))
+
+
+def test_folders_of_pickles_are_refused_by_name(tmp_path):
+    (tmp_path / "train").mkdir()
+    np.savez(tmp_path / "train" / "0.npz", data=np.array({"x": 1}, dtype=object))
+    for read in (csv, parquet):
+        one_line(f"0.npz: data.npy is {PFLLIB}", read, tmp_path, Columns("y"))
+
+
+def test_what_a_run_leaves_unused_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    table = {"x": range(60), "y": [0, 1] * 30, "c": [0, 1, 2] * 20, "t": range(60)}
+    pyarrow.parquet.write_table(pa.table({k: list(v) for k, v in table.items()}), "a.parquet")
+    line = "dataset=parquet dataset.source.path=a.parquet dataset.source.columns.y=y"
+    line += " dataset.source.columns.client=c dataset.source.columns.time=t dataset.clients=2"
+    for more, says in {"iid": "client of the file is not used", "auto": "time of the file"}.items():
+        config = resolve_settings([*line.split(), f"partition={more}"])
+        assert says in describe_unused(config, *deal_samples(config)).splitlines()[0]
+
+
+def test_a_run_on_a_csv(fedjax_cfl, tmp_path):
+    written(tmp_path / "sensors.csv", rows_of())
+    line = "dataset=csv dataset.source.path=sensors.csv dataset.source.columns.y=state"
+    line += " dataset.source.columns.client=user dataset.source.columns.split=part"
+    line += " 'dataset.source.columns.x=[temp,hum]' rounds=1 algorithm=fedavg run_dir=run"
+    status, out, error = fedjax_cfl(line)
+    assert (status, error) == (0, "")
+    assert "fedavg on csv: 3 clients, 3 classes, 45 train and 15 test samples" in out
+    clients = pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")
+    assert clients["client"].to_pylist() == [9, 10, 100]
+    for change, says in {
+        "columns.y=stat": "sensors.csv: columns.y=stat is not there",
+        "columns.y=[]": "dataset.source.columns.y=[]: must be the name of a column",
+        "columns.x=[]": "no column of features is left",
+        "columns.why=a": "dataset.source.columns.why=a: unknown setting",
+        "num_classes=2": "num_classes=2",
+    }.items():
+        status, _, error = fedjax_cfl(f"{line}2 'dataset.source.{change}'")
+        assert status == 2 and says in error and error.count("\n") == 1
