@@ -243,7 +243,7 @@ LOADED = {  # what only `predict` reads
     "huge classes": (state(num_classes=10**12), f"num_classes is 1000000000000, {FACT}"),
     "names that are a number": (state(class_names=3), f"class_names is 3, {FACT}"),
     "names that are numbers": (state(class_names=[0, 1]), f"class_names is [0, 1], {FACT}"),
-    "class names out of order": (state(class_names=["b", "a"]), "class_names is ['b', 'a']"),
+    "a class name twice": (state(class_names=["b", "b"]), "class_names is ['b', 'b']"),
     "more names than classes": (state(class_names=list("abcdefghijk")), FACT),
     "models of another run": (state(run_id="x"), "holds models of another run"),
     "a short index": (save_again(lambda tree: tree | {"index": tree["index"][:3]}), ANOTHER),

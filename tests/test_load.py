@@ -12,6 +12,7 @@ from conftest import call
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints
+from fedjax_cfl.runs.load import are_class_names
 
 LINE = (
     "dataset=npz dataset.source.path=own.npz algorithm=ifca algorithm.m=2 discard=none rounds=4"
@@ -122,6 +123,16 @@ def test_a_client_without_a_model_is_named(run):
     early = run._replace(final=run.final._replace(model_index=index))
     with pytest.raises(InputError, match=r"client=bob: never met.*find_model"):
         early.predict("bob", np.zeros((1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [(("9", "10"), [10, 9, 10]), (("dog", "cat"), ["cat", "dog", "cat"])],
+)
+def test_names_of_classes_need_no_order(run, names, labels):
+    """As 9, 10 in a file of labels with gaps, and as the features of a Hugging Face data set."""
+    assert are_class_names(list(names), 2)
+    assert run._replace(class_names=names).check_labels(labels, 3).tolist() == [1, 0, 1]
 
 
 # hostile and unfinished directories

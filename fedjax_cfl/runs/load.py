@@ -153,7 +153,8 @@ class LoadedRun(NamedTuple):
             if unknown.size:
                 names = ", ".join(self.class_names)
                 raise InputError(f"y={unknown.flat[0]}: the classes of the run are {names}")
-            y = np.searchsorted(self.class_names, y)
+            order = np.argsort(self.class_names)
+            y = order[np.searchsorted(self.class_names, y, sorter=order)]
         if y.shape != (samples,) or y.dtype.kind not in "buif" or not np.all(y == np.floor(y)):
             raise InputError(
                 f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) class numbers"
@@ -223,9 +224,9 @@ def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], i
 
 
 def are_class_names(names: Any, classes: Any) -> bool:
-    """Returns whether names are those of classes 0, 1, ..., in order, for labels are looked up."""
+    """Returns whether names can be those of classes 0, 1, ...: all different, in any order."""
     known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return known and names == sorted(set(names)) and 0 < len(names) <= classes
+    return known and len(set(names)) == len(names) and 0 < len(names) <= classes
 
 
 def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
