@@ -12,6 +12,8 @@ import os
 import zipfile
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,14 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
 from fedjax_cfl.data.datasets import files, readers
+from fedjax_cfl.data.datasets.arrow_files import read_columns
 from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets.huggingface_columns import (
+    Column,
+    read_clients,
+    read_labels,
+    read_samples,
+)
 from fedjax_cfl.errors import InputError
 
 # of each test of a reader, and of the one of command lines, which is slower
@@ -41,6 +50,26 @@ def npz(compressed, **arrays):
     return out.getvalue()
 
 
+def table(as_parquet):
+    """Returns the bytes of an Arrow stream, or of a Parquet file, of lists, numbers and text."""
+    out, rows = io.BytesIO(), {"x": [[1.5, 2], [3, 4]] * 9, "y": [0, 1] * 9, "c": ["a", "bc"] * 9}
+    if as_parquet:
+        pyarrow.parquet.write_table(pa.table(rows), out)
+        return out.getvalue()
+    with pa.ipc.new_stream(out, pa.table(rows).schema) as stream:
+        stream.write_table(pa.table(rows))
+    return out.getvalue()
+
+
+def read_table(path):
+    """Reads all that `huggingface` would read of a file."""
+    held = {
+        name: Column(f"{path}: {name}", values, None)
+        for name, values in read_columns(path, ["x", "y", "c"]).items()
+    }
+    read_samples([held["x"]]), read_labels(held["y"]), read_clients(held["c"])
+
+
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
 SHARD = json.dumps(
@@ -54,6 +83,8 @@ READ = {
     "npz": (files.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
     "packed npz": (files.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
     "leaf": (leaf, SHARD),
+    "arrow": (read_table, table(False)),
+    "parquet": (read_table, table(True)),
 }
 
 

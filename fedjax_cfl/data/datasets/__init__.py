@@ -6,6 +6,7 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.files import leaf, npy, npz
+from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.images import (
     cifar10,
     digits,
@@ -19,6 +20,7 @@ from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
 
 __all__ = [
-    "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "femnist", "leaf", "mnist",
-    "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140", "speech_commands", "synthetic",
+    "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "femnist", "huggingface", "leaf",
+    "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140", "speech_commands",
+    "synthetic",
 ]  # fmt: skip

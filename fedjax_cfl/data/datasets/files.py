@@ -31,7 +31,7 @@ def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     Raises InputError for anything else.
     """
     arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)
-    return _own_pool(str(path), arrays, num_classes)
+    return build_pool(str(path), arrays, num_classes)
 
 
 def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
@@ -96,7 +96,7 @@ def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
                 " expected finite values"
             )
     stand_in = np.zeros((len(x), 1), np.uint8)  # x has been checked; the rest as in any pool
-    return _own_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
+    return build_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
 
 
 def _map_array(path: Path) -> np.ndarray:
@@ -114,7 +114,7 @@ def _map_array(path: Path) -> np.ndarray:
         ) from None
 
 
-def _own_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
+def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
     """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
     y, class_names = _number_labels(path, arrays["y"], num_classes)
     test = read_test_mask(path, arrays["split"], y) if "split" in arrays else None

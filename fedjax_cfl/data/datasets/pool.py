@@ -1,5 +1,6 @@
 """Checks of what every data set returns: a `Pool` of labelled samples."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,20 @@ def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.nda
             f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples"
         )
     return split == 1
+
+
+def sort_names(names: Iterable[str]) -> list[str]:
+    """Returns distinct names in order, those that are all digits as numbers: 10 after 2."""
+    distinct = set(names)
+    if all(name.isascii() and name.isdigit() and len(name) < 1000 for name in distinct):
+        return sorted(distinct, key=lambda name: (int(name), name))
+    return sorted(distinct)
+
+
+def name_clients(names: Iterable[str]) -> tuple[str | int, ...]:
+    """Returns the names of clients as results have them: as numbers, where all of them are."""
+    names = tuple(names)
+    plain = all(len(name) < 19 and name.isascii() and name.isdigit() for name in names)
+    if plain and all(str(int(name)) == name for name in names):
+        return tuple(int(name) for name in names)
+    return names
