@@ -43,7 +43,7 @@ INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` lo
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 OWN_FILES = tuple(
-    f"fedjax_cfl.data.datasets.{name}" for name in ("npz", "npy", "leaf", "huggingface")
+    f"fedjax_cfl.data.datasets.{name}" for name in ("npz", "npy", "leaf", "huggingface", "tff_hdf5")
 )
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

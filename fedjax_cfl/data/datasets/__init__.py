@@ -18,9 +18,10 @@ from fedjax_cfl.data.datasets.images import (
 from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
+from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
     "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "femnist", "huggingface", "leaf",
     "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140", "speech_commands",
-    "synthetic",
+    "synthetic", "tff_hdf5",
 ]  # fmt: skip
