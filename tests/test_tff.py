@@ -114,7 +114,7 @@ def test_files_that_do_not_fit(name, tmp_path):
 def test_files_of_train_and_test_that_do_not_fit(tmp_path):
     write(tmp_path / "fed_emnist_train.h5", emnist("a"))
     write(tmp_path / "fed_emnist_test.h5", emnist("a", pixels=np.uint8(PIXELS)))
-    one_line("pixels has shape (28, 28) and dtype uint8, expected", tff_hdf5, tmp_path)
+    one_line("pixels for testing has shape (28, 28) and dtype uint8, expected", tff_hdf5, tmp_path)
     write(tmp_path / "other_train.h5", emnist("a"))
     one_line("holds 2 files *_train.h5 (fed_emnist_train.h5, other_train.h5)", tff_hdf5, tmp_path)
     (tmp_path / "empty").mkdir()

@@ -42,9 +42,8 @@ from fedjax_cfl.validation import check_arguments, flatten_settings
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
-OWN_FILES = tuple(
-    f"fedjax_cfl.data.datasets.{name}" for name in ("npz", "npy", "leaf", "huggingface", "tff_hdf5")
-)
+READERS = ("npz", "npy", "leaf", "huggingface", "tff_hdf5", "federated_sqlite")
+OWN_FILES = tuple(f"fedjax_cfl.data.datasets.{name}" for name in READERS)
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

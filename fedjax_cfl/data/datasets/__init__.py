@@ -5,6 +5,7 @@ to clients.
 from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.elec2 import elec2
+from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.images import (
@@ -21,7 +22,7 @@ from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
-    "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "femnist", "huggingface", "leaf",
-    "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140", "speech_commands",
-    "synthetic", "tff_hdf5",
+    "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "federated_sqlite", "femnist",
+    "huggingface", "leaf", "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140",
+    "speech_commands", "synthetic", "tff_hdf5",
 ]  # fmt: skip

@@ -35,10 +35,10 @@ class Known(NamedTuple):
 
 # by the beginning of the name of its files, and by feature; the first that fits
 KNOWN = {
-    ("fed_emnist_digitsonly", "label"): Known(10, CHARACTERS[:10]),
-    ("fed_emnist", "label"): Known(62, CHARACTERS),
-    ("fed_cifar100", "label"): Known(100, None),
-    ("fed_cifar100", "coarse_label"): Known(20, None),
+    ("emnist_digitsonly", "label"): Known(10, CHARACTERS[:10]),
+    ("emnist", "label"): Known(62, CHARACTERS),
+    ("cifar100", "label"): Known(100, None),
+    ("cifar100", "coarse_label"): Known(20, None),
 }
 
 
@@ -80,11 +80,27 @@ def tff_hdf5(
         _check_feature(file, features, field, name)
     assert x is not None
     parts = [_read(part, x, y) for part in (file, test_file) if part is not None]
-    first, last = parts[0].x, parts[-1].x
+    return make_pool(file, parts, (x, y), test_clients, num_classes)
+
+
+def make_pool(
+    file: Path,
+    parts: list[Examples],
+    features: tuple[str, str],
+    test_clients: TestClients | None,
+    num_classes: int | None,
+    name: str | None = None,
+) -> Pool:
+    """Returns the pool of the samples for training and, if there are more, those for testing.
+
+    Args: `file` begins messages; `features` are the names of samples and labels; `test_clients`
+    and `num_classes` are as in `tff_hdf5`; `name` is the data set's, None: the file's.
+    """
+    (x, y), first, last = features, parts[0].x, parts[-1].x
     if last.shape[1:] != first.shape[1:] or last.dtype != first.dtype:
         raise InputError(
-            f"{test_file}: {x} has shape {last.shape[1:]} and dtype {last.dtype}, expected"
-            f" {first.shape[1:]} and {first.dtype} as in {file.name}"
+            f"{file}: {x} for testing has shape {last.shape[1:]} and dtype {last.dtype}, expected"
+            f" {first.shape[1:]} and {first.dtype} as for training"
         )
     names, numbers = _number_clients(file, parts, test_clients)
     arrays = {
@@ -92,11 +108,10 @@ def tff_hdf5(
         "y": np.concatenate([part.y for part in parts]),
         "client": np.repeat(numbers, [size for part in parts for size in part.sizes]),
     }
-    if test_file is not None:
+    if len(parts) > 1:
         arrays["split"] = np.repeat([0, 1], [len(part.y) for part in parts])
-    known = next(
-        (KNOWN[key] for key in KNOWN if file.name.startswith(key[0]) and key[1] == y), None
-    )
+    begins = (name or file.name).removeprefix("federated_").removeprefix("fed_")
+    known = next((KNOWN[key] for key in KNOWN if begins.startswith(key[0]) and key[1] == y), None)
     pool = build_pool(str(file), arrays, num_classes or (known and known.num_classes))
     if known is not None and pool.num_classes == known.num_classes:
         pool = pool._replace(class_names=known.class_names)
