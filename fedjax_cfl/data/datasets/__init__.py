@@ -10,6 +10,7 @@ from fedjax_cfl.data.datasets.files import leaf, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.images import (
     cifar10,
+    cifar100,
     digits,
     fashion_mnist,
     femnist,
@@ -22,7 +23,7 @@ from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
-    "celeba", "cifar10", "digits", "elec2", "fashion_mnist", "federated_sqlite", "femnist",
-    "huggingface", "leaf", "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist", "sent140",
-    "speech_commands", "synthetic", "tff_hdf5",
+    "celeba", "cifar10", "cifar100", "digits", "elec2", "fashion_mnist", "federated_sqlite",
+    "femnist", "huggingface", "leaf", "mnist", "multi_source_digits", "npy", "npz", "rotated_mnist",
+    "sent140", "speech_commands", "synthetic", "tff_hdf5",
 ]  # fmt: skip
