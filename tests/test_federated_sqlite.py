@@ -11,7 +11,9 @@ from conftest import one_line
 
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite, read_msgpack
+from fedjax_cfl.data.datasets.sqlite_files import open_sqlite
 from fedjax_cfl.data.datasets.tf_example import read_example
+from fedjax_cfl.errors import InputError
 
 # as TensorFlow and FedJAX write them
 EXAMPLE = bytes.fromhex(
@@ -279,6 +281,14 @@ def test_files_that_are_none(tmp_path):
         "b",
         "c",
     ]
+
+
+def test_a_database_is_only_read(tmp_path):
+    path = write_tff(tmp_path / "a?mode=rwc#b.sqlite", emnist("train", "a"))
+    assert len(federated_sqlite(path).y) == 1  # a name is no part of the address
+    with pytest.raises(InputError, match="readonly"), open_sqlite(path) as database:
+        database.execute("PRAGMA query_only=OFF")
+        database.execute("CREATE TABLE more (a)")
 
 
 def test_a_run(fedjax_cfl, tmp_path):
