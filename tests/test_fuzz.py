@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import sqlite3
 import zipfile
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
 from fedjax_cfl.data.datasets import files, readers
 from fedjax_cfl.data.datasets.arrow_files import read_columns
+from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.huggingface_columns import (
     Column,
@@ -61,6 +63,18 @@ def table(as_parquet):
     return out.getvalue()
 
 
+def database():
+    """Returns the bytes of an SQLite file as TensorFlow Federated has them."""
+    numbers = b"".join(
+        b"\n\x0e\n\x05%b\x12\x05\x1a\x03\n\x01\x02" % n for n in (b"label", b"image")
+    )
+    with sqlite3.connect(":memory:") as made:
+        made.execute("CREATE TABLE examples (split_name, client_id, serialized_example_proto)")
+        rows = [("train", name, b"\n" + bytes([len(numbers)]) + numbers) for name in "abc"]
+        made.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
+        return made.serialize()
+
+
 def read_table(path):
     """Reads all that `huggingface` would read of a file."""
     held = {
@@ -85,6 +99,7 @@ READ = {
     "leaf": (leaf, SHARD),
     "arrow": (read_table, table(False)),
     "parquet": (read_table, table(True)),
+    "sqlite": (federated_sqlite, database()),
 }
 
 
