@@ -83,6 +83,7 @@ def test_examples_by_hand(packed):
     [EXAMPLE[:-1], EXAMPLE[:9], b"\x0a\xff", b"\x0b", b"\x80" * 11, EXAMPLE + EXAMPLE,
      field(1, field(1, field(1, b"a"))), field(1, field(1, field(1, b"a") + field(2, b""))),
      field(1, field(1, field(1, b"a") + field(2, field(3, field(1, b"\x80" * 11 + b"\1"))))),
+     field(1, field(1, field(1, b"a") + field(2, field(3, field(1, b"\1\x80"))))),
      field(1, field(1, field(1, b"a") + field(2, field(3, field(1, b"\x80"))))),
      field(1, field(1, field(1, b"a") + field(2, field(2, field(1, b"\x80"))))),
      b"\x08\x01"],
