@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import sqlite3
 import zipfile
 
 import numpy as np
@@ -23,7 +24,15 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
 from fedjax_cfl.data.datasets import Columns, csv, files, parquet, readers
+from fedjax_cfl.data.datasets.arrow_files import read_columns
+from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets.huggingface_columns import (
+    Column,
+    read_clients,
+    read_labels,
+    read_samples,
+)
 from fedjax_cfl.errors import InputError
 
 # of each test of a reader, and of the one of command lines, which is slower
@@ -55,6 +64,40 @@ def table(compression, use_dictionary):
 
 
 PARTS = Columns("y", x="a", client="c", time="t")
+
+
+def arrow_table(as_parquet):
+    """Returns the bytes of an Arrow stream, or of a Parquet file, of lists, numbers and text."""
+    out, rows = io.BytesIO(), {"x": [[1.5, 2], [3, 4]] * 9, "y": [0, 1] * 9, "c": ["a", "bc"] * 9}
+    if as_parquet:
+        pyarrow.parquet.write_table(pa.table(rows), out)
+        return out.getvalue()
+    with pa.ipc.new_stream(out, pa.table(rows).schema) as stream:
+        stream.write_table(pa.table(rows))
+    return out.getvalue()
+
+
+def database():
+    """Returns the bytes of an SQLite file as TensorFlow Federated has them."""
+    numbers = b"".join(
+        b"\n\x0e\n\x05%b\x12\x05\x1a\x03\n\x01\x02" % n for n in (b"label", b"image")
+    )
+    with sqlite3.connect(":memory:") as made:
+        made.execute("CREATE TABLE examples (split_name, client_id, serialized_example_proto)")
+        rows = [("train", name, b"\n" + bytes([len(numbers)]) + numbers) for name in "abc"]
+        made.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
+        return made.serialize()
+
+
+def read_table(path):
+    """Reads all that `huggingface` would read of a file."""
+    held = {
+        name: Column(f"{path}: {name}", values, None)
+        for name, values in read_columns(path, ["x", "y", "c"]).items()
+    }
+    read_samples([held["x"]]), read_labels(held["y"]), read_clients(held["c"])
+
+
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
 SHARD = json.dumps(
@@ -71,6 +114,9 @@ READ = {
     "csv": (lambda path: csv(path, PARTS), b"a,y,c,t\n1.5,u,7,2020-01-01\n2,v,8,2020-01-02\n"),
     "parquet": (lambda path: parquet(path, PARTS), table("snappy", True)),
     "plain parquet": (lambda path: parquet(path, PARTS), table("none", False)),
+    "arrow": (read_table, arrow_table(False)),
+    "hub parquet": (read_table, arrow_table(True)),
+    "sqlite": (federated_sqlite, database()),
 }
 
 

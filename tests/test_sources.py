@@ -13,7 +13,7 @@ from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.files import leaf, npy, npz
-from fedjax_cfl.data.datasets.images import digits, fashion_mnist, femnist, mnist
+from fedjax_cfl.data.datasets.images import cifar100, digits, fashion_mnist, femnist, mnist
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.federated import federate
@@ -230,6 +230,41 @@ def test_official_split_is_kept(tmp_path, monkeypatch):
         bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1])
     )
     one_line("10 images but 2 labels", fashion_mnist, offline=True)
+
+
+def cifar_records(coarse, fine):
+    """Returns the bytes of images of CIFAR-100 whose red is 1, green 2 and blue 3."""
+    pixels = bytes(np.repeat(np.uint8([1, 2, 3]), 32 * 32))
+    return b"".join(bytes([a, b]) + pixels for a, b in zip(coarse, fine, strict=True))
+
+
+def test_cifar100(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "search_dirs", lambda: [tmp_path])
+    with pytest.raises(InputError, match="cifar-100-binary"):
+        cifar100()
+    folder = tmp_path / "cifar100" / "cifar-100-binary"
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(cifar_records([19, 0], [99, 1]))
+    (folder / "test.bin").write_bytes(cifar_records([4], [7]))
+    pool = cifar100()
+    assert pool.x.shape == (3, 32, 32, 3) and (pool.x[2] == [1, 2, 3]).all()
+    assert pool.y.tolist() == [99, 1, 7] and pool.num_classes == 100 and pool.class_names is None
+    assert pool.test.tolist() == [False, False, True]
+    (folder / "coarse_label_names.txt").write_text(
+        "\n".join(f"c{i:02}" for i in range(20)) + "\n\n"
+    )
+    coarse = cifar100(labels="coarse", centered=True)
+    assert coarse.y.tolist() == [19, 0, 4] and coarse.num_classes == 20 and coarse.x.min() < -0.9
+    assert coarse.class_names is not None and coarse.class_names[19] == "c19"
+    (folder / "fine_label_names.txt").write_text("a\nb\n")
+    with pytest.raises(InputError, match="holds 2 names, expected 100"):
+        cifar100()
+    (folder / "test.bin").write_bytes(cifar_records([4], [7])[:-1])
+    with pytest.raises(InputError, match="3073 bytes, expected 1 to 50000 records of 3074"):
+        cifar100()
+    (folder / "test.bin").write_bytes(cifar_records([20], [100]))
+    with pytest.raises(InputError, match="y is 20 in sample 2"):
+        cifar100(labels="coarse")
 
 
 @real

@@ -55,6 +55,7 @@ FILES: dict[str, tuple[Paths, ...]] = {
         for parts in (("train", "test"), ("all_data",), ("train",), ("test",), ("",))
     ),
     "cifar10": (images.CIFAR, (images.CIFAR_PART,)),
+    "cifar100": (images.CIFAR_100,),
     "celeba": tuple(
         (*(f"{folder}/{part}" for part in parts), photos)
         for folder in FOLDERS

@@ -21,8 +21,9 @@ CIFAR = tuple(
     for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 )
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
-# bytes of an image of CIFAR-10: its label, then its red, green and blue pixels
-RECORD = 1 + 32 * 32 * 3
+CIFAR_100 = tuple(f"cifar100/cifar-100-binary/{part}.bin" for part in ("train", "test"))
+# bytes of an image of CIFAR, its red, green and blue pixels; before it come its labels
+CIFAR_PIXELS = 32 * 32 * 3
 FASHION = (
     "fashion_mnist/fashion_mnist_clients00-24.npz",
     "fashion_mnist/fashion_mnist_clients25-49.npz",
@@ -152,7 +153,7 @@ def cifar10(centered: bool = False) -> Pool:
     if batches is not None:
         records = [_records(path) for path in batches]
         y, test = (
-            np.concatenate([labels for _, labels in records]),
+            np.concatenate([labels[:, 0] for _, labels in records]),
             np.repeat([False] * 5 + [True], [len(labels) for _, labels in records]),
         )
         pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
@@ -164,6 +165,45 @@ def cifar10(centered: bool = False) -> Pool:
             "cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART
         )
     return check_pool(_center(pool) if centered else pool, "cifar10")
+
+
+def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False) -> Pool:
+    """Returns CIFAR-100, 32x32x3 uint8 in the official split, of 100 "fine" classes or the 20
+    "coarse" ones; with `centered`, x is float32 in [-1, 1].
+
+    Files: the official binary version, unpacked, under cifar100/cifar-100-binary/: train.bin and
+    test.bin, and {fine,coarse}_label_names.txt, from which classes have names, if it is there.
+    There is no download.
+    """
+    check_arguments(cifar100, locals(), "dataset.source")
+    paths = locate(*CIFAR_100)
+    if paths is None:
+        raise missing_data_error("cifar100 (the binary version; no download)", *CIFAR_100)
+    records = [_records(path, labels=2, most=50_000) for path in paths]
+    column, classes = (1, 100) if labels == "fine" else (0, 20)
+    pool = Pool(
+        np.concatenate([images for images, _ in records]),
+        np.concatenate([found[:, column] for _, found in records]),
+        classes,
+        test=np.repeat([False, True], [len(images) for images, _ in records]),
+        class_names=_class_names(f"cifar100/cifar-100-binary/{labels}_label_names.txt", classes),
+    )
+    return check_pool(_center(pool) if centered else pool, "cifar100")
+
+
+def _class_names(relative: str, classes: int) -> tuple[str, ...] | None:
+    """Returns the names of classes in a text file, one a line; None where there is no file."""
+    paths = locate(relative)
+    if paths is None:
+        return None
+    with readers.open_unpacked(paths[0]) as (file, _):
+        content = readers.read_at_most(file, 100 * classes)
+    names = content.decode("utf-8", "backslashreplace").split()
+    if len(names) != classes or len(set(names)) != classes:
+        raise InputError(
+            f"{paths[0]}: holds {len(names)} names, expected {classes} different ones, one a line"
+        )
+    return tuple(names)
 
 
 def rotated_mnist(offline: bool = False) -> Pool:
@@ -195,19 +235,21 @@ def read_images(
     return arrays
 
 
-def _records(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a file of CIFAR-10's binary version, at most 10,000 records; returns x [n,
-    32, 32, 3] and y [n], both uint8.
+def _records(path: Path, labels: int = 1, most: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a file of CIFAR's binary version, at most `most` records of `labels` labels and an
+    image; returns x [n, 32, 32, 3] and y [n, labels], both uint8.
     """
+    size = labels + CIFAR_PIXELS
     with readers.open_unpacked(path) as (file, _):
-        content = file.read(10_000 * RECORD + 1)
-    if not content or len(content) % RECORD:
+        content = readers.read_at_most(file, most * size + 1)
+    if not content or len(content) % size:
         raise InputError(
-            f"{path}: size of the data is {len(content)} bytes, expected 1 to 10000 records of"
-            f" {RECORD} bytes"
+            f"{path}: size of the data is {len(content)} bytes, expected 1 to {most} records of"
+            f" {size} bytes"
         )
-    records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
-    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), records[:, 0]
+    records = np.frombuffer(content, np.uint8).reshape(-1, size)
+    x = records[:, labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return x, records[:, :labels]
 
 
 def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -232,6 +232,11 @@ def shorten(value: object) -> str:
     """Returns a value as a message can show it: on one line, and not whole if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Returns names for a message, not all if they are many."""
+    return ", ".join(shorten(name)[1:-1] for name in names[:9]) + (" ..." if names[9:] else "")
 
 
 def line_of(error: BaseException) -> str:

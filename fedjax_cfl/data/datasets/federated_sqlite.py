@@ -1,0 +1,244 @@
+"""SQLite data sets of TensorFlow Federated and FedJAX: see `federated_sqlite`.
+
+Formats: github.com/google-parfait/tensorflow-federated, simulation/datasets, and
+github.com/google/fedjax, core/sqlite_federated_data.py and core/serialization.py.
+"""
+
+import math
+import os
+import re
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets.pool import sort_names
+from fedjax_cfl.data.datasets.readers import list_names, shorten
+from fedjax_cfl.data.datasets.sqlite_files import find_table, open_sqlite
+from fedjax_cfl.data.datasets.tf_example import read_example
+from fedjax_cfl.data.datasets.tff import (
+    SAMPLES,
+    Examples,
+    Name,
+    TestClients,
+    make_pool,
+)
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, each, or_none
+
+Names = Annotated[list[str] | None, or_none(each(TEXT))]
+Features = dict[str, Any]
+TABLES = {
+    "examples": ["split_name", "client_id", "serialized_example_proto"],  # TFF
+    "federated_data": ["client_id", "data"],  # FedJAX
+}
+PAIRS = (
+    ["train", "test"],
+    ["split_by_clients_train", "split_by_clients_test"],
+)
+# an Example has no shapes: those of images, by feature and number of values
+SHAPES = {
+    ("pixels", 784): (28, 28),
+    ("image", 3072): (32, 32, 3),
+    ("image", 21168): (84, 84, 3),
+}
+KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+KINDS += ("bool", "float16", "float32", "float64")
+ARRAY, SCALAR, TEXTS = 1, 3, 4  # of the values that FedJAX writes
+OBJECT_BYTES = 64  # of memory that an octet of msgpack may stand for
+PREFIX = re.compile(r"[0-9a-f]{16}:(.+)")  # of the clients of TFF's EMNIST
+Row = tuple[str, np.ndarray, np.ndarray]  # a client, some of its samples, and their labels
+
+
+def federated_sqlite(
+    path: str | Path,
+    x: Name = None,
+    y: Name = None,
+    splits: Names = None,
+    test_clients: TestClients | None = None,
+    num_classes: PositiveInt | None = None,
+) -> Pool:
+    """Returns an SQLite data set of TensorFlow Federated, as emnist_all.sqlite, or of FedJAX, as
+    federated_emnist_train.sqlite and federated_emnist_test.sqlite.
+
+    Args: `path` is the file; NAME_test.sqlite beside NAME_train.sqlite is for testing; `x`, `y`
+    and `test_clients` are as in `tff_hdf5`; `splits` are those of TFF's file to read, of several
+    the last one for testing, None: train and test; `num_classes` is as in `npz`.
+    Raises InputError for files that cannot be read and for what does not fit.
+    """
+    check_arguments(federated_sqlite, locals(), "dataset.source")
+    file = Path(os.path.expanduser(path))
+    parts, chosen = [], None
+    with open_sqlite(file) as database:
+        if find_table(file, database, TABLES) == "examples":
+            chosen = _choose_splits(file, database, splits)
+            parts = [_collect(file, _read_tff(database, split, x, y)) for split in chosen]
+    if chosen is None:
+        if splits is not None:
+            raise InputError(f"{file}: dataset.source.splits, expected null: one file is one split")
+        partner = file.with_name(file.name.replace("_train.sqlite", "_test.sqlite"))
+        files = [file, partner] if partner != file and os.path.lexists(partner) else [file]
+        parts = [_read_fedjax(part, x, y) for part in files]
+    name = "emnist_digitsonly" if chosen and chosen[0].startswith("digits_only") else None
+    features = x or "x", y or "label"
+    return make_pool(file, _cut_names(parts), features, test_clients, num_classes, name)
+
+
+def _choose_splits(
+    file: Path, database: sqlite3.Connection, splits: Sequence[str] | None
+) -> Sequence[str]:
+    """Returns the splits of TFF's file to read."""
+    rows = database.execute("SELECT DISTINCT split_name FROM examples ORDER BY split_name")
+    there = [name for (name,) in rows]
+    if not there or not all(isinstance(name, str) for name in there):
+        raise InputError(f"{file}: examples are none or of splits without names, expected some")
+    if splits is None:
+        splits = (
+            there if len(there) == 1 else next((p for p in PAIRS if set(p) == set(there)), None)
+        )
+    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(there):
+        raise InputError(
+            f"{file}: splits are {list_names(there)}, expected dataset.source.splits=[...] of one"
+            " or more of them, each once; of several the last one is for testing"
+        )
+    return splits
+
+
+def _choose(features: Features, x: str | None, y: str | None) -> tuple[str, str]:
+    """Returns the features of samples and labels. Raises ValueError for what cannot be one."""
+    x = x or next((name for name in SAMPLES if name in features), None)
+    y = y or "label"
+    texts = [name for name in features if isinstance(features[name], list)]
+    for field, name in (("x", x), ("y", y)):
+        if texts and (name in texts or name not in features):
+            raise ValueError(f"{list_names(texts)}: text, which is not read, only numbers")
+        if name not in features:
+            said = shorten(name) if name else "pixels or image"
+            raise ValueError(
+                f"{said} is missing: dataset.source.{field}= one of {list_names(list(features))}"
+            )
+    assert x is not None
+    return x, y
+
+
+def _read_tff(
+    database: sqlite3.Connection, split: str, x: str | None, y: str | None
+) -> Iterator[Row]:
+    """Yields the samples of one split, in the order in which they were written."""
+    rows = database.execute(
+        "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ?"
+        " ORDER BY rowid",
+        (split,),
+    )
+    for client, message in rows:
+        if not isinstance(client, str) or not isinstance(message, bytes):
+            raise ValueError("a client is no text, or an example no message")
+        features: Features = read_example(message)
+        name, label = _choose(features, x, y)
+        values = features[name]
+        if name == "image" and values.dtype == np.int64:
+            if values.min(initial=0) < 0 or values.max(initial=0) > 255:
+                raise ValueError(f"image of client {shorten(client)} is not within 0 .. 255")
+            values = values.astype(np.uint8)
+        shape = SHAPES.get((name, values.size), (values.size,))
+        yield client, values.reshape(1, *shape), features[label]
+
+
+def _read_fedjax(file: Path, x: str | None, y: str | None) -> Examples:
+    """Returns the samples of one of FedJAX's files."""
+    with open_sqlite(file) as database:
+        find_table(file, database, {"federated_data": TABLES["federated_data"]})
+        rows = database.execute("SELECT client_id, data FROM federated_data ORDER BY rowid")
+        return _collect(file, _unpack_rows(rows, x, y))
+
+
+def _unpack_rows(rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[Row]:
+    """Yields each client of FedJAX's table."""
+    for client, data in rows:
+        if not isinstance(client, bytes | str) or not isinstance(data, bytes):
+            raise ValueError("a client or its data are no bytes")
+        unpacking = zlib.decompressobj()
+        most = readers.MAX_UNPACKED_BYTES // OBJECT_BYTES
+        content = unpacking.decompress(data, most)
+        if not unpacking.eof:
+            raise ValueError(f"data are cut off, or longer than {most} bytes")
+        features = read_msgpack(content)
+        name, label = _choose(features, x, y)
+        text = client if isinstance(client, str) else client.decode("utf-8", "backslashreplace")
+        yield text, features[name], features[label]
+
+
+def read_msgpack(content: bytes) -> Features:
+    """Returns the features that FedJAX wrote: arrays, and lists of text. Raises ValueError for
+    what it never writes.
+    """
+    import msgpack  # comes with Flax
+
+    most = dict.fromkeys(
+        [f"max_{kind}_len" for kind in ("str", "bin", "array", "map", "ext")], len(content)
+    )
+
+    def read_value(code: int, data: bytes) -> Any:
+        found = msgpack.unpackb(data, raw=False, strict_map_key=True, **most)
+        if not isinstance(found, list) or len(found) != (2 if code == TEXTS else 3):
+            raise ValueError(f"a value of kind {code} is not as FedJAX writes it")
+        if code == TEXTS and isinstance(found[1], list):
+            return found[1]
+        shape, kind, values = found if code in (ARRAY, SCALAR) else ([-1], None, None)
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"a value of kind {code} has shape {shorten(shape)}")
+        if kind not in KINDS or not isinstance(values, bytes):
+            raise ValueError(f"a value of kind {code} is none that is read: {shorten(kind)}")
+        dtype = np.dtype(kind).newbyteorder("<")
+        if math.prod(shape) * dtype.itemsize != len(values):
+            raise ValueError(f"an array of shape {shape} has {len(values)} bytes")
+        return np.frombuffer(values, dtype).reshape(shape)
+
+    features = msgpack.unpackb(content, raw=False, strict_map_key=True, ext_hook=read_value, **most)
+    if not isinstance(features, dict) or not all(
+        isinstance(name, str) and isinstance(value, list | np.ndarray)
+        for name, value in features.items()
+    ):
+        raise ValueError("data are no map of arrays")
+    return features
+
+
+def _collect(file: Path, rows: Iterator[Row]) -> Examples:
+    """Returns the samples of one split, those of a client one after another."""
+    held: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    most, first = max(file.stat().st_size * 8, readers.MAX_UNPACKED_BYTES), None
+    for client, x, y in rows:
+        first = x if first is None else first
+        if y.ndim != 1 or x.shape[:1] != y.shape:
+            raise ValueError(f"client {shorten(client)} has x {x.shape} and labels {y.shape}")
+        if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+            raise ValueError(
+                f"client {shorten(client)} has samples of shape {x.shape[1:]} and {x.dtype}, the"
+                f" first one {first.shape[1:]} and {first.dtype}"
+            )
+        most -= x.nbytes
+        if most < 0:
+            raise ValueError(f"all samples take more than {readers.MAX_UNPACKED_BYTES} bytes")
+        held.setdefault(client, []).append((x, y))
+    if not held:
+        raise ValueError("it has no samples")
+    clients = sort_names(held)
+    pairs = [pair for client in clients for pair in held[client]]
+    sizes = [sum(len(y) for _, y in held[client]) for client in clients]
+    return Examples(
+        np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), clients, sizes
+    )
+
+
+def _cut_names(parts: list[Examples]) -> list[Examples]:
+    """Returns the parts with clients' names without a prefix, if all have one and stay distinct."""
+    found = {name: PREFIX.fullmatch(name) for part in parts for name in part.clients}
+    short = {name: match[1] for name, match in found.items() if match}
+    if len(short) != len(found) or len(set(short.values())) != len(short):
+        return parts
+    return [part._replace(clients=[short[name] for name in part.clients]) for part in parts]

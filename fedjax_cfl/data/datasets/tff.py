@@ -1,0 +1,204 @@
+"""Data sets of TensorFlow Federated: a group `examples`, in it one group a client, in it one
+array a feature.
+
+Format: github.com/google-parfait/tensorflow-federated, simulation/datasets, until 2021.
+"""
+
+import os
+import string
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+
+from fedjax_cfl.data.datasets.files import build_pool
+from fedjax_cfl.data.datasets.hdf5 import list_members, read_members
+from fedjax_cfl.data.datasets.pool import name_clients, sort_names
+from fedjax_cfl.data.datasets.readers import line_of, list_names, shorten
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, or_none
+
+Name = Annotated[str | None, or_none(TEXT)]
+TestClients = Literal["same", "own"]
+SAMPLES = ("pixels", "image")  # their features, in well-known data sets
+TRAIN, TEST = "_train.h5", "_test.h5"
+CHARACTERS = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+
+
+class Known(NamedTuple):
+    """What no file says of a well-known data set's labels."""
+
+    num_classes: int
+    class_names: tuple[str, ...] | None
+
+
+# by the beginning of the name of its files, and by feature; the first that fits
+KNOWN = {
+    ("emnist_digitsonly", "label"): Known(10, CHARACTERS[:10]),
+    ("emnist", "label"): Known(62, CHARACTERS),
+    ("cifar100", "label"): Known(100, None),
+    ("cifar100", "coarse_label"): Known(20, None),
+}
+
+
+class Examples(NamedTuple):
+    """The samples of one file, those of a client one after another."""
+
+    x: np.ndarray  # [n, ...]
+    y: np.ndarray  # [n]
+    clients: list[str]  # [k], in order
+    sizes: list[int]  # [k], their samples
+
+
+def tff_hdf5(
+    path: str | Path,
+    x: Name = None,
+    y: Name = None,
+    test_clients: TestClients | None = None,
+    num_classes: PositiveInt | None = None,
+) -> Pool:
+    """Returns a data set of TensorFlow Federated in HDF5, as fed_emnist_train.h5 and
+    fed_emnist_test.h5. Needs the extra `hdf5`.
+
+    Samples are taken as they are: in EMNIST 1.0 is paper and 0.0 ink. EMNIST and CIFAR-100 have
+    as many classes as they are published with.
+
+    Args: `path` is a folder with one NAME_train.h5, or this file: then NAME_test.h5 beside it is
+    for testing; any other file is read alone; `x` is the feature of samples, None: pixels or
+    image; `y` that of labels, None: label; `test_clients` says whether a name in both files is
+    the "same" client, or test clients are their "own", then test/NAME; None: the same, unless
+    names are mere numbers; `num_classes` is as in `npz`.
+    Raises InputError for files that cannot be read and for what does not fit.
+    """
+    check_arguments(tff_hdf5, locals(), "dataset.source")
+    file, test_file = _find_files(Path(os.path.expanduser(path)))
+    features = list_members(file, "examples")
+    x = x or next((name for name in SAMPLES if name in features), None)
+    y = y or "label"
+    for field, name in (("x", x), ("y", y)):
+        _check_feature(file, features, field, name)
+    assert x is not None
+    parts = [_read(part, x, y) for part in (file, test_file) if part is not None]
+    return make_pool(file, parts, (x, y), test_clients, num_classes)
+
+
+def make_pool(
+    file: Path,
+    parts: list[Examples],
+    features: tuple[str, str],
+    test_clients: TestClients | None,
+    num_classes: int | None,
+    name: str | None = None,
+) -> Pool:
+    """Returns the pool of the samples for training and, if there are more, those for testing.
+
+    Args: `file` begins messages; `features` are the names of samples and labels; `test_clients`
+    and `num_classes` are as in `tff_hdf5`; `name` is the data set's, None: the file's.
+    """
+    (x, y), first, last = features, parts[0].x, parts[-1].x
+    if last.shape[1:] != first.shape[1:] or last.dtype != first.dtype:
+        raise InputError(
+            f"{file}: {x} for testing has shape {last.shape[1:]} and dtype {last.dtype}, expected"
+            f" {first.shape[1:]} and {first.dtype} as for training"
+        )
+    names, numbers = _number_clients(file, parts, test_clients)
+    arrays = {
+        "x": np.concatenate([part.x for part in parts]),
+        "y": np.concatenate([part.y for part in parts]),
+        "client": np.repeat(numbers, [size for part in parts for size in part.sizes]),
+    }
+    if len(parts) > 1:
+        arrays["split"] = np.repeat([0, 1], [len(part.y) for part in parts])
+    begins = (name or file.name).removeprefix("federated_").removeprefix("fed_")
+    known = next((KNOWN[key] for key in KNOWN if begins.startswith(key[0]) and key[1] == y), None)
+    pool = build_pool(str(file), arrays, num_classes or (known and known.num_classes))
+    if known is not None and pool.num_classes == known.num_classes:
+        pool = pool._replace(class_names=known.class_names)
+    clients = name_clients(names)
+    return pool if clients == tuple(range(len(names))) else pool._replace(client_names=clients)
+
+
+def _find_files(path: Path) -> tuple[Path, Path | None]:
+    """Returns the file to read and the one for testing, if there is one."""
+    if os.path.isdir(path):
+        try:
+            names = sorted(n for n in os.listdir(path) if n.endswith(TRAIN) and n[0] != ".")
+        except OSError as error:
+            raise InputError(
+                f"{path}: folder cannot be read ({line_of(error)}), expected a readable folder"
+            ) from error
+        if len(names) != 1:
+            raise InputError(
+                f"{path}: holds {len(names)} files *{TRAIN}"
+                + (f" ({list_names(names)})" if names else "")
+                + ", expected one, or its name: dataset.source.path=FILE"
+            )
+        path = path / names[0]
+    partner = path.with_name(path.name.removesuffix(TRAIN) + TEST)
+    return path, partner if path.name.endswith(TRAIN) and os.path.lexists(partner) else None
+
+
+def _check_feature(file: Path, features: dict[str, str], field: str, name: str | None) -> None:
+    """Raises InputError for a feature that is not there, or is text."""
+    texts = [feature for feature, kind in features.items() if kind[0] in "oS|"]
+    said = f"{shorten(name)[1:-1]} is missing" if name else "pixels and image are missing"
+    if texts and (name in texts or name not in features):
+        raise InputError(
+            f"{file}: {list_names(texts)} {'are' if texts[1:] else 'is'} text, which is not read,"
+            " expected numbers: pixels or image, and label, or windows of characters stored as"
+            " numbers in an .npz"
+        )
+    if name not in features:
+        raise InputError(
+            f"{file}: {said}, expected dataset.source.{field}= one of {list_names(list(features))}"
+        )
+
+
+def _read(file: Path, x: str, y: str) -> Examples:
+    """Returns the samples of a file."""
+    held = read_members(file, "examples", (x, y))
+    clients = sort_names(held)
+    first = held[clients[0]][x]
+    for name in clients:
+        samples, labels = held[name][x], held[name][y]
+        said = f"{file}: client {shorten(name)}"
+        if labels.ndim != 1 or samples.shape[:1] != labels.shape:
+            raise InputError(
+                f"{said}: {y} has shape {labels.shape} and {x} {samples.shape}, expected [n] and"
+                " [n, ...], one label a sample"
+            )
+        if samples.shape[1:] != first.shape[1:] or samples.dtype != first.dtype:
+            raise InputError(
+                f"{said}: {x} has shape {samples.shape} and dtype {samples.dtype}, expected"
+                f" {('n', *first.shape[1:])} and {first.dtype} as in {shorten(clients[0])}"
+            )
+    return Examples(
+        np.concatenate([held[name][x] for name in clients]),
+        np.concatenate([held[name][y] for name in clients]),
+        clients,
+        [len(held[name][y]) for name in clients],
+    )
+
+
+def _number_clients(
+    file: Path, parts: list[Examples], test_clients: TestClients | None
+) -> tuple[list[str], np.ndarray]:
+    """Returns the names of all clients in order, and the number of each client of each part."""
+    train, test = parts[0].clients, [name for part in parts[1:] for name in part.clients]
+    shared = set(train) & set(test)
+    if test_clients is None and any(name.isdigit() for name in shared):
+        raise InputError(
+            f"{file}: clients of train and test have equal names but may be strangers, as in"
+            " fed_cifar100, expected dataset.source.test_clients=own or same"
+        )
+    if test_clients is not None and not test:
+        raise InputError(
+            f"{file}: test_clients={test_clients}, expected null, for there is no file *{TEST}"
+        )
+    if test_clients == "own":
+        names = [*train, *(f"test/{name}" for name in test)]
+        return names, np.arange(len(names))
+    names = sort_names([*train, *test])
+    place = {name: i for i, name in enumerate(names)}
+    return names, np.array([place[name] for name in (*train, *test)])
