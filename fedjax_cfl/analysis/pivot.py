@@ -74,14 +74,17 @@ def make_pivot(
                 " apart to the rows or columns, as algorithm+algorithm.m, or compare fewer runs"
             )
         placed[place] = group
-    names = [list(dict.fromkeys(place[axis] for place in placed)) for axis in (0, 1)]
+    own_rows, own_columns = (
+        list(dict.fromkeys(place[axis] for place in placed)) for axis in (0, 1)
+    )
     cells = {}
-    for column in names[1]:
-        inside = {row: placed[row, column] for row in names[0] if (row, column) in placed}
+    for column in own_columns:
+        inside = {row: placed[row, column] for row in own_rows if (row, column) in placed}
         ranks = rank_cells(inside, measure)
         for row, group in inside.items():
-            cells[row, column] = Cell(*group[measure], group["runs"], ranks[row])
-    return Pivot(measure, *names, cells)
+            mean, sd, values = group[measure]
+            cells[row, column] = Cell(mean, sd, values, group["runs"], ranks[row])
+    return Pivot(measure, own_rows, own_columns, cells)
 
 
 def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
