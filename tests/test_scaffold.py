@@ -309,7 +309,7 @@ REFUSED = {
     "one gradient": (algorithms.fedsgd, scaffold(), "personal=scaffold: changes the steps"),
     "corrected already": (algorithms.feddane, scaffold(), "correct their gradients already"),
     "a model each": (algorithms.nonfed, scaffold(), "a model of its own already"),
-    "two personal methods": (algorithms.scaffold, ditto(), "nothing else; use personal=none"),
+    "two personal methods": (algorithms.scaffold, ditto(), "and nothing else, without Ditto"),
 }
 
 

@@ -36,8 +36,8 @@ def scaffold(
     check_arguments(scaffold, locals(), "algorithm")
     if local.personal is not None:
         raise InputError(
-            f"personal={local.personal.name}: clients of algorithm=scaffold keep control variates,"
-            " and nothing else; use personal=none, or algorithm=fedavg"
+            "personal: clients of algorithm=scaffold keep control variates and nothing else,"
+            f" without {local.personal.name}; use personal=none, or algorithm=fedavg"
         )
     hooks = Hooks(
         sgd(task, local),
