@@ -36,7 +36,7 @@ def scaffold(
     check_arguments(scaffold, locals(), "algorithm")
     if local.personal is not None:
         raise InputError(
-            "personal: clients of algorithm=scaffold keep control variates, and nothing else,"
+            "personal: clients of algorithm=scaffold keep control variates and nothing else,"
             f" without {local.personal.name}; use personal=none, or algorithm=fedavg"
         )
     hooks = Hooks(
