@@ -12,6 +12,7 @@ dimensions, gives fewer; clients that come later join the group of least mean an
 where the code clusters all clients at the start.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -41,6 +42,8 @@ from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task,
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
+# (data, who [K] bool) -> the vectors [K, C q, F] of the clients `who`, 0 for others
+DescribeFn = Callable[[FederatedData, jax.Array], jax.Array]
 
 
 class Directions(struct.PyTreeNode):
@@ -98,7 +101,7 @@ def pacfl(
     return federated(task, local, system, hooks)
 
 
-def class_directions(local: Local, count: int):
+def class_directions(local: Local, count: int) -> DescribeFn:
     """Returns f(data, who [K] bool) -> the `count` first left singular vectors of each class of
     each client [K, C count, F]; 0 for others.
     """
@@ -167,7 +170,11 @@ def send_bases(bases: jax.Array, who: jax.Array) -> Traffic:
     return make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0))
 
 
-def join_or_found(describe, compare, threshold: ArrayLike | None) -> MigrateFn:
+def join_or_found(
+    describe: DescribeFn,
+    compare: Callable[[jax.Array], jax.Array],
+    threshold: ArrayLike | None,
+) -> MigrateFn:
     """Returns what takes in clients of which the server has no vectors yet, as soon as they have
     samples: those of lowest number first, each to the group of least mean angle, or, if that is
     more than `threshold`, to the next group that is not in use, whose model is still the first.
