@@ -95,7 +95,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
         after, mass, log = update_groups(parts, state, data, cohort, work, upload, log)
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
-        return finish_round(parts, after, info, cohort, upload, log)
+        return close_round(parts, after, info, cohort, upload, log)
 
     # of a client that is tested after training on, its samples are read whenever it is tested
     adapts = personal is not None and personal.adapt is not None
@@ -226,7 +226,7 @@ def train_cohort(
 
     Args: as those of `draw_cohort`; `work` is that of `plan_work`.
     """
-    system, log = parts.system, log._replace(trained=state, received=work.group)
+    system, log = parts.system, log._replace(sent_state=state, sent_group=work.group)
     seen, perturbation = system.perturb(keys, data)
     shared = (keys[TRAIN], state.groups), perturbation
     upload, counts = parts.train(cohort, seen, shared, work)
@@ -275,7 +275,7 @@ def update_groups(
     gid = work.group
     met = state.replace(assignment=cohort.put(state.assignment, gid))
     if not parts.hooks.own_models:
-        met = withhold_groups(log.trained, met, data)
+        met = withhold_groups(log.sent_state, met, data)
     met = follow_groups(parts.local, met)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
@@ -283,10 +283,10 @@ def update_groups(
     if parts.hooks.finish is not None:
         plain = restore_updates(parts.local, work, upload)
         after, sent = parts.hooks.finish(after, met, cohort, gid, plain)
-    return after, mass, log._replace(finishing=sent)
+    return after, mass, log._replace(finish_traffic=sent)
 
 
-def finish_round(
+def close_round(
     parts: Parts, state: State, info: Info, cohort: Cohort, upload: Upload, log: RoundLog
 ) -> tuple[State, Info]:
     """Step 8: stores what is remembered of the cohort, and closes the round.
@@ -294,13 +294,13 @@ def finish_round(
     Args: as those of `draw_cohort`; `state` has the new models; `info` is what `make_info`
     knows of the round.
     """
-    assert log.trained is not None  # the cohort has been trained
+    assert log.sent_state is not None  # the cohort has been trained
     received, mesh = state.received, parts.local.execution.mesh
     if parts.local.personal is not None and parts.local.personal.server is None:
         kept = upload.steps > 0  # it did train, even if its answer was lost or came too late
         state = put_own(state, cohort, upload, kept, mesh)
     if parts.system.keep_received:
-        models = take_rows(log.trained.groups, log.received)
+        models = take_rows(log.sent_state.groups, log.sent_group)
         received = put_models(received, cohort.ids, models, mesh)
     selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
     state = state.replace(round=state.round + 1, selection=selection, received=received)

@@ -40,20 +40,20 @@ class RoundLog(NamedTuple):
     migration: Report  # before selection, of the whole or of each client [K]
     poll: Poll | None = None  # of each client [K], before it was selected
     planned: tuple[Report, ...] = ()  # of each slot [S], before it trained
-    # the state that the cohort was trained from, and the group [S] whose model each received
-    trained: State | None = None
-    received: jax.Array | None = None
+    # the state whose models were sent, and the group [S] whose model each client got
+    sent_state: State | None = None
+    sent_group: jax.Array | None = None
     training: Report | None = None  # models sent, and faults
     # [S] float32, how long each client took; None: time is not simulated
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array | None = None  # [] int32, clients that answered after its end
-    finishing: traffic.Traffic | None = None  # of the server's last step
+    finish_traffic: traffic.Traffic | None = None  # of the server's last step
 
     def add_up(self) -> Report:
         """Returns the sum of all that was reported."""
-        assert self.training is not None and self.finishing is not None  # the round has ended
-        rest = self.finishing
+        assert self.training is not None and self.finish_traffic is not None  # the round has ended
+        rest = self.finish_traffic
         if self.poll:
             rest = traffic.add_traffic(self.poll.traffic, rest)
         return add_reports(self.migration, *self.planned, self.training, make_report(rest))
@@ -131,8 +131,8 @@ class System(NamedTuple):
         client receives is in the plan's reports already; `model_bytes` is the size of what is
         sent of one model.
         """
-        clock, clients, state = self.clock, data.num_clients, log.trained
-        assert state is not None and log.received is not None  # the cohort has been trained
+        clock, clients, state = self.clock, data.num_clients, log.sent_state
+        assert state is not None and log.sent_group is not None  # the cohort has been trained
         served = cohort.ids < clients
         answered = served & (counts.dropped == 0)
         if log.poll is not None:
@@ -148,7 +148,7 @@ class System(NamedTuple):
             seconds = timing.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
             waited = duration
             end = timing.end_round(
-                clock, state, data, cohort, log.received, answered, seconds, waited
+                clock, state, data, cohort, log.sent_group, answered, seconds, waited
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
@@ -169,7 +169,7 @@ class System(NamedTuple):
 
     def close(self, state: State, info: Info, log: RoundLog) -> tuple[State, Info]:
         """Returns the state after the round's traffic and time, and its complete report."""
-        assert log.trained is not None and log.duration is not None and log.late is not None
+        assert log.sent_state is not None and log.duration is not None and log.late is not None
         reports = log.add_up()
         info = info.replace(
             shifted=log.shifted,
@@ -184,7 +184,7 @@ class System(NamedTuple):
             clock_ms=timing.advance_clock(state.clock_ms, log.duration),
             start_faults=faults.no_faults(),
         )
-        return self.follow_groups(log.trained, state), info
+        return self.follow_groups(log.sent_state, state), info
 
 
 SystemLike = System | Selection  # a selection alone: nothing fails, and no time passes
