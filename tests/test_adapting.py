@@ -99,7 +99,7 @@ def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
     groups, place = play_twin(models_of(states[0].groups), toy, pick, one, ROUNDS, train)
     close(models_of(states[-1].groups), groups)
     np.testing.assert_array_equal(states[-1].assignment, place if m > 1 else np.clip(place, -1, 0))
-    models, index = used_models(algorithm, states[-1], toy)
+    models, index, *_ = used_models(algorithm, states[-1], toy)
     np.testing.assert_array_equal(index, np.where(np.array(place) < 0, -1, np.arange(CLIENTS)))
     for client, found in enumerate(models_of(models)):
         own = groups[max(place[client], 0)]
@@ -122,7 +122,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
     np.testing.assert_array_equal(states[-1].assignment, below[-1].assignment)
     assert spent(states[0], states[-1]) == spent(below[0], below[-1])
     groups, place = models_of(states[-1].groups), np.asarray(states[-1].assignment)
-    models, index = used_models(algorithm, states[-1], toy)
+    models, index, *_ = used_models(algorithm, states[-1], toy)
     np.testing.assert_array_equal(index, np.where(place < 0, -1, np.arange(CLIENTS)))
     for client, found in enumerate(models_of(models)):
         own = groups[max(place[client], 0)]

@@ -445,4 +445,4 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
     one = jax.eval_shape(task.init, key)
     models = jax.tree.map(lambda leaf: (data.num_clients, *leaf.shape), one)
     assert jax.tree.map(lambda leaf: leaf.shape, state.own.rows) == models
-    jax.eval_shape(algorithm.personal_models, state)
+    jax.eval_shape(algorithm.personal_models, state, data)

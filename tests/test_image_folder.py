@@ -144,7 +144,7 @@ KINDS = {
     "LA": Image.fromarray(A).convert("LA"),
     "P": Image.fromarray(pixels(4, 5, 3)).quantize(4),
     "RGB": Image.fromarray(pixels(4, 5, 3)),
-    "RGBA": Image.fromarray(pixels(4, 5, 4)),
+    "RGBA": Image.fromarray(pixels(4, 5, 3)).convert("RGBA"),
 }
 
 
@@ -238,6 +238,10 @@ BAD = {
         "a/1.png: image cannot be read",
     ),
     "colours of 16 bits": ({"a/1.png": deep_png(A, 2)}, "a/1.png: has 16 bits and colours"),
+    "transparent": (
+        {"a/1.png": encoded(Image.fromarray(pixels(4, 5, 4)))},
+        "1.png: image cannot be read (it is transparent, and what is behind it is not said)",
+    ),
     "transparency of 16 bits": ({"a/1.png": deep_png(A, 4)}, "has 16 bits and colours or transp"),
     "PPM of 16 bits": (
         {"a/1.ppm": b"P6 1 1 65535 " + bytes(6)}, "a/1.ppm: has 16 bits and colours",

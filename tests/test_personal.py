@@ -254,7 +254,7 @@ def test_who_is_tested_on_what(toy, mlp, local):
     ids = pick.draw(derive_key(KEY, SELECT, 0), 0, len(SIZES)).tolist()
     trained = [k in ids and SIZES[k] > 0 for k in range(len(SIZES))]
     np.testing.assert_array_equal(state.own.trained, trained)
-    models, index = used_models(algorithm, state, toy)
+    models, index, *_ = used_models(algorithm, state, toy)
     np.testing.assert_array_equal(index, np.arange(len(SIZES)))
     for client, has in enumerate(trained):
         source = state.own.rows if has else state.groups

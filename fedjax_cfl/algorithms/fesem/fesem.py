@@ -20,7 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from fedjax_cfl.algorithms.fesem.start import MakeStart, cluster_local_models
+from fedjax_cfl.algorithms.fesem.start import (
+    MakeStart,
+    cluster_local_models,
+    is_weighted,
+    stored_weights,
+)
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
@@ -69,10 +74,8 @@ def stored_mean(
     Args: as those of `AggregateFn`.
     """
     m, memory = state.active.size, state.memory
-    fresh = (upload.weight > 0).astype(jnp.float32)
-    if not isinstance(memory.weight, tuple):
-        fresh = upload.weight
-    old = memory.counts.at[rows_of(cohort, upload, memory)].set(0.0, mode="drop")
+    fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)
+    old = stored_weights(memory).at[rows_of(cohort, upload, memory)].set(0.0, mode="drop")
     kept, new = (
         membership_weights(old, state.assignment, m),
         membership_weights(fresh, gid, m),
@@ -270,7 +273,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
         )
         known = before.memory.known.at[rows].set(True, mode="drop")
         memory = state.memory.replace(models=models, known=known)
-        if not isinstance(memory.weight, tuple):
+        if is_weighted(memory):
             weight = memory.weight.at[rows].set(upload.weight, mode="drop")
             memory = memory.replace(weight=weight)
         return state.replace(memory=memory), make_traffic()

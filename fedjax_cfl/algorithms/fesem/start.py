@@ -44,10 +44,15 @@ class ClientModels(struct.PyTreeNode):
     # [K] float32, the samples that W_i was trained on, 0 if it is not known; (): all count alike
     weight: Any = ()
 
-    @property
-    def counts(self) -> jax.Array:
-        """How much each stored model counts in means [K] float32, 0 if it is not known."""
-        return self.known.astype(jnp.float32) if isinstance(self.weight, tuple) else self.weight
+
+def is_weighted(memory: Any) -> bool:
+    """Returns whether models that are stored count by their clients' samples, as WeCFL's."""
+    return not isinstance(getattr(memory, "weight", ()), tuple)
+
+
+def stored_weights(memory: Any) -> jax.Array:
+    """Returns how much each stored model counts in means [K] float32, 0 if it is not known."""
+    return memory.weight if is_weighted(memory) else memory.known.astype(jnp.float32)
 
 
 def random_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -98,8 +103,10 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
             def cluster(key, points, counts):
                 return kmeans(key, points, m, restarts, weight=counts).labels
 
-            labels = on_every_device(cluster, local.execution.mesh)(keys[2], points, memory.counts)
-            centers, _ = group_mean(memory.counts, labels, delta, m)
+            labels = on_every_device(cluster, local.execution.mesh)(
+                keys[2], points, stored_weights(memory)
+            )
+            centers, _ = group_mean(stored_weights(memory), labels, delta, m)
             sent = make_traffic(units_down=clients, units_up=clients)
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),

@@ -120,6 +120,10 @@ def _take_pixels(image: Any, format_: str | None, size: list[int] | None, mode: 
     """Returns the pixels [H, W, C] of an open image of Pillow."""
     from PIL import Image
 
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("LA" if image.mode in GREY else "RGBA")
+        if image.getchannel("A").getextrema()[0] < 255:
+            raise ValueError("it is transparent, and what is behind it is not said")
     # older versions of Pillow have no 16 bits of their own
     if image.mode in DEEP_GREY or (image.mode == "I" and format_ in ("PNG", "PPM")):
         deep = np.asarray(image).astype(np.float32) / 65535
