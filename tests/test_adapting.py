@@ -5,7 +5,17 @@ slow twins in NumPy, who is tested on what, and that nothing is kept or sent for
 import jax
 import numpy as np
 import pytest
-from conftest import CLASSES, SIZES, build, lasting_rows, matrix, one_line, spent, with_execution
+from conftest import (
+    CLASSES,
+    SIZES,
+    build,
+    lasting_rows,
+    matrix,
+    one_line,
+    others_nightly,
+    spent,
+    with_execution,
+)
 from test_personal import play
 from test_reference import (
     KEY,
@@ -211,7 +221,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["per_fedavg"]))
 def test_lanes_and_devices_change_nothing(toy, mlp, local, name):
     pick, one = select.uniform(COHORT), local.replace(personal=METHODS[name])
     first = build(algorithms.ifca, mlp, one, pick, m=2)
@@ -255,7 +265,7 @@ def test_what_was_received_cannot_be_tested(linear, local, name):
     one_line("test_on=received: clients of", algorithms.fedavg, linear, one, system)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["fine_tune"]))
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, while data drift; `final/` has the models that clients were tested on."""
     line = f"algorithm=ifca model=mclr personal={name} clients_per_round=6 local.epochs=2"
@@ -280,6 +290,7 @@ def test_samples_on_the_host_are_refused(fedjax_cfl):
     assert "resident=host: " in err
 
 
+@pytest.mark.nightly
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=ifca model=mclr personal=fine_tune clients_per_round=6 rounds=2"
     line += " dataset.clients=12 local.epochs=1"

@@ -234,6 +234,7 @@ def test_the_pool_has_what_clients_hold_now(toy):
             assert sorted(samples(pooled, client)) == sorted(wanted)
 
 
+@pytest.mark.nightly
 def test_runs_in_one_place_are_the_same_in_a_grid_and_on_devices(toy, linear, local):
     expected, _ = play(centralised(linear, local, COHORT), toy)
     split = with_execution(local, mesh=cfl.make_mesh(2), width=2)

@@ -191,6 +191,7 @@ def test_simulated_time_is_in_the_results(fedjax_cfl, tmp_path):
     assert f"{summary['sim_time_s']:,.1f}" in out and "simulated seconds" in out
 
 
+@pytest.mark.nightly
 def test_a_grid_says_what_its_runs_differ_in(fedjax_cfl, tmp_path):
     line = f"dataset.clients=8 {BARE} vectorize=[seed,local.lr] seed=3,4 local.lr=0.1,0.2"
     assert fedjax_cfl(f"{line} rounds=1 run_dir=grid")[0] == 0
@@ -308,6 +309,7 @@ def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
     assert summary["model"] == "my_models.Tiny" and summary["algorithm"] == "fedavg"
 
 
+@pytest.mark.nightly
 def test_a_run_that_seldom_scores_says_so(fedjax_cfl):
     asked = f"{BARE} algorithm=ifca algorithm.m=2 dataset.clients=30 model=mclr"
     status, out, _ = fedjax_cfl(f"preset=paper {asked} run_dir=paper")

@@ -250,6 +250,7 @@ def test_lanes_train_as_one_after_another(one_by_one, name, skewed, width, devic
     np.testing.assert_allclose(found.last_loss[:9], want.last_loss, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["sgd", nightly("sample space")])
 def test_a_python_loop_trains_as_one_after_another(name, skewed):
     few = skewed.replace(train=skewed.train.replace(size=jnp.minimum(skewed.train.size, 31)))

@@ -406,6 +406,7 @@ def test_lanes_and_devices_change_nothing(toy, linear, local, name, devices, wid
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [nightly("fedem"), "fedrc"])
 def test_runs_of_a_grid_are_those_alone(toy, linear, local, name):
     """Two seeds and two step sizes as one program."""

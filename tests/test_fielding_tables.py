@@ -150,6 +150,7 @@ def read_rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_columns_of_drift_reach_rows_resumed_runs_and_grids(fedjax_cfl, tmp_path):
     line = f"{SMALL} algorithm=fielding_global algorithm.m=4 algorithm.cluster=k_center"
     for run_dir, more in (("two", "rounds=4"), ("two", ""), ("grid", "seeds=2")):

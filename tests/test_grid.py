@@ -200,6 +200,7 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [3, nightly(4096)])
 def test_a_wide_mapped_cohort_is_what_its_members_are_alone(toy, linear, width):
     """Nested maps, chunks of several clients, a traced step size, on several devices."""

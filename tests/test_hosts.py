@@ -138,6 +138,7 @@ def test_a_stream_over_two_processes(tmp_path):
     assert sum(row["shifted_clients"] for row in lasting_rows(tmp_path / "both")) > 20
 
 
+@pytest.mark.nightly
 def test_processes_with_other_settings_are_refused(tmp_path):
     started = begin(tmp_path / "run", 2, "algorithm=fedavg", "rounds=4", last=("local.lr=0.07",))
     for status, _, error in ended(started):

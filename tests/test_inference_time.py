@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, nightly
 from test_cfl import ONCE, concepts
 from test_clock import SimpleState
 
@@ -105,7 +105,9 @@ def test_feddrift_infers_every_model_in_use_at_an_event(toy, moved, timed):
     assert seconds[4] == slowest(used[0] * size) and seconds[6] == slowest(used[1] * size)
 
 
-@pytest.mark.parametrize(("represent", "each"), [("labels", 0), ("embedding", 1), ("gradient", 3)])
+@pytest.mark.parametrize(
+    ("represent", "each"), [nightly("labels", 0), ("embedding", 1), nightly("gradient", 3)]
+)
 def test_fielding_infers_what_is_reported(represent, each, toy, moved, timed):
     settings = {"m": 2, "represent": represent, "cluster": "k_center", "trigger": "never"}
     seconds, _ = timed(algorithms.fielding, [toy, moved], EVERYBODY, **settings)

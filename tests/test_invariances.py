@@ -82,7 +82,7 @@ def assert_same(one, other):
     chex.assert_trees_all_close(one, other, **ROUNDING)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, nightly(1)])
 def test_order_of_the_cohort(usual, go, toy, seed):
     shuffled = np.random.default_rng(seed).permuted(TABLE, axis=1)
     assert (shuffled != TABLE).any(axis=1).all()
@@ -174,7 +174,7 @@ def test_power_of_choice_in_a_grid(toy, mlp, local):
         chex.assert_trees_all_close(member, alone(key, toy), **ROUNDING)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "flexcfl"], indirect=True)
+@pytest.mark.parametrize("method", [nightly("fedavg"), "flexcfl"], indirect=True)
 def test_capacity(usual, go, toy):
     assert_same(go(TABLE, toy.replace(max_client_samples=2 * toy.max_client_samples + 1)), usual)
 
@@ -212,7 +212,7 @@ def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
     chex.assert_trees_all_equal(go(TABLE, indexed), go(TABLE, copies))
 
 
-@pytest.mark.parametrize("first_layer", ["direct", "dual"])
+@pytest.mark.parametrize("first_layer", [nightly("direct"), "dual"])
 def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
     """Evaluation, the memory plan and a sample of clients read them too."""
     algorithm = fedavg(
@@ -251,7 +251,9 @@ def test_places_in_the_pool(usual, go, toy):
     assert_same(go(TABLE, moved(toy)), usual)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "qfedavg", "ifca", "flexcfl"], indirect=True)
+@pytest.mark.parametrize(
+    "method", [nightly("fedavg"), nightly("qfedavg"), "ifca", "flexcfl"], indirect=True
+)
 def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
     """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has
     them notices.

@@ -7,7 +7,16 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from conftest import SIZES, build, lasting_rows, matrix, one_line, spent, with_execution
+from conftest import (
+    SIZES,
+    build,
+    lasting_rows,
+    matrix,
+    one_line,
+    others_nightly,
+    spent,
+    with_execution,
+)
 from scipy.special import log_softmax
 from test_reference import KEY, batches_of, gradient, models_of, passes
 
@@ -67,7 +76,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca", "fesem"]))
 def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     factory, settings = METHODS[name]
     pick = select.uniform(COHORT)

@@ -339,8 +339,8 @@ def test_swept_overrides_make_sets_of_their_own(tmp_path):
         )
     groups = compare.compare([tmp_path], tmp_path)
     assert [(group["label"], group["runs"]) for group in groups] == [
-        ("fedprox algorithm.mu=0", 2),
-        ("fedprox algorithm.mu=0.1", 2),
+        ("fedprox mu=0", 2),
+        ("fedprox mu=0.1", 2),
     ]
 
 
