@@ -7,7 +7,6 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 from fedjax_cfl.data.datasets.readers import line_of, list_names, open_unpacked
 from fedjax_cfl.errors import InputError
@@ -23,7 +22,7 @@ def open_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
     if start != b"SQLite format 3\0":
         hint = ": unpack it, xz --format=lzma -dk FILE" if path.suffix == ".lzma" else ""
         raise InputError(f"{path}: file is no SQLite database, expected one{hint}")
-    name = f"file:{quote(os.path.abspath(path))}?mode=ro&immutable=1"
+    name = f"{Path(os.path.abspath(path)).as_uri()}?mode=ro&immutable=1"
     try:
         with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
             database.execute("PRAGMA trusted_schema=OFF")
