@@ -225,6 +225,32 @@ def lasting_rows(folder):
     ]
 
 
+def stop_and_go_on(fedjax_cfl, line):
+    """Returns (stopped after two rounds and gone on with, never stopped), two runs of four rounds,
+    read back; they are the same to the last bit.
+    """
+    assert fedjax_cfl(f"{line} rounds=2 run_dir=stopped")[0] == 0
+    for run_dir in ("stopped", "whole"):
+        status, _, err = fedjax_cfl(f"{line} rounds=4 run_dir={run_dir}")
+        assert (status, err) == (0, "")
+    assert lasting_rows("stopped") == lasting_rows("whole")
+    stopped, whole = map(cfl.load_run, ("stopped", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, stopped.final.models, whole.final.models)
+    return stopped, whole
+
+
+def run_in_grid_and_alone(fedjax_cfl, line):
+    """Returns the run of seed 1, as one of a grid of two and alone, read back; their models are
+    close.
+    """
+    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
+    assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
+    member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
+    for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    return member, alone
+
+
 @pytest.fixture
 def fedjax_cfl(tmp_path, monkeypatch, capsys):
     """Returns f(line) -> (status, stdout, stderr): the command, run in an empty current

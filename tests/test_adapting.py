@@ -9,11 +9,12 @@ from conftest import (
     CLASSES,
     SIZES,
     build,
-    lasting_rows,
     matrix,
     one_line,
     others_nightly,
+    run_in_grid_and_alone,
     spent,
+    stop_and_go_on,
     with_execution,
 )
 from test_personal import play
@@ -270,13 +271,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, while data drift; `final/` has the models that clients were tested on."""
     line = f"algorithm=ifca model=mclr personal={name} clients_per_round=6 local.epochs=2"
     line += " eval_every=2 dataset.clients=12 drift=swap_all drift.p=0.4"
-    assert fedjax_cfl(f"{line} rounds=2 run_dir=stopped")[0] == 0
-    for run_dir in ("stopped", "whole"):
-        status, _, err = fedjax_cfl(f"{line} rounds=4 run_dir={run_dir}")
-        assert (status, err) == (0, "")
-    assert lasting_rows("stopped") == lasting_rows("whole")
-    stopped, whole = map(cfl.load_run, ("stopped", "whole"))
-    jax.tree.map(np.testing.assert_array_equal, stopped.final.models, whole.final.models)
+    _, whole = stop_and_go_on(fedjax_cfl, line)
     assert len(jax.tree.leaves(whole.final.models)[0]) == 12
     row = whole.rows[-1]
     one = sum(leaf.nbytes // 12 for leaf in jax.tree.leaves(whole.final.models))
@@ -294,9 +289,5 @@ def test_samples_on_the_host_are_refused(fedjax_cfl):
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=ifca model=mclr personal=fine_tune clients_per_round=6 rounds=2"
     line += " dataset.clients=12 local.epochs=1"
-    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
-    assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
-    member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
-    for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    member, alone = run_in_grid_and_alone(fedjax_cfl, line)
     assert member.rows[-1]["accuracy"] == pytest.approx(alone.rows[-1]["accuracy"], abs=1e-6)

@@ -10,11 +10,12 @@ import pytest
 from conftest import (
     SIZES,
     build,
-    lasting_rows,
     matrix,
     one_line,
     others_nightly,
+    run_in_grid_and_alone,
     spent,
+    stop_and_go_on,
     with_execution,
 )
 from scipy.special import log_softmax
@@ -362,13 +363,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, also the clients' own; bytes are those of the part that is sent."""
     line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 local.epochs=2"
     line += " eval_every=2 dataset.clients=12"
-    assert fedjax_cfl(f"{line} rounds=2 run_dir=stopped")[0] == 0
-    for run_dir in ("stopped", "whole"):
-        status, _, err = fedjax_cfl(f"{line} rounds=4 run_dir={run_dir}")
-        assert (status, err) == (0, "")
-    assert lasting_rows("stopped") == lasting_rows("whole")
-    stopped, whole = map(cfl.load_run, ("stopped", "whole"))
-    jax.tree.map(np.testing.assert_array_equal, stopped.final.models, whole.final.models)
+    _, whole = stop_and_go_on(fedjax_cfl, line)
     own = name != "fedbabu"
     assert len(jax.tree.leaves(whole.final.models)[0]) == (12 if own else 3)
     np.testing.assert_array_equal(whole.final.model_index >= 0, whole.table["group"] >= 0)
@@ -381,9 +376,5 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
 
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=ifca model=mlp personal=ditto clients_per_round=6 rounds=2 dataset.clients=12"
-    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
-    assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
-    member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
-    for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    member, alone = run_in_grid_and_alone(fedjax_cfl, line)
     np.testing.assert_array_equal(member.table["group"], alone.table["group"])

@@ -12,10 +12,11 @@ from conftest import (
     FEATURES,
     SIZES,
     build,
-    lasting_rows,
     matrix,
     one_line,
+    run_in_grid_and_alone,
     spent,
+    stop_and_go_on,
     with_execution,
 )
 from test_personal import play
@@ -333,22 +334,12 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl):
     """To the last bit; and each run of a grid is what it is alone. FeSEM cuts nothing, moves."""
     line = "algorithm=fesem model=mclr personal=scaffold clients_per_round=6 local.epochs=2"
     line += " eval_every=2 dataset.clients=12"
-    assert fedjax_cfl(f"{line} rounds=2 run_dir=stopped")[0] == 0
-    for run_dir in ("stopped", "whole"):
-        status, _, err = fedjax_cfl(f"{line} rounds=4 run_dir={run_dir}")
-        assert (status, err) == (0, "")
-    assert lasting_rows("stopped") == lasting_rows("whole")
-    stopped, whole = map(cfl.load_run, ("stopped", "whole"))
-    jax.tree.map(np.testing.assert_array_equal, stopped.final.models, whole.final.models)
+    stop_and_go_on(fedjax_cfl, line)
 
 
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=scaffold model=mclr clients_per_round=6 rounds=2 dataset.clients=12"
-    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
-    assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
-    member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
-    for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    _, alone = run_in_grid_and_alone(fedjax_cfl, line)
     row = alone.rows[-1]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(alone.final.models))
     assert row["bytes_down"] == row["bytes_up"] == 2 * 2 * 6 * size

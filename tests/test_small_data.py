@@ -90,6 +90,9 @@ def test_what_a_refused_run_has_written_is_removed(own, fedjax_cfl, monkeypatch)
         status, _, err = fedjax_cfl("dataset=npz dataset.source.path=own.npz rounds=1" + more)
         assert (status, err) == (2, "fedjax-cfl: algorithm: refused when it is compiled\n")
         assert [path.name for path in Path.cwd().iterdir()] == ["own.npz"], folder
+    Path("mine").mkdir()  # nothing is written into it before the clients are too few
+    line = "dataset=npz dataset.source.path=own.npz rounds=1 run_dir=mine clients_per_round=50"
+    assert fedjax_cfl(line)[0] == 2 and Path("mine").is_dir()
 
 
 def test_settings_that_hydra_cannot_use_are_refused_in_one_line(fedjax_cfl):

@@ -21,8 +21,7 @@ from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.fielding.represent import map_clients
-from fedjax_cfl.client.cohort import client_range
+from fedjax_cfl.client.cohort import client_range, map_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
@@ -122,7 +121,7 @@ def class_directions(local: Local, count: int) -> DescribeFn:
         return lax.map(of_class, jnp.arange(data.num_classes)).reshape(-1)
 
     def describe(data: FederatedData, who: jax.Array) -> jax.Array:
-        flat = map_clients(of_client, local, (), data, who)
+        flat = map_clients(of_client, local.execution, (), data, who)
         return flat.reshape(data.num_clients, data.num_classes * count, -1)
 
     return describe

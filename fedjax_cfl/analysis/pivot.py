@@ -27,6 +27,7 @@ NAMED = (*IDENTITY, "concept", "drift")
 # of these the smallest is best
 COSTS = ("rounds_to_target", "units", "sim_time_s", "wall_s")
 PLAIN, BEST, TIED = "plain", "best", "tied"
+LEGEND = "bold: the best of its column; underlined: seeds do not tell it from the best"
 
 
 class Cell(NamedTuple):
@@ -152,9 +153,6 @@ def lay_out(
         marked = [marks[rank].format(text) for rank, text in zip(ranks, shown, strict=True)]
         lines.append([escape(row), *marked])
     return lines
-
-
-LEGEND = "bold: the best of its column; underlined: seeds do not tell it from the best"
 
 
 def describe(pivot: Pivot) -> str:

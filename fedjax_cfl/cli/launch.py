@@ -85,17 +85,18 @@ def remove_unused(folder: Path) -> None:
     """Removes what a run, a grid or a sweep that never began has written, if that is all there is,
     and its folder, unless that is the current one or holds it.
     """
-    inside, here = sorted(folder.rglob("*"), reverse=True), Path.cwd()
-    files = [path for path in inside if not path.is_dir()]
-    if any(
-        p.parent.name != ".hydra" and p.name not in ("multirun.yaml", INDEX_FILE) for p in files
-    ):
+    files, here = [path for path in folder.rglob("*") if not path.is_dir()], Path.cwd()
+    ours = [p.parent.name == ".hydra" or p.name in ("multirun.yaml", INDEX_FILE) for p in files]
+    if not files or not all(ours):  # an empty folder may be the user's own
         return
     if folder not in (here, *here.parents):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    for path in inside:  # what a folder holds comes before it
-        path.rmdir() if path.is_dir() else path.unlink()
+    for path in files:
+        path.unlink()
+    within = {parent for path in files for parent in path.parents if folder in parent.parents}
+    for parent in sorted(within, reverse=True):  # what a folder holds comes before it
+        parent.rmdir()
 
 
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:

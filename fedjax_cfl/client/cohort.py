@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fedjax_cfl.client import executor, lanes
 from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.client.executor import Program
-from fedjax_cfl.client.local import Work
+from fedjax_cfl.client.local import Work, full_work
 from fedjax_cfl.client.runs_as_one import CohortFn, over_clients_of_runs
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params
@@ -167,3 +167,26 @@ def balance_over_devices(
         ids=jnp.full(slots, num_clients, jnp.int32).at[slot].set(ids[rank]),
         rank=jnp.full(slots, ids.size, jnp.int32).at[slot].set(rank),
     )
+
+
+def map_clients(
+    client_fn: Callable[..., Any],
+    execution: Execution,
+    shared: Any,
+    data: FederatedData,
+    who: jax.Array,
+) -> jax.Array:
+    """Returns what `client_fn` gives for each client [K, p]; 0 for clients that are not in
+    `who`, and in the place of a number that is not finite.
+
+    Args: `client_fn` is a function of one client as `over_clients` takes it, and `execution` says
+    how it is run; `shared` is its argument of that name; `who` [K] bool are the clients that
+    compute.
+    """
+    clients = data.num_clients
+    ids = jnp.where(who, jnp.arange(clients, dtype=jnp.int32), clients)
+    cohort = make_cohort(ids, data, execution)
+    work = full_work(jnp.zeros_like(cohort.ids))
+    points = over_clients(client_fn, execution)(cohort, data, shared, work)
+    points = jnp.where(jnp.isfinite(points), points, 0.0)
+    return cohort.put(jnp.zeros((clients, points.shape[1])), points)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, make_cohort, over_clients
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients
 from fedjax_cfl.client.executor import Loop, then
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
@@ -103,7 +103,7 @@ def embedding(
 
         return Representation(
             init,
-            lambda shared, data, who: map_clients(client_mean, local, shared, data, who),
+            lambda shared, data, who: map_clients(client_mean, local.execution, shared, data, who),
             squared_euclidean,
             send_words,
             send_shared,
@@ -199,7 +199,7 @@ def gradient(
             return then(solve(client, data, (jax.random.key(0), shared), work), direction)
 
         def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
-            return map_clients(client_direction, local, shared, data, who)
+            return map_clients(client_direction, local.execution, shared, data, who)
 
         def init(key: Key, data: FederatedData) -> Any:
             starting, drawing = jax.random.split(key)
@@ -253,28 +253,6 @@ def project(vector: jax.Array, length: int) -> jax.Array:
     where = jax.random.randint(place, vector.shape, 0, length)
     signs = jax.random.rademacher(sign, vector.shape, vector.dtype)
     return jnp.zeros(length, vector.dtype).at[where].add(signs * vector)
-
-
-def map_clients(
-    client_fn: Callable[..., Any],
-    local: Local,
-    shared: Any,
-    data: FederatedData,
-    who: jax.Array,
-) -> jax.Array:
-    """Returns what `client_fn` gives for each client [K, p]; 0 for clients that are not in
-    `who`, and in the place of a number that is not finite.
-
-    Args: `client_fn` is a function of one client as `over_clients` takes it; `shared` is its
-    argument of that name; `who` [K] bool are the clients that compute.
-    """
-    clients = data.num_clients
-    ids = jnp.where(who, jnp.arange(clients, dtype=jnp.int32), clients)
-    cohort = make_cohort(ids, data, local.execution)
-    work = full_work(jnp.zeros_like(cohort.ids))
-    points = over_clients(client_fn, local.execution)(cohort, data, shared, work)
-    points = jnp.where(jnp.isfinite(points), points, 0.0)
-    return cohort.put(jnp.zeros((clients, points.shape[1])), points)
 
 
 def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array, jax.Array]:

@@ -145,3 +145,41 @@ def _slot(message: bytes, table: int, number: int) -> int | None:
 def _follow(message: bytes, place: int) -> int:
     """Returns where the table is that a field of a flatbuffer refers to."""
     return place + struct.unpack_from("<I", message, place)[0]
+
+
+# types
+
+
+def storage_type(type: pa.DataType) -> pa.DataType:
+    """Returns how values are stored: without extensions, those of a dictionary as its words."""
+    type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
+    return type.value_type if pa.types.is_dictionary(type) else type
+
+
+def unwrap(array: pa.Array) -> pa.Array:
+    """Returns the storage of an array of an extension type, other arrays as they are."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def is_text(type: pa.DataType) -> bool:
+    """Returns whether values are text, also as a dictionary of few distinct words."""
+    kinds, type = pa.types, storage_type(type)
+    return kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_string_view(type)
+
+
+def is_binary(type: pa.DataType) -> bool:
+    """Returns whether values are bytes."""
+    kinds = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_list(type: pa.DataType) -> bool:
+    """Returns whether values are lists."""
+    kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_number(type: pa.DataType) -> bool:
+    """Returns whether values are integers, floats or booleans."""
+    kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return any(is_kind(type) for is_kind in kinds)

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fedjax_cfl.data.datasets.encoded_images import decode_images
+from fedjax_cfl.data.datasets.arrow_files import (
+    is_binary,
+    is_list,
+    is_number,
+    is_text,
+    storage_type,
+    unwrap,
+)
+from fedjax_cfl.data.datasets.files import count_seconds
+from fedjax_cfl.data.datasets.image_files import stack_images
 from fedjax_cfl.data.datasets.pool import name_clients, sort_names
 from fedjax_cfl.data.datasets.readers import list_names, shorten
 from fedjax_cfl.errors import InputError
@@ -19,7 +28,8 @@ ARRAYS = ("Array2D", "Array3D", "Array4D", "Array5D")
 LISTS = ("List", "Sequence", "LargeList")
 MOST_AXES = 16  # of one sample; each is a pass over the values
 SIDES = {"train": 0, "training": 0, "test": 1, "testing": 1}
-SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+MAP = 'datasets.Dataset.map(lambda row: {{"image": row["image"]'
+REMEDIES = MAP + ".resize(({width},{height}))}})", MAP.format() + '.convert("RGB")})'
 PUBLISHED = "expected labels: this split is published without them"
 
 
@@ -33,7 +43,7 @@ class Column(NamedTuple):
     @property
     def type(self) -> pa.DataType:
         """How the values are stored."""
-        return _storage(self.values.type)
+        return storage_type(self.values.type)
 
 
 def choose_samples(path: str, schema: pa.Schema, features: Mapping[str, Any]) -> str:
@@ -108,11 +118,11 @@ def read_labels(column: Column) -> tuple[np.ndarray, tuple[str, ...] | None]:
     order, or None. Raises InputError for samples without a label, or with several.
     """
     name, names = column.name, find_class_names(column.name, column.feature)
-    if _is_list(column.type) or pa.types.is_struct(column.type):
+    if is_list(column.type) or pa.types.is_struct(column.type):
         raise InputError(f"{name} has type {column.type}, expected one label a sample")
     if column.values.null_count:
         raise InputError(f"{name} is null in row {_first_null(column.values)}, {PUBLISHED}")
-    if _is_text(column.type):
+    if is_text(column.type):
         numbers, texts = number_text(column)
         ordered = sorted(texts)
         place = {text: i for i, text in enumerate(ordered)}
@@ -156,16 +166,15 @@ def read_times(column: Column) -> np.ndarray:
     type = column.type
     if not pa.types.is_timestamp(type) and not pa.types.is_date(type):
         return read_numbers(column)
-    unit = "s" if pa.types.is_date(type) else type.unit
     _refuse_nulls(column.name, column.values)
-    stamps = column.values.cast(pa.timestamp(unit)).cast(pa.int64())
-    time = read_numbers(column._replace(values=stamps))
-    return (time - time.min()) // SECOND[unit]
+    stamps = column.values.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    dates = read_numbers(column._replace(values=stamps)).view("datetime64[us]")
+    return count_seconds(column.name, dates)
 
 
 def read_numbers(column: Column) -> np.ndarray:
     """Returns the numbers [N] of a column; raises InputError for other types and for null."""
-    if not _is_number(column.type):
+    if not is_number(column.type):
         raise InputError(f"{column.name} has type {column.type}, expected numbers")
     return _join(column.name, [_nested(column.name, chunk) for chunk in column.values.chunks])
 
@@ -177,7 +186,7 @@ def number_text(column: Column) -> tuple[np.ndarray, list[str]]:
     _refuse_nulls(column.name, column.values)
     seen: dict[str, int] = {}
     parts = []
-    for chunk in map(_unwrap, column.values.chunks):
+    for chunk in map(unwrap, column.values.chunks):
         coded = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
         places = coded.indices.to_numpy(zero_copy_only=False)
         texts, used = coded.dictionary, np.unique(places)
@@ -193,7 +202,7 @@ def number_text(column: Column) -> tuple[np.ndarray, list[str]]:
 
 def _read_texts(column: Column) -> tuple[np.ndarray, list[str] | None]:
     """Returns a number [N] for each row, and what they stand for where it is text or a class."""
-    if _is_text(column.type):
+    if is_text(column.type):
         return number_text(column)
     numbers, names = read_numbers(column), find_class_names(column.name, column.feature)
     if names is None:
@@ -210,11 +219,11 @@ def _read_texts(column: Column) -> tuple[np.ndarray, list[str] | None]:
 def _read_samples(column: Column) -> np.ndarray:
     """Returns samples [N, ...] of one column."""
     name, type, kind = column.name, column.type, _kind(column.feature)
-    if _is_binary(type):
-        return decode_images(name, _contents(column.values), len(column.values))
+    if is_binary(type):
+        return _stack(name, column.values)
     if pa.types.is_struct(type) and kind in ("Image", None):
         place = type.get_field_index("bytes")  # -1: missing, or there twice
-        if place >= 0 and _is_binary(type.field(place).type):
+        if place >= 0 and is_binary(type.field(place).type):
             return _read_images(name, column.values)
     x = _join(name, [_nested(name, chunk) for chunk in column.values.chunks if len(chunk)])
     shape = column.feature.get("shape") if kind in ARRAYS else None
@@ -256,35 +265,6 @@ def _fixed_length(feature: Any) -> bool:
     )
 
 
-def _storage(type: pa.DataType) -> pa.DataType:
-    """Returns how values of a type are stored."""
-    type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
-    return type.value_type if pa.types.is_dictionary(type) else type
-
-
-def _unwrap(array: pa.Array) -> pa.Array:
-    """Returns the storage of an array of an extension type, other arrays as they are."""
-    return array.storage if isinstance(array, pa.ExtensionArray) else array
-
-
-def _is_text(type: pa.DataType) -> bool:
-    return pa.types.is_string(type) or pa.types.is_large_string(type)
-
-
-def _is_binary(type: pa.DataType) -> bool:
-    return pa.types.is_binary(type) or pa.types.is_large_binary(type)
-
-
-def _is_list(type: pa.DataType) -> bool:
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(type) for is_kind in kinds)
-
-
-def _is_number(type: pa.DataType) -> bool:
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return any(is_kind(type) for is_kind in kinds)
-
-
 def _first_null(values: pa.ChunkedArray | pa.Array) -> int:
     """Returns the first row that is null."""
     return next(row for row, value in enumerate(values) if not value.is_valid)
@@ -298,17 +278,27 @@ def _refuse_nulls(name: str, values: pa.ChunkedArray | pa.Array) -> None:
         )
 
 
-def _contents(column: pa.ChunkedArray) -> Iterator[bytes | None]:
-    """Yields what each row of binary values holds, one at a time."""
-    for chunk in column.chunks:
-        for value in _unwrap(chunk):
-            yield value.as_py()
+def _stack(name: str, column: pa.ChunkedArray) -> np.ndarray:
+    """Returns the images [N, H, W] or [N, H, W, 3] of a column of their files' contents."""
+
+    def contents() -> Iterator[tuple[str, bytes]]:
+        row = 0
+        for chunk in map(unwrap, column.chunks):
+            for value in chunk:
+                content = value.as_py()
+                if content is None:
+                    raise InputError(f"{name} in row {row} is null, expected an image in every row")
+                yield f"{name} in row {row}", content
+                row += 1
+
+    x = stack_images(name, contents(), len(column), remedies=REMEDIES)
+    return x[..., 0] if x.shape[-1] == 1 else x
 
 
 def _read_images(name: str, column: pa.ChunkedArray) -> np.ndarray:
     """Returns images of a column of structs of their bytes and their path, which is not read."""
     chunks = []
-    for chunk in map(_unwrap, column.chunks):
+    for chunk in map(unwrap, column.chunks):
         place = chunk.type.get_field_index("bytes")
         chunks.append(chunk.flatten()[place])  # unlike `field`, of a row that is null it has null
     inside = pa.chunked_array(chunks)
@@ -317,14 +307,14 @@ def _read_images(name: str, column: pa.ChunkedArray) -> np.ndarray:
             f"{name} has paths but no bytes in {len(inside)} rows, expected embedded images:"
             " datasets.load_dataset(...).save_to_disk(FOLDER)"
         )
-    return decode_images(name, _contents(inside), len(inside))
+    return _stack(name, inside)
 
 
 def _nested(name: str, array: pa.Array) -> np.ndarray:
     """Returns an array [n, ...] of numbers, or of lists of numbers of equal lengths."""
     shape = [len(array)]
-    array = _unwrap(array)
-    while _is_list(array.type):
+    array = unwrap(array)
+    while is_list(array.type):
         _refuse_nulls(name, array)
         if len(shape) > MOST_AXES:
             raise InputError(f"{name} has type {array.type}, expected at most {MOST_AXES} axes")
@@ -341,8 +331,8 @@ def _nested(name: str, array: pa.Array) -> np.ndarray:
         if not size:
             raise InputError(f"{name} has lists without values, expected at least one")
         shape.append(size)
-        array = _unwrap(array.flatten())
-    if not _is_number(array.type):
+        array = unwrap(array.flatten())
+    if not is_number(array.type):
         raise InputError(f"{name} has values of type {array.type}, expected numbers or images")
     _refuse_nulls(name, array)
     return array.to_numpy(zero_copy_only=False).reshape(shape)

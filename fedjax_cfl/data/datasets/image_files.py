@@ -25,6 +25,8 @@ BITS_PER_SAMPLE = 258  # a tag of TIFF
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what matters is raised as well
 
 Mode = Literal["auto", "grey", "rgb"]
+# what makes images alike, of {height} and {width}, and of one kind: settings of a reader
+SETTINGS = "size=[{height},{width}]", "mode=rgb or mode=grey"
 IMAGE_SIZE = Rule(
     "null or [height,width], from 1 to 4096 each",
     lambda value: (
@@ -44,13 +46,14 @@ def stack_images(
     count: int,
     size: list[int] | None = None,
     mode: Mode = "auto",
+    remedies: tuple[str, str] = SETTINGS,
 ) -> np.ndarray:
     """Returns `count` images [N, H, W, C], C 1 (grey) or 3, as uint8; as float32 in [0, 1] if one
     of them has 16 bits.
 
     Args: `files` gives what a message calls an image, and its content; `size`, height and width,
     resizes all of them, bilinearly; `mode` makes all of them grey or coloured, "auto" leaves them
-    as they are.
+    as they are; `remedies` is what messages advise, see `SETTINGS`.
     Raises InputError for an image that cannot be read, for colours of 16 bits, which would be cut
     to 8, and for images of different sizes or both grey and coloured.
     """
@@ -64,15 +67,15 @@ def stack_images(
                 f"{said} {shape[0]}x{shape[1]}"
                 for said, shape in ((first, x.shape[1:]), (name, image.shape))
             )
+            advice = remedies[0].format(height=x.shape[1], width=x.shape[2])
             raise InputError(
-                f"{path}: images have different sizes ({found}), expected one, or"
-                f" size=[{x.shape[1]},{x.shape[2]}]"
+                f"{path}: images have different sizes ({found}), expected one, or {advice}"
             )
         if image.shape != x.shape[1:]:
             grey, other = (first, name) if x.shape[3] == 1 else (name, first)
             raise InputError(
                 f"{path}: images are grey ({grey}) and coloured ({other}), expected one kind, or"
-                " mode=rgb or mode=grey"
+                f" {remedies[1]}"
             )
         if image.dtype != x.dtype and x.dtype == np.uint8:
             _make_room(path, count, image)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from fedjax_cfl.data.datasets.arrow_files import is_list, is_text
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.table_files import MISSING, parse_numbers, pc
 from fedjax_cfl.errors import InputError
@@ -30,14 +31,6 @@ class Words(NamedTuple):
 
     words: list[str]
     number: np.ndarray
-
-
-def is_text(type_: pa.DataType) -> bool:
-    """Returns whether a column is of text, also of few distinct words."""
-    if pa.types.is_dictionary(type_):
-        type_ = type_.value_type
-    kinds = pa.types
-    return kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_)
 
 
 def _refuse_missing(place: Place, missing: np.ndarray, rows: int = 1) -> None:
@@ -72,7 +65,7 @@ def _find_bad(cells: pa.Array, parse: Callable[[pa.Array], Any]) -> int:
 
 def read_features(place: Place, cells: pa.Array) -> np.ndarray:
     """Returns features [n] float32, or [n, ...] of lists, which stay uint8 where they are."""
-    if _is_list(cells.type):
+    if is_list(cells.type):
         return _read_lists(place, cells)
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return read_numbers(place, cells).astype(np.float32)
@@ -108,15 +101,10 @@ def read_numbers(place: Place, cells: pa.Array) -> np.ndarray:
     return array
 
 
-def _is_list(type_: pa.DataType) -> bool:
-    kinds = pa.types
-    return kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_)
-
-
 def _read_lists(place: Place, cells: pa.Array) -> np.ndarray:
     """Returns lists of lists [n, ...], as long as each other at every level."""
     rows, shape = len(cells), []
-    while _is_list(cells.type) and len(shape) < MOST_DIMENSIONS:
+    while is_list(cells.type) and len(shape) < MOST_DIMENSIONS:
         each = max(math.prod(shape), 1)
         _refuse_missing(place, _find_nulls(cells), each)
         lengths = pc.list_value_length(cells).to_numpy(zero_copy_only=False)

@@ -17,6 +17,14 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets.arrow_files import (
+    is_binary,
+    is_list,
+    is_number,
+    is_text,
+    storage_type,
+    unwrap,
+)
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import line_of, open_unpacked, shorten
@@ -148,32 +156,19 @@ def find_parquet_kinds(path: Path) -> dict[str, Kind]:
 
 def _kind_of_type(type_: pa.DataType) -> Kind:
     """Returns the kind of a column of a type of Arrow."""
-    if isinstance(type_, pa.BaseExtensionType):
-        type_ = type_.storage_type
-    kinds = pa.types
-    if kinds.is_dictionary(type_):
-        type_ = type_.value_type
-    if kinds.is_integer(type_) or kinds.is_floating(type_) or kinds.is_boolean(type_):
+    type_, kinds = storage_type(type_), pa.types
+    if is_number(type_) or kinds.is_decimal(type_):
         return "numbers"
-    if kinds.is_decimal(type_):
-        return "numbers"
-    if kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_):
+    if is_text(type_):
         return "text"
     if kinds.is_timestamp(type_) or kinds.is_date(type_):
         return "dates"
-    if kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_):
+    if is_list(type_):
         return "lists"
     if kinds.is_struct(type_):  # an image as Hugging Face stores it
         bytes_at = type_.get_field_index("bytes")
-        return "images" if bytes_at >= 0 and _is_binary(type_.field(bytes_at).type) else "others"
-    return "images" if _is_binary(type_) else "others"
-
-
-def _is_binary(type_: pa.DataType) -> bool:
-    kinds = pa.types
-    return (
-        kinds.is_binary(type_) or kinds.is_large_binary(type_) or kinds.is_fixed_size_binary(type_)
-    )
+        return "images" if bytes_at >= 0 and is_binary(type_.field(bytes_at).type) else "others"
+    return "images" if is_binary(type_) else "others"
 
 
 def read_parquet(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
@@ -188,17 +183,12 @@ def read_parquet(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
         try:
             for batch in file.iter_batches(rows if small else LIST_ROWS, columns=wanted):
                 batch.validate(full=True)  # lengths and places in a stranger's file may lie
-                columns = [_plain(batch.column(name)) for name in wanted]
+                columns = [unwrap(batch.column(name)) for name in wanted]
                 yield pa.RecordBatch.from_arrays(columns, wanted)
         except InputError:
             raise
         except Exception as error:  # pyarrow raises many kinds
             raise _unreadable(path, error) from None
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """Returns a column without what an extension type makes of it."""
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
 def _open_parquet(path: Path, text: list[str]) -> pyarrow.parquet.ParquetFile:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from fedjax_cfl.data.datasets.arrow_files import is_text
 from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
 from fedjax_cfl.data.datasets.pool import name_clients, number_owners, sort_names
@@ -15,7 +16,6 @@ from fedjax_cfl.data.datasets.table_cells import (
     Place,
     Words,
     count_rows,
-    is_text,
     join_parts,
     number_words,
     read_features,
