@@ -12,7 +12,7 @@ from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
 from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import put_models, put_own
+from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.personal import init_own, make_personal_models, train_personal
@@ -296,9 +296,6 @@ def close_round(
     """
     assert log.sent_state is not None  # the cohort has been trained
     received, mesh = state.received, parts.local.execution.mesh
-    if parts.local.personal is not None and parts.local.personal.server is None:
-        kept = upload.steps > 0  # it did train, even if its answer was lost or came too late
-        state = put_own(state, cohort, upload, kept, mesh)
     if parts.system.keep_received:
         models = take_rows(log.sent_state.groups, log.sent_group)
         received = put_models(received, cohort.ids, models, mesh)

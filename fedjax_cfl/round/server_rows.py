@@ -44,12 +44,17 @@ def give_rows(
 
 
 def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Upload) -> State:
-    """Returns the state with the new rows of the clients whose update is used."""
-    if find_server(local) is None:
+    """Returns the state with the cohort's new rows: where the server has them, too, those of the
+    clients whose update is used, else of all that trained, even if their answer was lost or late.
+    """
+    if local.personal is None:
         return state
-    used = upload.weight > 0
-    state = put_own(state, cohort, upload, used, local.execution.mesh)
-    group = state.own.group.at[jnp.where(used, cohort.ids, state.assignment.size)]
+    server = find_server(local)
+    kept = upload.steps > 0 if server is None else upload.weight > 0
+    state = put_own(state, cohort, upload, kept, local.execution.mesh)
+    if server is None:
+        return state
+    group = state.own.group.at[jnp.where(kept, cohort.ids, state.assignment.size)]
     return state.replace(own=state.own.replace(group=group.set(work.group, mode="drop")))
 
 
