@@ -77,6 +77,9 @@ def run_config(config: DictConfig) -> None:
         )
         sys.exit(1)
     except InputError as error:
+        if not alone:  # Hydra makes the numbered folder of a run within a sweep
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()
         remove_unused(run_dir if alone else run_dir.parent)
         sys.exit(print_error(error))
 
