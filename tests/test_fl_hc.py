@@ -131,6 +131,19 @@ def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
         build(fl_hc, linear, local, select.full_participation(), m=2, **options)
 
 
+def test_fl_hc_takes_newcomers_to_the_largest_group(concepts, linear, local, clustered_once):
+    """The group of most founders need not be number 0; nothing more is sent."""
+    clustered = clustered_once[3]
+    memory = clustered.memory.replace(largest=jnp.int32(2))
+    missed = clustered.replace(assignment=clustered.assignment.at[4].set(-1), memory=memory)
+    pair = select.from_table(np.array([[3, 4, 5]]))
+    before, after = play(fl_hc(linear, local, pair, m=3, warm_up=2), concepts, 1, missed)
+    assert after.assignment.tolist() == clustered.assignment.at[4].set(2).tolist()
+    assert sent(before, after) == (3, 3)
+    sizes = np.bincount(np.asarray(clustered.assignment), minlength=3)
+    assert sizes[clustered.memory.largest] == sizes.max()
+
+
 @pytest.mark.nightly
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, clustered_once):
     spread = with_execution(local, mesh=make_mesh(4), width=2)

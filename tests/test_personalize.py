@@ -196,6 +196,8 @@ def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
         ("fedavg", {}, True),
         ("ifca", {"m": 2}, True),
         ("warm_start", {}, True),
+        ("fl_hc", {"m": 2, "warm_up": 1}, True),
+        ("fl_hc", {"m": 2, "warm_up": 1, "newcomers": "nearest"}, True),
         ("nonfed", {}, False),
         ("auxo", {"m": 2}, False),
     ):

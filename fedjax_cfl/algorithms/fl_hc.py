@@ -55,10 +55,11 @@ MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, 
 
 
 class GroupDirections(struct.PyTreeNode):
-    """What clients that missed the clustering are compared with; zeros before the clustering."""
+    """What places clients that missed the clustering; zeros before the clustering."""
 
     initial: Params  # [1, ...], the model that all clients trained from
     directions: Params  # [m, ...], mean update of each group's founders
+    largest: jax.Array  # [] int32, the group of most founders
 
 
 def fl_hc(
@@ -80,8 +81,8 @@ def fl_hc(
     Args: `metric` between updates is manhattan | euclidean | cosine_distance; `linkage` is
     ward (with euclidean) | complete | average | single; `threshold` is the distance up to
     which groups are merged even if only m are left (None: exactly m); `newcomers` says
-    where clients with samples go that sent none in that round: largest (group) | nearest
-    (mean update, when they next take part); `aggregate` within a group is weighted_mean |
+    where clients with samples go that sent none in that round, and those that come later:
+    largest (group) | nearest (mean update, when they next take part); `aggregate` within a group is weighted_mean |
     uniform_mean.
     Raises InputError for a value that is not listed here.
     """
@@ -89,7 +90,7 @@ def fl_hc(
     if linkage == "ward" and metric is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
     solve, start = sgd(task, local), start_unclustered(task, m)
-    join = keep_groups
+    join = join_largest_group(warm_up)
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
@@ -120,7 +121,7 @@ def start_unclustered(task: Task, m: int) -> StartFn:
         initial = one_active_group(task, m)(key, data)
         zeros = jax.tree.map(jnp.zeros_like, initial.groups)
         none = jax.tree.map(lambda leaf: leaf[:1], zeros)
-        return initial._replace(memory=GroupDirections(none, zeros))
+        return initial._replace(memory=GroupDirections(none, zeros, jnp.zeros((), jnp.int32)))
 
     return start
 
@@ -153,13 +154,15 @@ def cluster_updates(
         label = on_every_device(cluster, mesh)(distance, (upload.weight > 0)[order])
         gid = jnp.zeros_like(label).at[order].set(label)
         directions, size = group_mean((gid >= 0).astype(jnp.float32), gid, upload.delta, m)
+        largest = jnp.argmax(size).astype(jnp.int32)
         if newcomers == "largest":
-            gid = jnp.where(gid < 0, jnp.argmax(size), gid).astype(jnp.int32)
+            gid = jnp.where(gid < 0, largest, gid)
         groups, server = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
         )
-        memory = GroupDirections(jax.tree.map(lambda leaf: leaf[:1], groups), directions)
-        active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
+        initial = jax.tree.map(lambda leaf: leaf[:1], groups)
+        memory = GroupDirections(initial, directions, largest)
+        active = (size > 0) | (jnp.arange(m) == largest)
         return state.replace(groups=groups, server=server, active=active, memory=memory), gid
 
     return regroup
@@ -177,6 +180,31 @@ def zero_step(
     ).sum(0)
 
 
+def missed_clustering(
+    state: State, data: FederatedData, cohort: Cohort, warm_up: int
+) -> jax.Array:
+    """Returns which slots [S] bool have a client with samples that is in no group after the
+    clustering.
+
+    Args: `warm_up` is the round of the clustering; the others are those of an `AssignFn`.
+    """
+    able = cohort.take(data.train.size) > 0
+    return is_cold(state, cohort) & able & (state.round > warm_up)
+
+
+def join_largest_group(warm_up: int) -> AssignFn:
+    """Assigns clients that missed the clustering the group of most founders."""
+
+    def assign(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[jax.Array, Report]:
+        gid, report = keep_groups(key, state, data, cohort)
+        missed = missed_clustering(state, data, cohort, warm_up)
+        return jnp.where(missed, state.memory.largest, gid), report
+
+    return assign
+
+
 def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> AssignFn:
     """Assigns clients that missed the clustering the group of the nearest mean update.
 
@@ -187,8 +215,7 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
         gid, _ = keep_groups(key, state, data, cohort)
-        able = cohort.take(data.train.size) > 0  # others have no update to compare
-        waiting = is_cold(state, cohort) & able & (state.round > warm_up)
+        waiting = missed_clustering(state, data, cohort, warm_up)
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))

@@ -303,8 +303,9 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
         lambda key, state, data: algorithm.round(key, state, data)[0].assignment, key, state, data
     )((numbered.x, numbered.y, numbered.concept))
     knows = state.active.size == 1
-    if algorithm.clustered and not knows:
-        knows = looks or bool((start(key, data) < 0).any())
+    if not knows:
+        waits = bool((start(key, data) < 0).any())
+        knows = looks or waits if algorithm.clustered else looks and waits
     if not knows:
         founders = (
             ": its start puts every client of the run into a group (FlexCFL with fewer founders,"
