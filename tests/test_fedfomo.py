@@ -207,6 +207,18 @@ def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
     assert (sent.words_down, sent.words_up) == (0, 3 * CLIENTS)
 
 
+def test_words_are_sent_with_updates_that_are_not_used(five, softmax_task, whole_batches):
+    """They arrive with a model that is not finite, which nobody is sent."""
+    usual, bad = (
+        fedfomo(softmax_task, whole_batches, cfl.System(full_participation(), faults), models=3)
+        for faults in (cfl.Faults(), cfl.Faults(nan=1.0))
+    )
+    before, _ = jax.jit(usual.round)(KEY, usual.init(KEY, five), five)
+    after, info = jax.jit(bad.round)(KEY, before, five)
+    assert info.fault_counts.nonfinite == CLIENTS and not after.memory.uploaded.any()
+    assert spent(before, after).words_up == 3 * CLIENTS
+
+
 def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task, whole_batches):
     """0 three times, then 1, which is sent the start and the model of 0, then 0 again."""
     pick = from_table(np.array([[0], [0], [0], [1], [0]]))

@@ -1,5 +1,7 @@
 """MD-ICFL: the federated model distance, and rounds of the method."""
 
+from itertools import pairwise
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -181,6 +183,18 @@ def test_a_client_that_never_answers_stays(linear, toy, local):
     assert not after.memory.labels.known.any()
     assert spent(state, after).words_up == 0
     chex.assert_trees_all_equal(after.groups, state.groups)
+
+
+def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local):
+    """They arrive with a model that is not finite; the server keeps none, and they come again."""
+    bad = cfl.System(full_participation(), cfl.Faults(nan=1.0))
+    algorithm = quick(linear, local, 3, select=bad)
+    states = [algorithm.init(KEY, toy)]
+    for _ in range(2):
+        states.append(jax.jit(algorithm.round)(KEY, states[-1], toy)[0])
+    able = int((toy.train.size > 0).sum())
+    assert [spent(*pair).words_up for pair in pairwise(states)] == [able * toy.num_classes] * 2
+    assert not states[-1].memory.labels.known.any()
 
 
 @pytest.mark.parametrize("cohort", [5, 14])

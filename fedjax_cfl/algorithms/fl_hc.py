@@ -82,8 +82,8 @@ def fl_hc(
     ward (with euclidean) | complete | average | single; `threshold` is the distance up to
     which groups are merged even if only m are left (None: exactly m); `newcomers` says
     where clients with samples go that sent none in that round, and those that come later:
-    largest (group) | nearest (mean update, when they next take part); `aggregate` within a group is weighted_mean |
-    uniform_mean.
+    largest (group) | nearest (mean update, when they next take part); `aggregate` within a
+    group is weighted_mean | uniform_mean.
     Raises InputError for a value that is not listed here.
     """
     check_arguments(fl_hc, locals(), "algorithm")
@@ -180,9 +180,7 @@ def zero_step(
     ).sum(0)
 
 
-def missed_clustering(
-    state: State, data: FederatedData, cohort: Cohort, warm_up: int
-) -> jax.Array:
+def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up: int) -> jax.Array:
     """Returns which slots [S] bool have a client with samples that is in no group after the
     clustering.
 

@@ -152,9 +152,7 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
 
 
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
-    """Remembers what the clients that answered have mixed; each sends a word for each of its
-    peers.
-    """
+    """Remembers what the clients that answered have mixed."""
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
@@ -171,8 +169,6 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
             uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
             started=cohort.put(memory.started, True),
         )
-        sent = jnp.sum(mixture.peers < clients, axis=1)
-        words = make_traffic(words_up=jnp.sum(jnp.where(answered, sent, 0)))
-        return state.replace(memory=memory), words
+        return state.replace(memory=memory), make_traffic()
 
     return finish

@@ -132,7 +132,8 @@ def mix_models(
 def charge_peers(
     memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
 ) -> Report:
-    """Reports what clients `ids` [S] receive, and infer.
+    """Reports what clients `ids` [S] receive and infer, and the word that each sends up for each
+    of its peers.
 
     A client receives the models of its `peers` [S, F], and in its first round the common start
     as well. On its held-out samples (`tested`) it tests them, its own model from before its last
@@ -142,8 +143,11 @@ def charge_peers(
     started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
     others = sent + started
     models = jnp.where(others > 0, others + 1, 0)
+    real = ids < tested.num_clients
     return make_report(
-        make_traffic(units_down=jnp.where(ids < tested.num_clients, sent + ~started, 0)),
+        make_traffic(
+            units_down=jnp.where(real, sent + ~started, 0), words_up=jnp.where(real, sent, 0)
+        ),
         samples=models * client_range(ids, tested)[0],
     )
 

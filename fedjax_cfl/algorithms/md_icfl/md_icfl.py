@@ -27,7 +27,7 @@ from flax import struct
 from fedjax_cfl.algorithms.md_icfl.empty_groups import RefillFn, refill_empty_groups
 from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler
-from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import train_label_shares
@@ -35,6 +35,7 @@ from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
@@ -42,6 +43,7 @@ from fedjax_cfl.types import (
     Cohort,
     FederatedData,
     Key,
+    Report,
     State,
     Task,
     Traffic,
@@ -81,7 +83,8 @@ def init_label_shares(data: FederatedData) -> LabelShares:
 def send_label_shares(
     memory: LabelShares, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
 ) -> tuple[jax.Array, LabelShares, Traffic]:
-    """Lets each client send its label shares with its first model (Algorithm 1): C words.
+    """Keeps the label shares that each client sends with its first model (Algorithm 1), see
+    `charge_label_shares`.
 
     Args: `memory` is what the server knows of the labels; `answered` [S] bool are the clients
     whose model has arrived; `m` is the number of groups. Returns what `Privacy.weigh` does.
@@ -91,7 +94,17 @@ def send_label_shares(
     rows = jnp.where(first, client, data.num_clients)
     share = memory.share.at[rows].set(train_label_shares(data)[client], mode="drop")
     memory = LabelShares(share, memory.known.at[rows].set(True, mode="drop"))
-    return share[client], memory, make_traffic(words_up=first.sum() * data.num_classes)
+    return share[client], memory, make_traffic()
+
+
+def charge_label_shares(
+    key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+) -> tuple[Work, Report]:
+    """Reports the C words of clients whose label shares the server does not know (a
+    `PrepareFn`).
+    """
+    unknown = ~cohort.take(state.memory.labels.known) & (cohort.take(data.train.size) > 0)
+    return work, make_report(make_traffic(words_up=jnp.where(unknown, data.num_classes, 0)))
 
 
 def send_distances(
@@ -138,6 +151,7 @@ def md_icfl(
         start=random_assignment(start(task, m), m, sampler, privacy),
         migrate=refill_empty_groups(task, empty) if empty else None,
         assign=keep_groups,
+        prepare=charge_label_shares if privacy is WEAK else None,
         regroup=join_nearest_model(task, local, sampler, privacy),
         aggregate=aggregate,
     )
