@@ -109,7 +109,7 @@ def run_config(config: Any) -> None:
     """
     from fedjax_cfl.cli import launch
 
-    launch.run_config(config)
+    launch.run(config)
 
 
 def run_command(name: str, *arguments: str) -> int:
