@@ -157,9 +157,9 @@ class Lowered(NamedTuple):
 def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lowered:
     """Traces the programs of a setting for a mesh that may be a topology's."""
     config = build.resolve_settings(overrides)
-    algorithm, task, real, drift, _ = build.build(config)
+    (algorithm, task, real, drift, _), _ = build.build(config)
     real = bound_client_samples(real, drift)
-    data = replicated_shapes(real, mesh)
+    data, local = replicated_shapes(real, mesh), build.build_local(config, task, real, mesh)
     plan, feed = Plan(config["rounds"]), DeviceFeed(data, config["rounds"], 1)
     key = replicated_shapes(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     if setting.grid:
@@ -167,14 +167,14 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         values = {"local.lr": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=key.sharding)}
 
         def member(values):
-            own = build.build_algorithm(config, task, real, mesh, values, runs_as_one=True)
+            own = build.build_algorithm(config, task, real, local, values, runs_as_one=True)
             return own, drift
 
         functions = vectorize.member_functions(member, task, mesh, plan)
         lift, given = vectorize.make_lift(2, False), (values, keys)
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
-        values, make = build.find_inputs(config, Setup(algorithm, task, real, drift, mesh))
+        values, make = build.find_inputs(config, Setup(algorithm, task, real, drift, mesh), local)
         functions = make_functions(make, task, mesh, plan, feed.length, feed.streamed)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 
+import hydra
 import numpy as np
 import pytest
 from conftest import nightly
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.overrides import _compose, check_overrides, compose_checked
 
 # what is typed -> words of the one line that answers
 REFUSED = {
@@ -310,10 +312,49 @@ def test_a_module_that_cannot_be_imported_is_refused(fedjax_cfl, tmp_path):
 # composition
 
 
+@pytest.fixture
+def compositions(monkeypatch):
+    """Returns a list of the overrides of every configuration that Hydra composes meanwhile."""
+    composed, load = [], ConfigLoaderImpl.load_configuration
+
+    def count(loader, config_name, overrides, **options):
+        composed.append(overrides)
+        return load(loader, config_name, overrides, **options)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", count)
+    monkeypatch.setattr("fedjax_cfl.cli.main.run_config", lambda config: None)
+    return composed
+
+
+def test_hydra_composes_a_run_once(fedjax_cfl, compositions):
+    _compose.cache_clear()
+    line = "algorithm=ifca dataset.clients=12 algorithm.m=2 local.lr=0.1 rounds=2 seed=3"
+    assert fedjax_cfl(line)[0] == 0
+    assert len(compositions) == 1
+
+
+def test_a_value_that_changes_no_option_composes_nothing(compositions):
+    _compose.cache_clear()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        for line in ("algorithm=ifca", "algorithm=ifca local.lr=0.1", "algorithm=ifca seed=4"):
+            check_overrides(line.split())
+        assert len(compositions) == 1
+        check_overrides(["algorithm=fedavg"])
+        assert len(compositions) == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["", "dataset=npz dataset.source.path=x.npz algorithm.m=2 local={lr:0.2} vectorize=[]"]
+)
+def test_values_are_set_as_hydra_sets_them(line):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = hydra.compose("config", line.split())
+        assert compose_checked(line.split())[0].config == config
+
+
 @pytest.fixture(scope="module")
 def composed():
     """Returns f(line) -> (resolved configuration, chosen options), as a run would see them."""
-    import hydra
     from omegaconf import OmegaConf
 
     def compose(line: str, checked: bool = True):

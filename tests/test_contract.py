@@ -107,12 +107,12 @@ def build(toy_pool, tmp_path_factory):
         named = f"algorithm={algorithm}", f"preset={preset}"
         resolved = check_overrides([*settings, *named, *given])
         assert resolved["algorithm"]["name"] == algorithm
-        setup = parts.build(resolved)
+        setup, local = parts.build(resolved)
         algorithm, task, data, _, mesh = setup
         if members:
-            made_of = resolved, task, data, mesh
+            made_of = resolved, task, data, local
             make = functools.partial(parts.build_algorithm, *made_of, runs_as_one=True)
-            algorithm = make, parts.find_inputs(resolved, setup).values
+            algorithm = make, parts.find_inputs(resolved, setup, local).values
         return algorithm, task, data, mesh
 
     with (

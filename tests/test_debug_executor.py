@@ -54,12 +54,13 @@ def test_a_python_loop_computes_what_the_compiled_round_does(name, source, monke
         shorter = SHORTER.get(name, SHORTER["default"])
         shorter += ("algorithm.pretrain=iters:2",) if "pretrain" in known else ()
         config = check_overrides([*given, *shorter])
-    setup, key = parts.build(config), jax.random.key(0)
+    (setup, _), key = parts.build(config), jax.random.key(0)
 
     def play(executor: str):
         own = copy.deepcopy(config)
         own["local"]["executor"] = executor
-        algorithm = parts.build_algorithm(own, setup.task, setup.data, setup.mesh)
+        local = parts.build_local(own, setup.task, setup.data, setup.mesh)
+        algorithm = parts.build_algorithm(own, setup.task, setup.data, local)
         if executor == "debug":
             with jax.disable_jit():
                 return algorithm.round(key, algorithm.init(key, setup.data), setup.data)

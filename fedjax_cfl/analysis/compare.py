@@ -20,14 +20,15 @@ from fedjax_cfl.analysis.compare_outputs import (
     MEASURES,
     draw,
     format_cells,
+    format_markdown,
     print_table,
-    write_csv,
-    write_markdown,
+    write_measures,
 )
 from fedjax_cfl.analysis.pivot import make_pivot, write_pivot
 from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.formatting import escape_markup
+from fedjax_cfl.formatting import escape_markdown, escape_markup
+from fedjax_cfl.runs.results import write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 
 
@@ -69,8 +70,9 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
         marked = [[escape_markup(text) for text in line] for line in lines]
         print_table("mean ± sample standard deviation over seeds", header, *marked)
-        write_csv(out / "compare.csv", groups)
-        write_markdown(out / "compare.md", header, lines)
+        write_measures(out / "compare.csv", groups)
+        plain = [[escape_markdown(text) for text in line] for line in [header, *lines]]
+        write_text(out / "compare.md", format_markdown(*plain))
         draw(out / "compare.png", groups)
         if table:
             write_pivot(table, out)

@@ -2,8 +2,6 @@
 compare.png.
 """
 
-import csv
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.analysis.plot_bands import draw_band, line_styles
 from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, mean_curve
-from fedjax_cfl.formatting import escape_csv, escape_markdown
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.results import write_csv
 
 # name in the CSV -> heading, factor and decimals of the printed table
 MEASURES = {
@@ -72,30 +69,21 @@ def print_table(title: str, header: list[str], *lines: list[str]) -> None:
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
-def write_csv(path: Path, groups: list[dict[str, Any]]) -> None:
+def write_measures(path: Path, groups: list[dict[str, Any]]) -> None:
     """Writes every measure of every set: mean, sd and number of values."""
     names = (*IDENTITY, "overrides", "runs", "seeds")
     numbers = [f"{name}_{part}" for name in MEASURES for part in ("mean", "sd", "n")]
-    with (
-        atomic_write(path) as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as handle,
-    ):
-        writer = csv.writer(handle)
-        writer.writerow([*names, *numbers])
-        for group in groups:
-            values = [value for name in MEASURES for value in group[name]]
-            blank = ["" if isinstance(v, float) and math.isnan(v) else v for v in values]
-            writer.writerow([*(escape_csv(group[name]) for name in names), *blank])
+    rows = [
+        [*(group[name] for name in names), *(value for name in MEASURES for value in group[name])]
+        for group in groups
+    ]
+    write_csv(path, [*names, *numbers], rows)
 
 
-def write_markdown(path: Path, header: list[str], lines: list[list[str]]) -> None:
-    """Writes the table as it is printed."""
+def format_markdown(header: list[str], *lines: list[str]) -> str:
+    """Returns a table in Markdown, of texts that are escaped already."""
     rule = ["---", *["---:"] * (len(header) - 1)]
-    text = "".join(
-        "| " + " | ".join(map(escape_markdown, line)) + " |\n" for line in [header, rule, *lines]
-    )
-    with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, rule, *lines])
 
 
 def choose_cost(groups: list[dict[str, Any]]) -> str:

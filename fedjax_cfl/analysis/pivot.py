@@ -2,24 +2,17 @@
 deviation over seeds, the best of each column bold. Written as CSV, Markdown and LaTeX.
 """
 
-import csv
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_cfl.analysis.compare_inputs import IDENTITY
-from fedjax_cfl.analysis.compare_outputs import MEASURES, print_table
+from fedjax_cfl.analysis.compare_outputs import MEASURES, format_markdown, print_table
 from fedjax_cfl.analysis.relative import pair_key
 from fedjax_cfl.analysis.statistics import bootstrap_mean
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.formatting import (
-    escape_csv,
-    escape_latex,
-    escape_markdown,
-    escape_markup,
-)
-from fedjax_cfl.runs.results import atomic_write, read_settings
+from fedjax_cfl.formatting import escape_latex, escape_markdown, escape_markup
+from fedjax_cfl.runs.results import read_settings, write_csv, write_text
 from fedjax_cfl.validation import flatten_settings
 
 # settings that choose an option, which a summary names
@@ -171,25 +164,12 @@ def write_pivot(pivot: Pivot, out: Path) -> None:
     )
     print_table(describe(pivot), *terminal)
     print(LEGEND)
-    with (
-        atomic_write(out / "pivot.csv") as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as handle,
-    ):
-        writer = csv.writer(handle)
-        writer.writerow(["row", "column", "measure", *Cell._fields])
-        for (row, column), cell in pivot.cells.items():
-            numbers = [
-                "" if isinstance(value, float) and math.isnan(value) else value for value in cell
-            ]
-            names = [escape_csv(row), escape_csv(column)]
-            writer.writerow([*names, pivot.measure, *numbers])
+    cells = [(*place, pivot.measure, *cell) for place, cell in pivot.cells.items()]
+    write_csv(out / "pivot.csv", ["row", "column", "measure", *Cell._fields], cells)
     markdown = lay_out(pivot, escape_markdown, {PLAIN: "{}", BEST: "**{}**", TIED: "<u>{}</u>"})
-    markdown.insert(1, ["---", *["---:"] * len(pivot.columns)])
-    text = "".join(f"| {' | '.join(line)} |\n" for line in markdown)
-    with atomic_write(out / "pivot.md") as temporary:
-        temporary.write_text(f"{text}\n{describe(pivot)}; {LEGEND}\n", encoding="utf-8")
-    with atomic_write(out / "pivot.tex") as temporary:
-        temporary.write_text(format_latex(pivot), encoding="utf-8")
+    text = format_markdown(*markdown)
+    write_text(out / "pivot.md", f"{text}\n{describe(pivot)}; {LEGEND}\n")
+    write_text(out / "pivot.tex", format_latex(pivot))
 
 
 def format_latex(pivot: Pivot) -> str:

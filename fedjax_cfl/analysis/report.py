@@ -31,7 +31,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import title
-from fedjax_cfl.runs.results import atomic_write, read_settings, to_plain
+from fedjax_cfl.runs.results import read_settings, to_plain, write_text
 from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.validation import flatten_settings
 
@@ -73,8 +73,7 @@ def report(
     text = render(groups, shown, images)
     written = out
     try:
-        with atomic_write(out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(out, text)
         for name, image in images.items() if pictures else ():
             written = Path(str(pictures)) / f"{name}.png"
             written.parent.mkdir(parents=True, exist_ok=True)

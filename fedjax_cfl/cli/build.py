@@ -58,14 +58,13 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local
     describe, without running it.
     """
     config = resolve_settings(overrides)
-    setup = build(config)
-    local = build_local(config, setup.task, setup.data, setup.mesh)
+    setup, local = build(config)
     return config, setup.task, setup.data, local
 
 
-def build(config: dict[str, Any]) -> Setup:
-    """Returns what a resolved configuration describes. Raises InputError for data or sizes
-    that do not fit.
+def build(config: dict[str, Any]) -> tuple[Setup, cfl.Local]:
+    """Returns what a resolved configuration describes, and how its clients train. Raises InputError
+    for data or sizes that do not fit.
     """
     check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
@@ -92,14 +91,15 @@ def build(config: dict[str, Any]) -> Setup:
     if config["resident"] != "host":
         # before a batch is cut to the most that a client can have
         data = bound_client_samples(data, drift)
-    algorithm = build_algorithm(config, task, data, mesh)
+    local = build_local(config, task, data, mesh)
+    algorithm = build_algorithm(config, task, data, local)
     prefetch.check_host_data(data, algorithm, drift)
     check_data(algorithm, drift, data)
     check_mixture(config, algorithm, data)
     if share:
-        make = with_selection(config, task, data, mesh)
+        make = with_selection(config, task, data, local)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
-    return Setup(algorithm, task, data, drift, mesh)
+    return Setup(algorithm, task, data, drift, mesh), local
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
@@ -228,7 +228,7 @@ def build_algorithm(
     config: dict[str, Any],
     task: Task,
     data: FederatedData,
-    mesh: Mesh,
+    local: cfl.Local,
     values: Mapping[str, Any] = NOTHING,
     select: Selection | None = None,
     runs_as_one: bool = False,
@@ -236,11 +236,10 @@ def build_algorithm(
     """Returns the algorithm of a configuration.
 
     Args: `config` are all settings, resolved; `data` are those of the run, whose sizes count;
-    `mesh` has its devices; `values` replace those of settings by dotted name, and may be
+    `local` is how its clients train; `values` replace those of settings by dotted name, and may be
     traced; `select` replaces the selection, None: that of the settings; `runs_as_one` is as
     in `Execution`.
     """
-    local = build_local(config, task, data, mesh)
     execution = local.execution._replace(runs_as_one=runs_as_one)
     local = local.replace(lr=values.get("local.lr", local.lr), execution=execution)
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
@@ -258,15 +257,16 @@ def build_algorithm(
 
 
 def with_selection(
-    config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh
+    config: dict[str, Any], task: Task, data: FederatedData, local: cfl.Local
 ) -> Callable[[Selection], Algorithm]:
     """Returns what builds the algorithm of a configuration with another selection."""
-    return lambda select: build_algorithm(config, task, data, mesh, select=select)
+    return lambda select: build_algorithm(config, task, data, local, select=select)
 
 
-def find_inputs(config: dict[str, Any], setup: Setup) -> Inputs:
+def find_inputs(config: dict[str, Any], setup: Setup, local: cfl.Local) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
-    traced, see `Rule`. 0 and null often leave a part out, and are compiled in.
+    traced, see `Rule`. 0 and null often leave a part out, and are compiled in. `local` is how
+    the clients of the `setup` train.
     """
     rules, given = collect_rules(config), dict(flatten_settings(config))
     values = {
@@ -280,8 +280,7 @@ def find_inputs(config: dict[str, Any], setup: Setup) -> Inputs:
     def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
         own = values_of("drift", values)
         drift = instantiate_target("drift", config["drift"], **own)
-        parts = setup.task, setup.data, setup.mesh
-        return build_algorithm(config, *parts, values), drift
+        return build_algorithm(config, setup.task, setup.data, local, values), drift
 
     return Inputs(values, build_with)
 

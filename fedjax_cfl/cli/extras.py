@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import deal_samples, federate_samples, with_selection
+from fedjax_cfl.cli.build import build_local, deal_samples, federate_samples, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
@@ -75,13 +75,13 @@ def add_newcomers(
     Args: `config` are all settings of the run, `setup` its parts, `result` what it left.
     """
     share, at_once = config["evaluate"]["new_clients"], config["clients_per_round"]
-    mesh = setup.mesh
     everybody = federate_samples(config, *deal_samples(config))
     kept, held = hold_out_clients(everybody, share, config["seed"])
     population = take_clients(everybody, np.concatenate([kept, held]))
-    make = with_selection(config, setup.task, population, mesh)
+    task, mesh = setup.task, setup.mesh
+    make = with_selection(config, task, population, build_local(config, task, population, mesh))
     key = jax.random.key(config["seed"])
-    new = assign_newcomers(make, setup.task, mesh, result.state, population, key, at_once)
+    new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
     names = everybody.client_names
     found.tables[NEW_CLIENTS_FILE] = {
         "client": held if names is None else [names.names[k] for k in held.tolist()],

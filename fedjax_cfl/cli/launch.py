@@ -20,7 +20,6 @@ from fedjax_cfl.analysis import compare, plot
 from fedjax_cfl.cli.build import (
     build,
     build_algorithm,
-    build_local,
     build_settings,
     build_trackers,
     find_inputs,
@@ -31,6 +30,7 @@ from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.grid import grid_axes, run_folders
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
@@ -41,10 +41,11 @@ from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import make_dir
 from fedjax_cfl.runs.session import make_console, train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
+from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.setup import Setup
 
 
-def run_config(config: DictConfig) -> None:
+def run(config: DictConfig) -> None:
     """Builds and runs one configuration in its directory, or a grid below it. Exits with
     1 or 2 and one line on stderr where it cannot.
     """
@@ -104,30 +105,36 @@ def remove_unused(folder: Path) -> None:
 
 def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
-    setup = build(resolved)
-    inputs = find_inputs(resolved, setup)
-    member = make_member(resolved, list_overrides(), run_dir, setup, digest_data(setup.data))
+    setup, local = build(resolved)
+    inputs = find_inputs(resolved, setup, local)
+    digest = digest_data(setup.data)
+    member = make_member(resolved, list_overrides(), run_dir, setup, local, digest)
     with contextlib.ExitStack() as locks:
 
-        def begin():
+        def lock_and_resume() -> Snapshot | None:
             locks.enter_context(lock(make_dir(run_dir)))
             start = resume_run(member.settings, run_dir, setup)
             record(member)
             return start
 
-        start = sync_resume(begin, member.settings, setup)
+        start = sync_resume(lock_and_resume, member.settings, setup)
         return train_run(member, setup, inputs, start)
 
 
 def make_member(
-    resolved: dict[str, Any], overrides: list[str], run_dir: Path, setup: Setup, data_digest: str
+    resolved: dict[str, Any],
+    overrides: list[str],
+    run_dir: Path,
+    setup: Setup,
+    local: Local,
+    data_digest: str,
 ) -> Member:
     """Returns what a session is told of one run.
 
     Args: `resolved` are its settings, `overrides` those of the command line; `run_dir` is where it
-    is written; `setup` is what it is made of; `data_digest` is that of the setup's data.
+    is written; `setup` is what it is made of, `local` how its clients train; `data_digest` is that
+    of the setup's data.
     """
-    local = build_local(resolved, setup.task, setup.data, setup.mesh)
     choices = dict(HydraConfig.get().runtime.choices)
     settings = build_settings(resolved, choices, local.execution.width, data_digest)
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
@@ -144,23 +151,25 @@ def list_overrides() -> list[str]:
 def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
     described = list_members(settings, axes, run_dir)
-    setups: dict[int, Setup] = {}  # of each seed
+    built: dict[int, tuple[Setup, Local]] = {}  # of each seed
     for config, _, _ in described:
-        if config["seed"] not in setups:
-            setups[config["seed"]] = build(config)
+        if config["seed"] not in built:
+            built[config["seed"]] = build(config)
+    setups = {seed: setup for seed, (setup, _) in built.items()}
     for config, _, _ in described:
         fit_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
     digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
     members = [
-        make_member(*parts, setups[seed], digests[seed])
+        make_member(*parts, setup, local.replace(lr=config["local"]["lr"]), digests[config["seed"]])
         for parts in described
-        for seed in (parts[0]["seed"],)
+        for config in (parts[0],)
+        for setup, local in (built[config["seed"]],)
     ]
     config = described[0][0]
-    first = setups[config["seed"]]
+    first, local = built[config["seed"]]
 
     def make(values):
-        parts = first.task, first.data, first.mesh
+        parts = first.task, first.data, local
         return build_algorithm(config, *parts, values, runs_as_one=True), first.drift
 
     with contextlib.ExitStack() as locks:

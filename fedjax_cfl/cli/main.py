@@ -57,20 +57,32 @@ def run_arguments(arguments: list[str]) -> int:
     from fedjax_cfl.cli.flags import parse_flags, shows_only
 
     given, flags = parse_flags(arguments)
+    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
     if shows_only(given):
         sys.argv[1:] = flags + given.overrides
     else:
         from fedjax_cfl.cli.overrides import precheck
         from fedjax_cfl.cli.sweep import write_index
 
-        overrides, sweep = precheck(given, COMMANDS)
-        if sweep:
-            write_index(sweep.folder, sweep.points)
-        sys.argv[1:] = flags + overrides
-    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra.")]
+        request = precheck(given, COMMANDS)
+        if request.sweep:
+            write_index(request.sweep.folder, request.sweep.points)
+        if not flags and not own:
+            run_composed(*request.composed)
+            return 0
+        sys.argv[1:] = flags + request.overrides
     with wrap_help() if given.help else contextlib.nullcontext():
         run_hydra([] if given.multirun else own)
     return 0
+
+
+def run_composed(config: Any, node: Any) -> None:
+    """Runs a configuration that has been composed already, as Hydra would; `node` is Hydra's."""
+    from hydra.core.hydra_config import HydraConfig
+
+    node.hydra.runtime.output_dir = os.getcwd()
+    HydraConfig.instance().set_config(node)
+    run_config(config)
 
 
 def run_hydra(own: list[str]) -> None:
@@ -97,7 +109,7 @@ def run_config(config: Any) -> None:
     """
     from fedjax_cfl.cli import launch
 
-    launch.run_config(config)
+    launch.run(config)
 
 
 def run_command(name: str, *arguments: str) -> int:

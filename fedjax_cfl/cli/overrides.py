@@ -3,16 +3,18 @@ values, several values, directories.
 """
 
 import argparse
+import copy
 import functools
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli import config_check, grid
@@ -28,10 +30,23 @@ from fedjax_cfl.validation import flatten_settings
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 
 
-def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str], Sweep | None]:
-    """Returns the overrides as Hydra wants them, and the sweep they ask for, if any.
-    Raises InputError if anything they ask for is not allowed.
-    """
+class Composed(NamedTuple):
+    """A configuration as Hydra has composed it, in two parts."""
+
+    config: DictConfig  # the settings of the run
+    hydra: DictConfig  # the node `hydra`, alone
+
+
+class Request(NamedTuple):
+    """What a command line asks for, checked."""
+
+    overrides: list[str]  # as Hydra wants them
+    sweep: Sweep | None
+    composed: Composed  # of a sweep, that of its first run
+
+
+def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> Request:
+    """Returns what the overrides ask for. Raises InputError if any of it is not allowed."""
     asked = [parse_override(text, verbs) for text in given.overrides]
     overrides = list(given.overrides)
     together = _vectorized_names(asked)
@@ -44,22 +59,22 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> tuple[list[str]
         elif override.key_or_group == "vectorize":
             overrides[number] = f"vectorize={_vectorized_values(asked, choices, together)}"
             choices[number] = [overrides[number]]
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config, axes = _check_choices(choices)
+    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
+        composed, config, axes = _check_choices(choices)
     if given.multirun:
         _suggest_room(asked, choices, config)
         apart = [
             choice[:1] if override.key_or_group in together else choice
             for override, choice in zip(asked, choices, strict=True)
         ]
-        return _place_sweep(overrides, asked, apart, config["resume"])
+        return Request(*_place_sweep(overrides, asked, apart, config["resume"]), composed)
     if not given.cfg:
         folder = Path(str(config["run_dir"]))
         for path in grid.run_folders(folder, axes) if axes else [folder]:
             check_run_dir(str(path), config["resume"])
         if axes and (folder / METRICS_FILE).exists():
             raise InputError(f"run_dir={config['run_dir']}: holds one run; choose another")
-    return overrides, None
+    return Request(overrides, None, composed)
 
 
 def _suggest_room(asked: list[Override], choices: list[list[str]], config: dict) -> None:
@@ -76,17 +91,17 @@ def _suggest_room(asked: list[Override], choices: list[list[str]], config: dict)
             )
 
 
-def _check_choices(choices: list[list[str]]) -> tuple[dict, dict[str, list]]:
+def _check_choices(choices: list[list[str]]) -> tuple[Composed, dict, dict[str, list]]:
     """Checks each value of a sweep in turn, with the first of all others; returns the
-    first configuration and the axes of its grid.
+    first configuration, its settings as a dict, and the axes of its grid.
     """
     first = [options[0] for options in choices]
-    config = check_overrides(first)
+    composed, config = compose_checked(first)
     axes = grid.grid_axes(config)
     for number, options in enumerate(choices):
         for other in options[1:]:
             check_overrides([*first[:number], other, *first[number + 1 :]])
-    return config, axes
+    return composed, config, axes
 
 
 def _place_sweep(
@@ -197,29 +212,48 @@ def _groups() -> dict[str, list[str]]:
 
 
 @functools.cache
+def _compose(chosen: tuple[str, ...]) -> Composed:
+    """Returns what Hydra composes of these overrides; not to be changed."""
+    config = hydra.compose("config", ["hydra.mode=RUN", *chosen], return_hydra_config=True)
+    own = OmegaConf.masked_copy(config, "hydra")
+    with open_dict(config):
+        del config["hydra"]
+    return Composed(config, own)
+
+
+@functools.cache
 def _default(chosen: tuple[str, ...]) -> dict[str, Any]:
     """Returns every setting by its dotted name, as it is when nothing but these options
     of groups is chosen.
     """
-    return dict(flatten_settings(resolve_config(hydra.compose("config", list(chosen)))))
+    return dict(flatten_settings(resolve_config(_compose(chosen).config)))
 
 
 def check_overrides(overrides: list[str]) -> dict[str, Any]:
     """Returns a resolved configuration as a dict. Raises InputError for names that do
     not exist and values that are not allowed.
     """
+    return compose_checked(overrides)[1]
+
+
+def compose_checked(overrides: list[str]) -> tuple[Composed, dict[str, Any]]:
+    """Returns a configuration, and its settings, resolved, as a dict. Raises InputError for names
+    that do not exist and values that are not allowed.
+    """
     asked = [parse_override(text) for text in overrides]
-    chosen = _check_options(asked)
+    options = _check_options(asked)
+    chosen = [each for each in asked if each in options or each.is_hydra_override()]
     try:
-        default = _default(tuple(_text_of(override) for override in chosen))
+        default = _default(tuple(map(_text_of, chosen)))
         known, added = [*default, *_groups()], []
         for override in asked:
             name, removed = override.key_or_group, override.is_delete()
             if override.is_add() or override.is_force_add():
                 added.append(override)
-            elif override not in chosen and not override.is_hydra_override():
+            elif override not in chosen:
                 check_name(_text_of(override), name, known, removed)
-        config = resolve_config(hydra.compose("config", overrides))
+        composed = _set_values(asked, chosen)
+        config = resolve_config(composed.config)
         for override in added:
             if not takes_arguments(config, override.key_or_group):
                 check_name(_text_of(override), override.key_or_group, known)
@@ -231,7 +265,24 @@ def check_overrides(overrides: list[str]) -> dict[str, Any]:
         raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
     names = [override.key_or_group for override in asked]
     config_check.check_settings(config, default, collect_rules(config), names)
-    return config
+    return composed, config
+
+
+def _set_values(asked: list[Override], chosen: list[Override]) -> Composed:
+    """Returns the configuration of all overrides: what Hydra has composed of those `chosen`, with
+    the values of the others. Where one adds or removes a setting, Hydra composes again.
+    """
+    others = [override for override in asked if override not in chosen]
+    if any(override.type != OverrideType.CHANGE or override.package for override in others):
+        return _compose(tuple(map(_text_of, asked)))
+    composed = copy.deepcopy(_compose(tuple(map(_text_of, chosen))))
+    OmegaConf.clear_cache(composed.config)  # what ${now:} was
+    for override in others:
+        OmegaConf.update(composed.config, override.key_or_group, override.value(), merge=True)
+    task = [_text_of(override) for override in asked if not override.is_hydra_override()]
+    composed.hydra.hydra.overrides.task = task
+    composed.hydra.hydra.job.override_dirname = ",".join(sorted(task))
+    return composed
 
 
 def takes_arguments(config: dict[str, Any], name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.results import write_text
 
 INDEX_FILE = "index.csv"
 
@@ -32,8 +32,7 @@ def list_points(choices: Sequence[Sequence[str]]) -> list[dict[str, str]]:
 
 def write_index(folder: Path, points: Sequence[Mapping[str, Any]]) -> None:
     """Writes index.csv: the folder of every run and the settings in which it differs."""
-    with atomic_write(folder / INDEX_FILE) as temporary:
-        temporary.write_text(format_index(points), encoding="utf-8")
+    write_text(folder / INDEX_FILE, format_index(points))
 
 
 def format_index(points: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 terminal, of records (see `records`).
 """
 
-import csv
 import os
 import platform
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_cfl.analysis.relative import RELATIVE
-from fedjax_cfl.formatting import escape_csv, escape_markdown, escape_markup
+from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_row
 from fedjax_cfl.papers.records import cell_measure, is_score, measure_scale, read_measures
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.results import write_csv, write_text
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 FIELDS += ("evaluations", "shared_best", "shared_evaluations")
@@ -164,17 +163,9 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     seeds = ", ".join(map(str, sorted({record["runs"] for record in records if record["runs"]})))
     machine = f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. "
     lines += ["", f"Last command: `{command}`", "", f"{machine}Seeds per cell: {seeds}."]
-    with atomic_write(out / "table.md") as temporary:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with (
-        atomic_write(out / "table.csv") as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as handle,
-    ):
-        writer = csv.DictWriter(handle, fieldnames=FIELDS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(
-            {name: escape_csv(value) for name, value in record.items()} for record in records
-        )
+    write_text(out / "table.md", "\n".join(lines) + "\n")
+    rows = [[record.get(name) for name in FIELDS] for record in records]
+    write_csv(out / "table.csv", FIELDS, rows)
 
 
 def row_title(table: dict, row: str) -> str:

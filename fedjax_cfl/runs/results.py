@@ -7,11 +7,12 @@ temporary name and then renamed, so that no reader sees half a file.
 """
 
 import contextlib
+import csv
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ import pyarrow.parquet
 import yaml
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import escape_csv
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
 
@@ -83,12 +85,28 @@ def to_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text, in UTF-8."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def write_json(path: str | Path, obj: Any) -> None:
     """Writes `obj` as indented JSON."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(
-            json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+    write_text(path, json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n")
+
+
+def write_csv(path: str | Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Writes a table for spreadsheets; NaN and None leave a cell empty."""
+    with (
+        atomic_write(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as handle,
+    ):
+        writer = csv.writer(handle)
+        writer.writerow(names)
+        for row in rows:
+            # of all values NaN alone is not itself
+            writer.writerow(escape_csv(value) if value == value else "" for value in row)
 
 
 def write_clients(

@@ -142,9 +142,9 @@ def find_verified(
 
 
 def sync_resume(
-    begin: Callable[[], Snapshot | None], settings: RunSettings, setup: Setup
+    resume: Callable[[], Snapshot | None], settings: RunSettings, setup: Setup
 ) -> Snapshot | None:
-    """Calls `begin`, a use of `resume_run`, in process 0, and returns its result in all processes.
+    """Calls `resume`, a use of `resume_run`, in process 0, and returns its result in all processes.
     If it raises InputError, all raise.
 
     Raises InputError in the other processes, too, and then without a text; and in all
@@ -157,7 +157,7 @@ def sync_resume(
     start, refused = None, None
     if distributed.is_primary():
         try:
-            start = begin()
+            start = resume()
         except InputError as error:
             refused = error
     # 0 begin, 1 go on, 2 refused

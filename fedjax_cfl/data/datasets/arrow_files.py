@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.readers import line_of, list_names, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import list_names, open_unpacked, report_damage, shorten
 from fedjax_cfl.errors import InputError
 
 BATCH_ROWS = 256  # rows of Parquet at once, before it is seen what they take
@@ -62,16 +62,9 @@ def _open(path: Path) -> Iterator[tuple[pa.MemoryMappedFile, bool]]:
     """
     with open_unpacked(path) as (file, _):  # a regular file
         is_parquet = bytes(file.peek(4)[:4]) == b"PAR1"
-    try:
-        with pa.memory_map(os.fspath(path)) as source:
-            yield source, is_parquet
-    except InputError:
-        raise
-    except Exception as error:  # a damaged file raises many kinds
-        kind = "a Parquet file" if is_parquet else "a Parquet file or an Arrow stream"
-        raise InputError(
-            f"{path}: file cannot be read ({line_of(error)}), expected {kind}"
-        ) from error
+    kind = "a Parquet file" if is_parquet else "a Parquet file or an Arrow stream"
+    with report_damage(path, kind), pa.memory_map(os.fspath(path)) as source:
+        yield source, is_parquet
 
 
 def _read_parquet(source: Any, names: Sequence[str], places: Sequence[int]) -> pa.Table:

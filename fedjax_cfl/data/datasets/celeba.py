@@ -15,7 +15,7 @@ import numpy as np
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
 from fedjax_cfl.data.datasets.leaf_json import read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import shorten
+from fedjax_cfl.data.datasets.readers import report_damage, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, Seed, check_arguments
@@ -119,16 +119,12 @@ def _image(path: Path) -> np.ndarray:
 
     if not os.path.isfile(path):  # also what is no regular file: a pipe would never answer
         raise InputError(f"{path}: no such image, expected every file that the JSON names")
-    try:
-        with Image.open(path, formats=("JPEG", "PNG")) as image:
-            if max(image.size) > LARGEST:
-                raise ValueError(
-                    f"it has {image.size[0]} x {image.size[1]} pixels, more than {LARGEST} on a"
-                    " side"
-                )
-            return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BICUBIC))
-    except Exception as error:  # a damaged image raises many kinds
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(
-            f"{path}: image cannot be read ({reason}), expected a JPEG or PNG file"
-        ) from error
+    with (
+        report_damage(path, "a JPEG or PNG file", "image"),
+        Image.open(path, formats=("JPEG", "PNG")) as image,
+    ):
+        if max(image.size) > LARGEST:
+            raise ValueError(
+                f"it has {image.size[0]} x {image.size[1]} pixels, more than {LARGEST} on a side"
+            )
+        return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BICUBIC))

@@ -121,14 +121,9 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
     with readers.open_unpacked(path):  # a regular file
         pass
-    try:
+    with readers.report_damage(path, "SVHN's cropped digits with X and y"):
         arrays = loadmat(path, variable_names=["X", "y"])
         x, y = np.moveaxis(arrays["X"], -1, 0), arrays["y"].reshape(-1)
-    except Exception as error:  # a damaged file raises many kinds
-        raise InputError(
-            f"{path}: file cannot be read ({readers.line_of(error)}), expected SVHN's cropped"
-            " digits with X and y"
-        ) from error
     if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8 or len(y) != len(x):
         raise InputError(
             f"{path}: X {arrays['X'].shape} {x.dtype} and y {y.shape}, expected [32, 32, 3, n]"

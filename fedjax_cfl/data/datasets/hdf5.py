@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_names, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import (
+    PathLike,
+    list_names,
+    open_unpacked,
+    report_damage,
+    shorten,
+)
 from fedjax_cfl.errors import InputError
 
 # gzip, shuffle, szip and lzf: any other filter may be a plug-in, which is code
@@ -78,15 +84,8 @@ def _open(path: PathLike, expected: str) -> Iterator[tuple[Any, Any]]:
         ) from None
     with open_unpacked(Path(path)):  # a regular file
         pass
-    try:
-        with h5py.File(path, "r") as file:
-            yield h5py, file
-    except InputError:
-        raise
-    except Exception as error:  # a damaged file raises many kinds
-        raise InputError(
-            f"{path}: file cannot be read ({line_of(error)}), expected {expected}"
-        ) from error
+    with report_damage(path, expected), h5py.File(path, "r") as file:
+        yield h5py, file
 
 
 def _find(h5py: Any, file: Any, parts: list[str]) -> Any:

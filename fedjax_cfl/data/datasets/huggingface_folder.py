@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fedjax_cfl.data.datasets.readers import (
     line_of,
+    list_folder,
     list_names,
     open_unpacked,
     read_at_most,
@@ -103,13 +104,7 @@ def read_features(path: Path | str, text: bytes | str) -> dict[str, Any]:
 
 def _entries(folder: Path) -> list[str]:
     """Returns the names in a folder, sorted, without hidden ones."""
-    try:
-        names = sorted(os.listdir(folder))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{str(folder)!r}: folder cannot be read ({line_of(error)}), expected a data set saved"
-            f" by {SAVE}, or a folder of Parquet files"
-        ) from error
+    names = list_folder(folder, f"a data set saved by {SAVE}, or a folder of Parquet files")
     return [name for name in names if not name.startswith((".", "__MACOSX"))]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.readers import line_of
+from fedjax_cfl.data.datasets.readers import report_damage
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import Rule
 
@@ -102,21 +102,14 @@ def read_image(name: str, content: bytes, size: list[int] | None, mode: Mode) ->
     """
     from PIL import Image, ImageOps  # a slow import that few sources need
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes and metadata; what matters is checked
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                if math.prod(image.size) > MOST_PIXELS:
-                    raise ValueError(f"it has more than {MOST_PIXELS} pixels")
-                _refuse_deep_colour(name, image, content)
-                return _take_pixels(ImageOps.exif_transpose(image), image.format, size, mode)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged image raises many kinds
-        raise InputError(
-            f"{name}: image cannot be read ({line_of(error)}), expected a complete"
-            f" {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
-        ) from None
+    expected = f"a complete {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+    with report_damage(name, expected, "image"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sizes and metadata; what matters is checked
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if math.prod(image.size) > MOST_PIXELS:
+                raise ValueError(f"it has more than {MOST_PIXELS} pixels")
+            _refuse_deep_colour(name, image, content)
+            return _take_pixels(ImageOps.exif_transpose(image), image.format, size, mode)
 
 
 def _take_pixels(image: Any, format_: str | None, size: list[int] | None, mode: Mode) -> np.ndarray:

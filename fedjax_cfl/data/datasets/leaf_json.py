@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.readers import PathLike, line_of, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, open_unpacked, shorten
 from fedjax_cfl.errors import InputError
 
 # bytes of memory that a sign in JSON stands for: number, list, object, entry
@@ -77,15 +77,8 @@ def _shards(path: Path) -> list[Path]:
     """Returns the JSON files of a folder in order of name, or the file itself."""
     if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
-    try:
-        shards = sorted(
-            shard for shard in path.iterdir() if shard.name.endswith((".json", ".json.gz"))
-        )
-    except OSError as error:
-        raise InputError(
-            f"{path}: folder cannot be read ({line_of(error)}), expected a readable folder of LEAF"
-            " shards"
-        ) from error
+    names = list_folder(path, "a readable folder of LEAF shards")
+    shards = [path / name for name in names if name.endswith((".json", ".json.gz"))]
     if not shards:
         raise InputError(f"{path}: folder holds no *.json or *.json.gz, expected LEAF shards")
     return shards

@@ -67,6 +67,25 @@ def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
         ) from error
 
 
+@contextlib.contextmanager
+def report_damage(path: PathLike, expected: str, what: str = "file") -> Iterator[None]:
+    """Turns whatever a library raises for a damaged file into an InputError that names it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path}: {what} cannot be read ({line_of(error)}), expected {expected}"
+        ) from error
+
+
+def list_folder(path: Path, expected: str = "a readable folder") -> list[str]:
+    """Returns the names in a folder, sorted. Raises InputError where it cannot be read."""
+    with report_damage(path, expected, "folder"):
+        return sorted(os.listdir(path))
+
+
 def read_at_most(file: Unpacked, most: int) -> bytearray:
     """Returns at most `most` bytes; memory grows with what is there, not with `most`."""
     content = bytearray()
@@ -135,12 +154,8 @@ def read_npz(
             raise InputError(
                 f"{path}: file is not an npz archive, expected one with {', '.join(required)}"
             )
-        try:
+        with report_damage(path, "a complete npz archive"):
             archive = zipfile.ZipFile(file)
-        except Exception as error:  # a damaged directory raises many kinds
-            raise InputError(
-                f"{path}: file cannot be read ({line_of(error)}), expected a complete npz archive"
-            ) from error
         with archive:
             names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
             if any(name.endswith("/data.pkl") for name in names):  # as torch.save packs it
@@ -167,7 +182,8 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
     if len(infos) > 1:
         raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")
     (info,) = infos
-    try:
+    # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
+    with report_damage(path, "a plain array of numbers or strings", f"array {name!r}"):
         # the others take memory as the file tells them to
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise ValueError(
@@ -194,12 +210,6 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.nd
             if member.read(1):  # none is left; at the end the checksum is compared
                 raise ValueError("it has more data than its shape")
         return array
-    except Exception as error:
-        # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
-        raise InputError(
-            f"{path}: array {name!r} cannot be read ({line_of(error)}), expected a plain array of"
-            " numbers or strings"
-        ) from error
 
 
 def _holds_objects(archive: zipfile.ZipFile) -> bool:

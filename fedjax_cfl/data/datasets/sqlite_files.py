@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedjax_cfl.data.datasets.readers import line_of, list_names, open_unpacked
+from fedjax_cfl.data.datasets.readers import list_names, open_unpacked, report_damage
 from fedjax_cfl.errors import InputError
 
 LONGEST = 2**28  # bytes of one value
@@ -23,18 +23,14 @@ def open_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
         hint = ": unpack it, xz --format=lzma -dk FILE" if path.suffix == ".lzma" else ""
         raise InputError(f"{path}: file is no SQLite database, expected one{hint}")
     name = f"{Path(os.path.abspath(path)).as_uri()}?mode=ro&immutable=1"
-    try:
-        with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
-            database.execute("PRAGMA trusted_schema=OFF")
-            database.execute("PRAGMA query_only=ON")
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
-            yield database
-    except InputError:
-        raise
-    except Exception as error:  # a damaged file, or a value of another kind
-        raise InputError(
-            f"{path}: file cannot be read ({line_of(error)}), expected a complete SQLite database"
-        ) from error
+    with (
+        report_damage(path, "a complete SQLite database"),
+        contextlib.closing(sqlite3.connect(name, uri=True)) as database,
+    ):
+        database.execute("PRAGMA trusted_schema=OFF")
+        database.execute("PRAGMA query_only=ON")
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        yield database
 
 
 def find_table(path: Path, database: sqlite3.Connection, columns: dict[str, list[str]]) -> str:

@@ -27,7 +27,13 @@ from fedjax_cfl.data.datasets.arrow_files import (
 )
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import sort_names
-from fedjax_cfl.data.datasets.readers import line_of, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import (
+    line_of,
+    list_folder,
+    open_unpacked,
+    report_damage,
+    shorten,
+)
 from fedjax_cfl.errors import InputError
 
 pc: Any = pyarrow.compute  # whose functions are made when it is loaded
@@ -35,6 +41,7 @@ Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
 BLOCK_BYTES = 2**22  # of a CSV, read at once; no row may be longer
 BATCH_VALUES = 2**22  # of a Parquet file, read at once
 LIST_ROWS = 256  # of lists or images, read at once
+PARQUET = "a complete Parquet file"  # what is expected of one
 # what a cell of numbers has where a number is missing
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
 
@@ -52,12 +59,7 @@ def list_shards(path: Path, endings: tuple[str, ...]) -> list[Path]:
     """
     if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
-    try:
-        names = [entry.name for entry in path.iterdir() if entry.name[0] not in "._"]
-    except OSError as error:
-        raise InputError(
-            f"{path}: folder cannot be read ({line_of(error)}), expected a readable folder"
-        ) from error
+    names = [name for name in list_folder(path) if name[0] not in "._"]
     stems = {name.partition(".")[0]: name for name in names if name.endswith(endings)}
     if not stems:
         refuse_pickles_in(path)
@@ -180,34 +182,21 @@ def read_parquet(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
         _check_memory(path, file.metadata, wanted)
         small = all(kinds[name] not in ("lists", "images") for name in wanted)
         rows = min(max(BATCH_VALUES // max(len(wanted), 1), LIST_ROWS), 2**16)
-        try:
+        with report_damage(path, PARQUET):
             for batch in file.iter_batches(rows if small else LIST_ROWS, columns=wanted):
                 batch.validate(full=True)  # lengths and places in a stranger's file may lie
                 columns = [unwrap(batch.column(name)) for name in wanted]
                 yield pa.RecordBatch.from_arrays(columns, wanted)
-        except InputError:
-            raise
-        except Exception as error:  # pyarrow raises many kinds
-            raise _unreadable(path, error) from None
 
 
 def _open_parquet(path: Path, text: list[str]) -> pyarrow.parquet.ParquetFile:
     """Returns an open Parquet file; columns of `text` stay lists of distinct words."""
     with open_unpacked(path):  # a regular file, and no pickle
         pass
-    try:
+    with report_damage(path, PARQUET):
         return pyarrow.parquet.ParquetFile(
             pa.OSFile(str(path)), read_dictionary=text, page_checksum_verification=True
         )
-    except Exception as error:  # pyarrow raises many kinds
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: Exception) -> InputError:
-    """Returns the error for a file that pyarrow cannot read."""
-    return InputError(
-        f"{path}: file cannot be read ({line_of(error)}), expected a complete Parquet file"
-    )
 
 
 def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: list[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_cfl.data.datasets.files import build_pool
 from fedjax_cfl.data.datasets.hdf5 import list_members, read_members
 from fedjax_cfl.data.datasets.pool import name_clients, sort_names
-from fedjax_cfl.data.datasets.readers import line_of, list_names, shorten
+from fedjax_cfl.data.datasets.readers import list_folder, list_names, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, or_none
@@ -122,12 +122,7 @@ def make_pool(
 def _find_files(path: Path) -> tuple[Path, Path | None]:
     """Returns the file to read and the one for testing, if there is one."""
     if os.path.isdir(path):
-        try:
-            names = sorted(n for n in os.listdir(path) if n.endswith(TRAIN) and n[0] != ".")
-        except OSError as error:
-            raise InputError(
-                f"{path}: folder cannot be read ({line_of(error)}), expected a readable folder"
-            ) from error
+        names = [name for name in list_folder(path) if name.endswith(TRAIN) and name[0] != "."]
         if len(names) != 1:
             raise InputError(
                 f"{path}: holds {len(names)} files *{TRAIN}"
