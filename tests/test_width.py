@@ -80,8 +80,8 @@ def test_the_queue_is_played():
 
 def test_steps_of_clients():
     samples = np.array([0, 1, 5, 6, 40])
-    np.testing.assert_array_equal(width.count_steps(CHOSEN, samples), [0, 2, 2, 4, 16])
-    steps = width.count_steps(CHOSEN | {"steps": 7}, samples)
+    np.testing.assert_array_equal(width.count_client_steps(CHOSEN, samples), [0, 2, 2, 4, 16])
+    steps = width.count_client_steps(CHOSEN | {"steps": 7}, samples)
     np.testing.assert_array_equal(steps, [0, 7, 7, 7, 7])
 
 

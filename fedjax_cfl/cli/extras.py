@@ -14,7 +14,7 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.runs.finish import Extras, measure_nothing
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result
-from fedjax_cfl.simulation.metrics import ClientMetrics, weighted_mean
+from fedjax_cfl.simulation.metrics import ClientMetrics, average
 from fedjax_cfl.simulation.personalize import (
     NewClients,
     assign_newcomers,
@@ -101,4 +101,4 @@ def mean_accuracy(table: ClientMetrics) -> float:
     """Returns the accuracy over all test samples of the clients that have a model, added up as
     that of the run itself; NaN where there are none.
     """
-    return float(weighted_mean(np.asarray(table.accuracy), np.asarray(table.samples)))
+    return float(average(np.asarray(table.accuracy), np.asarray(table.samples)))

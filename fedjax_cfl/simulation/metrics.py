@@ -21,8 +21,8 @@ class ClientMetrics(struct.PyTreeNode):
     f1: jax.Array  # [K] float32, mean F1 over the classes among the client's labels or predictions
 
 
-def weighted_mean(value: Any, weight: Any, axis: int | None = None) -> Any:
-    """Returns the weighted mean; values of weight 0 count nowhere, NaN included, and
+def average(value: Any, weight: Any, axis: int | None = None) -> Any:
+    """Returns the weighted mean of values; those of weight 0 count nowhere, NaN included, and
     without any weight the mean is NaN.
     """
     xp, weight = value.__array_namespace__(), weight.astype("float32")
@@ -41,7 +41,7 @@ def _f1(hits, named):
 
 def _macro_f1(hits, named):
     """Returns the mean F1 over the classes (last axis) that occur or are predicted."""
-    return weighted_mean(_f1(hits, named), named > 0, axis=-1)
+    return average(_f1(hits, named), named > 0, axis=-1)
 
 
 def client_metrics(
@@ -102,12 +102,12 @@ def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:
     worst = xp.arange(samples.size) < (evaluated.sum() // 10).clip(1)
     ascending = xp.sort(xp.where(evaluated, metrics.accuracy, xp.inf))
     return {
-        "accuracy": weighted_mean(metrics.accuracy, samples),
-        "macro_accuracy": weighted_mean(metrics.accuracy, evaluated),
-        "worst10_accuracy": weighted_mean(ascending, worst & (ascending < xp.inf)),
-        "loss": weighted_mean(metrics.loss, samples),
-        "weighted_macro_f1": weighted_mean(metrics.f1, samples),
-        "macro_f1": weighted_mean(metrics.f1, evaluated),
+        "accuracy": average(metrics.accuracy, samples),
+        "macro_accuracy": average(metrics.accuracy, evaluated),
+        "worst10_accuracy": average(ascending, worst & (ascending < xp.inf)),
+        "loss": average(metrics.loss, samples),
+        "weighted_macro_f1": average(metrics.f1, samples),
+        "macro_f1": average(metrics.f1, evaluated),
         "pooled_micro_f1": xp.where(evaluated.any(), _f1(*counts.sum(1)), xp.nan),
         "pooled_macro_f1": _macro_f1(*counts),
     }

@@ -45,7 +45,7 @@ def choose_width(
     slots = -(-min(cohort, data.num_clients) // mesh.size)
     most = count_fitting(chosen, task, data, mesh, slots)
     if asked == "auto":
-        steps = count_steps(chosen, np.asarray(data.train.size))
+        steps = count_client_steps(chosen, np.asarray(data.train.size))
         step = step_seconds(chosen, task, data)
         return min(best_width(steps, slots, mesh.size, step), most)
     if min(asked, slots) > max(most, 1):
@@ -56,7 +56,7 @@ def choose_width(
     return asked
 
 
-def count_steps(chosen: dict[str, Any], samples: np.ndarray) -> np.ndarray:
+def count_client_steps(chosen: dict[str, Any], samples: np.ndarray) -> np.ndarray:
     """Returns the local steps [K] of clients of so many `samples` [K]."""
     each = -(-samples // chosen["batch_size"])
     return (samples > 0) * chosen["steps"] if chosen.get("steps") else chosen["epochs"] * each
