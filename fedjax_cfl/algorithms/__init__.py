@@ -13,6 +13,7 @@ from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fedrc import fedrc
@@ -51,6 +52,7 @@ __all__ = [
     "fedem",
     "fedfomo",
     "fedgroup",
+    "fednova",
     "fedprox",
     "fedrc",
     "fedsgd",
