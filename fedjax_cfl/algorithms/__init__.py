@@ -11,6 +11,7 @@ from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
+from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fednova import fednova
@@ -49,6 +50,7 @@ __all__ = [
     "feddrift",
     "feddrift_eager",
     "feddws",
+    "feddyn",
     "fedem",
     "fedfomo",
     "fedgroup",

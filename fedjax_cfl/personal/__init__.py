@@ -4,6 +4,7 @@
 
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.feddyn import feddyn
 from fedjax_cfl.personal.fine_tune import fine_tune
 from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
@@ -14,6 +15,7 @@ __all__ = [
     "apfl",
     "ditto",
     "fedbabu",
+    "feddyn",
     "fedper",
     "fedrep",
     "fine_tune",

@@ -13,6 +13,7 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.select_by_group import groups_of
@@ -37,6 +38,12 @@ def train_personal(
         raise InputError(
             f"test_on=received: clients of {personal.name} are tested on models of their own; use"
             " test_on=group"
+        )
+    moves = personal.server is not None and personal.server.move is not None
+    if moves and (hooks.server or hooks.aggregate not in (None, weighted_mean, uniform_mean)):
+        raise InputError(
+            f"personal: {personal.name} moves the plain mean of its clients' models, but the server"
+            " of this method makes another step; use personal=none, or another algorithm"
         )
     return personal.train(task, local, hooks.solve)
 
