@@ -18,6 +18,7 @@ from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.system.system import System, group_models
+from fedjax_cfl.tree import put_part
 from fedjax_cfl.types import FederatedData, OwnRows, Params, Personal, State, Task
 
 
@@ -55,7 +56,7 @@ def init_own(personal: Personal, state: State) -> State:
     groups = state.groups
     if personal.sent_part is not None:
         first = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), groups)
-        groups = {**first, **personal.sent_part(groups)}
+        groups = put_part(first, personal.sent_part(groups))
     state = state.replace(groups=groups)
     rows = jax.vmap(personal.init)(group_models(state))
     group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()
