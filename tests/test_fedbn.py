@@ -4,8 +4,18 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, SIZES, build, matrix, nightly, one_line, stop_and_go_on
-from conftest import spent, with_execution
+from conftest import (
+    CLASSES,
+    FEATURES,
+    SIZES,
+    build,
+    matrix,
+    nightly,
+    one_line,
+    spent,
+    stop_and_go_on,
+    with_execution,
+)
 from test_personal import play
 from test_reference import KEY, batches_of, passes
 from test_scaffold import Normed
