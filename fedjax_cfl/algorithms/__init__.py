@@ -23,6 +23,7 @@ from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
+from fedjax_cfl.algorithms.flash import flash
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
@@ -63,6 +64,7 @@ __all__ = [
     "fesem_ma",
     "fielding",
     "fl_hc",
+    "flash",
     "flexcfl",
     "ifca",
     "ifca_mig",
