@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from fedjax_cfl.models.statistics import drop_statistics
@@ -13,6 +14,11 @@ from fedjax_cfl.types import Params
 def take_rows(tree: Any, rows: Any) -> Any:
     """Returns the `rows` of every leaf of a tree: an index, indices or a slice of its axis 0."""
     return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def put_part(model: Params, part: Params) -> Params:
+    """Returns a model with the leaves of `part`, a part of it, in their places."""
+    return unflatten_dict({**flatten_dict(model), **flatten_dict(part)})
 
 
 def one_hot(labels: jax.Array, count: int, valid: jax.Array | None = None) -> jax.Array:

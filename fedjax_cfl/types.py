@@ -330,8 +330,8 @@ class OwnRows(struct.PyTreeNode):
 
 class ServerRows(NamedTuple):
     """What changes where the server has every client's row, too. A row is the client's statement
-    about its group: it is sent up with the update, changes only if that is used, and begins anew
-    when the client gets another group. Clients are sent the mean row of their group's members.
+    about its group: it changes only with an update that is used, and begins anew when the client
+    gets another group.
     """
 
     # (row, mean row) -> what ONE client trains with, as `work.own`
@@ -339,6 +339,11 @@ class ServerRows(NamedTuple):
     # (local, work, upload) -> the upload without what `give` did to the updates, for methods that
     # compare them
     restore: Callable[..., Upload]
+    # True: rows are sent up with the updates, and down the mean row of the group's members; False:
+    # the server makes a client's new row from its update
+    sent: bool = True
+    # (mean row of the members, their number []) -> what is added to ONE group's step; None: nothing
+    move: Callable[[Any, jax.Array], Params] | None = None
 
 
 class Personal(NamedTuple):

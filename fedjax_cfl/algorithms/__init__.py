@@ -11,8 +11,10 @@ from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
+from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fedrc import fedrc
@@ -21,6 +23,7 @@ from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
+from fedjax_cfl.algorithms.flash import flash
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
@@ -48,9 +51,11 @@ __all__ = [
     "feddrift",
     "feddrift_eager",
     "feddws",
+    "feddyn",
     "fedem",
     "fedfomo",
     "fedgroup",
+    "fednova",
     "fedprox",
     "fedrc",
     "fedsgd",
@@ -59,6 +64,7 @@ __all__ = [
     "fesem_ma",
     "fielding",
     "fl_hc",
+    "flash",
     "flexcfl",
     "ifca",
     "ifca_mig",

@@ -16,7 +16,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Task
+from fedjax_cfl.types import Algorithm, Personal, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 
@@ -34,15 +34,23 @@ def scaffold(
     keep their control variates.
     """
     check_arguments(scaffold, locals(), "algorithm")
-    if local.personal is not None:
-        raise InputError(
-            "personal: clients of algorithm=scaffold keep control variates and nothing else,"
-            f" without {local.personal.name}; use personal=none, or algorithm=fedavg"
-        )
     hooks = Hooks(
         sgd(task, local),
         aggregate=aggregate,
         server=optax.sgd(server_lr),
         start_clients=no_clients,
     )
-    return federated(task, local.replace(personal=control_variates()), system, hooks)
+    return federated(task, keep_alone(local, control_variates()), system, hooks)
+
+
+def keep_alone(local: Local, personal: Personal) -> Local:
+    """Returns how clients train that keep what `personal` says. Raises InputError where they keep
+    something already.
+    """
+    if local.personal is not None:
+        name = personal.name.lower()
+        raise InputError(
+            f"personal: clients of algorithm={name} keep {name}'s rows and nothing else, without"
+            f" {local.personal.name}; use personal=none, or algorithm=fedavg"
+        )
+    return local.replace(personal=personal)

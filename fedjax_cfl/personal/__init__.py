@@ -4,16 +4,19 @@
 
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.feddyn import feddyn
 from fedjax_cfl.personal.fine_tune import fine_tune
 from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
 from fedjax_cfl.personal.scaffold import scaffold
-from fedjax_cfl.personal.split import fedbabu, fedper, fedrep, lg_fedavg
+from fedjax_cfl.personal.split import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 
 __all__ = [
     "apfl",
     "ditto",
     "fedbabu",
+    "fedbn",
+    "feddyn",
     "fedper",
     "fedrep",
     "fine_tune",

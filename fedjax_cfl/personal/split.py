@@ -15,8 +15,13 @@ FedBABU: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Im
 ICLR 2022, https://arxiv.org/abs/2106.06042: the head stays as it was drawn, the same for all, until
 clients are fine-tuned after the run.
 
-FedPer and LG-FedAvg train both parts at once. What is averaged, compared and counted in bytes is
-the group's part; in the group's models the other part stays what it was at the start.
+FedBN: Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
+Normalization", ICLR 2021, https://arxiv.org/abs/2102.07623: all normalisations are a client's own,
+which describe its inputs. Differs from the authors' code, which finds them by names with "bn" in
+them, and so shares those of shortcuts; and clients are weighed as the method below does.
+
+FedPer, LG-FedAvg and FedBN train both parts at once. What is averaged, compared and counted in
+bytes is the group's part; in the group's models the other part stays what it was at the start.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +29,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
@@ -31,7 +37,8 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, StepPlan, Training, Work
 from fedjax_cfl.client.sgd import as_pytree, batch_losses, change_steps, no_velocity, take_step
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.models.statistics import STATISTICS
+from fedjax_cfl.tree import put_part, take_rows
 from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -48,7 +55,7 @@ def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> P
     have, and if nothing is left to be sent.
     """
     check_arguments(fedper, locals(), "personal")
-    return split_models("FedPer", layers, lambda name: name in layers, judge)
+    return split_layers("FedPer", layers, lambda name: name in layers, judge)
 
 
 def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Personal:
@@ -59,7 +66,38 @@ def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Per
     `judge` is as in `fedper`. Raises InputError as `fedper` does.
     """
     check_arguments(lg_fedavg, locals(), "personal")
-    return split_models("LG-FedAvg", layers, lambda name: name not in layers, judge)
+    return split_layers("LG-FedAvg", layers, lambda name: name not in layers, judge)
+
+
+def fedbn(*, judge: Judge = "template") -> Personal:
+    """FedBN: every client has the normalisations of its own, with their running statistics: all
+    modules of the model with a parameter `scale`, as Flax calls it, or with statistics.
+
+    `judge` is as in `fedper`. Raises InputError, when the method is built, for a model that has
+    none, or nothing else.
+    """
+    check_arguments(fedbn, locals(), "personal")
+
+    def check(task: Task) -> None:
+        model = jax.eval_shape(task.init, jax.random.key(0))
+        if len(flatten_dict(take_norms(model))) in (0, len(flatten_dict(model))):
+            raise InputError(
+                "personal=fedbn: some modules of the model must be normalisations, with a parameter"
+                " named scale or running statistics, and some not; use another model, as"
+                " resnet18_bn, or personal=fedper"
+            )
+
+    return split_models("FedBN", take_norms, check, judge)
+
+
+def take_norms(model: Params) -> Params:
+    """Returns the normalisations of a model, and all running statistics."""
+    leaves = flatten_dict(model)
+    norms = {path[:-1] for path in leaves if path[-1] == "scale"}
+    norms |= {path[1:-1] for path in leaves if path[0] == STATISTICS}
+    return unflatten_dict(
+        {p: leaf for p, leaf in leaves.items() if p[0] == STATISTICS or p[:-1] in norms}
+    )
 
 
 def fedrep(
@@ -71,7 +109,7 @@ def fedrep(
     `judge` is as in `fedper`. Raises InputError as `fedper` does.
     """
     check_arguments(fedrep, locals(), "personal")
-    method = split_models("FedRep", layers, lambda name: name in layers, judge)
+    method = split_layers("FedRep", layers, lambda name: name in layers, judge)
 
     def own_epoch(plan: StepPlan, epoch: jax.Array) -> jax.Array:
         return epoch <= plan.last_epoch - body_epochs
@@ -97,7 +135,7 @@ def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
     `fedper` does.
     """
     check_arguments(fedbabu, locals(), "personal")
-    method = split_models("FedBABU", layers, lambda name: name in layers, "template")
+    method = split_layers("FedBABU", layers, lambda name: name in layers, "template")
 
     def never(plan: StepPlan, epoch: jax.Array) -> jax.Array:
         return jnp.zeros((), bool)
@@ -149,7 +187,7 @@ def masked_loop(
     return Loop(plan.steps, (start, still, (jnp.zeros(()), jnp.zeros(()))), step, end)
 
 
-def split_models(
+def split_layers(
     name: str, layers: Sequence[str], is_own: Callable[[str], bool], judge: Judge
 ) -> Personal:
     """Returns the personal method in which the layers for which `is_own` holds are a client's."""
@@ -157,11 +195,31 @@ def split_models(
     def take_own(model: Params) -> Params:
         return {layer: leaf for layer, leaf in model.items() if is_own(layer)}
 
+    def check(task: Task) -> None:
+        check_layers(task, layers, is_own)
+
+    return split_models(name, take_own, check, judge)
+
+
+def split_models(
+    name: str,
+    take_own: Callable[[Params], Params],
+    check: Callable[[Task], None],
+    judge: Judge,
+) -> Personal:
+    """Returns the personal method in which the part `take_own` of a model is a client's; `check`
+    raises InputError for a model without both parts.
+    """
+
     def merge(own: Params, model: Params) -> Params:
-        return {**model, **own}
+        return put_part(model, own)
+
+    def leave_own(model: Params) -> Params:
+        own, leaves = flatten_dict(take_own(model)), flatten_dict(model)
+        return unflatten_dict({path: leaf for path, leaf in leaves.items() if path not in own})
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        check_layers(task, layers, is_own)
+        check(task)
         return Partial(train_merged, as_pytree(solve))
 
     def train_merged(solve, client, data: FederatedData, shared, work: Work) -> Program:
@@ -187,7 +245,7 @@ def split_models(
         take_own,
         train,
         merge,
-        sent_part=lambda model: {key: leaf for key, leaf in model.items() if not is_own(key)},
+        sent_part=leave_own,
         judge=merge if judge == "own" else None,
     )
 

@@ -17,7 +17,13 @@ from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.personal import init_own, make_personal_models, train_personal
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
-from fedjax_cfl.round.server_rows import follow_groups, give_rows, keep_rows, restore_updates
+from fedjax_cfl.round.server_rows import (
+    follow_groups,
+    give_rows,
+    keep_rows,
+    move_groups,
+    restore_updates,
+)
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
@@ -278,6 +284,7 @@ def update_groups(
         met = withhold_groups(log.sent_state, met, data)
     met = follow_groups(parts.local, met)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
+    step = move_groups(parts.local, met, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after, sent = met.replace(groups=groups, server=server), make_traffic()
     if parts.hooks.finish is not None:

@@ -13,10 +13,12 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.system.system import System, group_models
+from fedjax_cfl.tree import put_part
 from fedjax_cfl.types import FederatedData, OwnRows, Params, Personal, State, Task
 
 
@@ -38,6 +40,12 @@ def train_personal(
             f"test_on=received: clients of {personal.name} are tested on models of their own; use"
             " test_on=group"
         )
+    moves = personal.server is not None and personal.server.move is not None
+    if moves and (hooks.server or hooks.aggregate not in (None, weighted_mean, uniform_mean)):
+        raise InputError(
+            f"personal: {personal.name} moves the plain mean of its clients' models, but the server"
+            " of this method makes another step; use personal=none, or another algorithm"
+        )
     return personal.train(task, local, hooks.solve)
 
 
@@ -48,7 +56,7 @@ def init_own(personal: Personal, state: State) -> State:
     groups = state.groups
     if personal.sent_part is not None:
         first = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), groups)
-        groups = {**first, **personal.sent_part(groups)}
+        groups = put_part(first, personal.sent_part(groups))
     state = state.replace(groups=groups)
     rows = jax.vmap(personal.init)(group_models(state))
     group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()

@@ -3,6 +3,8 @@ is sent, and what methods see that compare updates. Nothing happens where rows a
 alone.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +27,8 @@ def give_rows(
     local: Local, state: State, cohort: Cohort, work: Work
 ) -> tuple[OwnRows, Work, list[Report]]:
     """Returns all clients' rows, the cohort's work with what each client is given of its own, and
-    reports of what is sent for it: the mean row down, the new row up with the update, a model each.
+    reports of what is sent for it: the mean row down, the new row up with the update, a model each,
+    where rows are sent.
 
     `state` has the groups that the cohort trains in its assignment.
     """
@@ -33,14 +36,12 @@ def give_rows(
     if server is None:
         return state.own, work._replace(own=take_own(state, cohort, mesh)), []
     state = follow_groups(local, state)
-    members = find_members(state)
-    counts = (members >= 0).astype(jnp.float32)
-    means, _ = group_mean(counts, members, state.own.rows, state.active.size)
+    means, _ = average_rows(state)
     rows = take_own(state, cohort, mesh)
     given = jax.vmap(server.give)(rows, take_rows(means, work.group))
     real = cohort.ids < state.assignment.size
-    report = make_report(make_traffic(units_down=real, units_up=real))
-    return state.own, work._replace(own=given), [report]
+    sent = [make_report(make_traffic(units_down=real, units_up=real))] if server.sent else []
+    return state.own, work._replace(own=given), sent
 
 
 def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Upload) -> State:
@@ -56,6 +57,21 @@ def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Up
         return state
     group = state.own.group.at[jnp.where(kept, cohort.ids, state.assignment.size)]
     return state.replace(own=state.own.replace(group=group.set(work.group, mode="drop")))
+
+
+def move_groups(local: Local, state: State, step: Params) -> Params:
+    """Returns the step [m, ...] of the groups with what the rows of their members add to it."""
+    server = find_server(local)
+    if server is None or server.move is None:
+        return step
+    return jax.tree.map(jnp.add, step, jax.vmap(server.move)(*average_rows(state)))
+
+
+def average_rows(state: State) -> tuple[Any, jax.Array]:
+    """Returns the mean row [m, ...] of each group's members, and how many [m] they are."""
+    members = find_members(state)
+    counts = (members >= 0).astype(jnp.float32)
+    return group_mean(counts, members, state.own.rows, state.active.size)
 
 
 def find_members(state: State) -> jax.Array:

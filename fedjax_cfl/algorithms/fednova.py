@@ -1,0 +1,147 @@
+"""Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous
+Federated Optimization", NeurIPS 2020, https://arxiv.org/abs/2007.07481 (FedNova).
+
+FedAvg favours clients that take more steps. Here each update is divided by its length, how far
+the client's steps would go along one and the same gradient, and their mean is multiplied by the
+mean length.
+
+Differs from the authors' code: clients are weighed by their shares of the cohort's samples, not of
+all clients'; lengths with momentum and a proximal term are those that such steps have.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.models.statistics import copy_statistics
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn
+from fedjax_cfl.round.start import no_clients
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import group_sum, membership_weights
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    State,
+    Task,
+    Upload,
+)
+from fedjax_cfl.validation import BelowOne, NonNegativeFloat, check_arguments
+
+
+def fednova(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    mu: NonNegativeFloat = 0.0,
+    server_momentum: BelowOne = 0.0,
+) -> Algorithm:
+    """FedNova for clients of plain SGD, momentum, a proximal term, or both; weight decay counts as
+    a part of the gradient.
+
+    Args: `mu` >= 0 is the weight of the proximal term; with one, the mean update is multiplied by
+    the mean number of steps instead of the mean length (the code), which clients send, too.
+    `server_momentum`, from 0 to below 1, is that of the server's step. Raises InputError for a
+    value that is not allowed, and for a step size of 1 / mu or more, with which steps turn back.
+    """
+    check_arguments(fednova, locals(), "algorithm")
+    if isinstance(local.lr, int | float) and local.lr * mu >= 1:
+        raise InputError(
+            f"algorithm.mu={mu}: times local.lr={local.lr} it is {local.lr * mu:g}, and must be"
+            " below 1; use a smaller local.lr"
+        )
+    solve = sgd(task, local, proximal(mu, erm(task)))
+    hooks = Hooks(
+        Partial(measure_length(local.momentum, mu), as_pytree(solve), local.lr),
+        prepare=charge_words(2 if mu else 1),
+        aggregate=mean_of_normalized(by_steps=mu > 0),
+        server=optax.sgd(1.0, momentum=server_momentum or None),
+        start_clients=no_clients,
+    )
+    return federated(task, local, system, hooks)
+
+
+def measure_length(momentum: float, mu: float) -> Callable[..., Program]:
+    """Returns (solve, lr, ...) -> the program of one client that trains by `solve`, with step size
+    `lr`, and also sends (length, steps), both [] float32; the rest are those of a `ClientFn`.
+    """
+
+    def train(
+        solve: ClientFn,
+        lr: jax.Array,
+        client: jax.Array,
+        data: FederatedData,
+        shared: tuple[Key, Params],
+        work: Work,
+    ) -> Program:
+        pull = mu * lr * work.lr_scale
+
+        def send(upload: Upload) -> Upload:
+            length = find_length(upload.steps, momentum, pull)
+            return upload.replace(extra=(length, upload.steps.astype(jnp.float32)))
+
+        return then(solve(client, data, shared, work), send)
+
+    return train
+
+
+def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> jax.Array:
+    """Returns how far `steps` [] int32 steps of size 1 along the gradient 1 go, [] float32: with
+    `momentum`, and a proximal term of weight `pull`, mu times the step size.
+    """
+
+    def step(_, position):
+        length, speed = position
+        speed = momentum * speed + 1.0 - pull * length
+        return length + speed, speed
+
+    return lax.fori_loop(0, steps, step, (jnp.zeros(()), jnp.zeros(())))[0]
+
+
+def charge_words(count: int) -> PrepareFn:
+    """Reports the words that each client sends with its update."""
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        return work, make_report(make_traffic(words_up=count * real))
+
+    return prepare
+
+
+def mean_of_normalized(by_steps: bool) -> AggregateFn:
+    """Averages updates that are each divided by its length, and multiplies the mean by that of the
+    lengths; with `by_steps` by that of the steps. Running statistics are averaged as they are.
+    """
+
+    def aggregate(
+        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: tuple, state: State
+    ) -> tuple[Params, jax.Array]:
+        mean, mass = weighted_mean(upload, gid, cohort, client_extra, state)
+        share = membership_weights(upload.weight, gid, mass.size) / jnp.where(mass > 0, mass, 1.0)
+        length, steps = upload.extra
+        reach = (share * (steps if by_steps else length)[:, None]).sum(0)  # [m]
+        # 0 in the slots of updates that are not used
+        each = share * reach / jnp.where(length > 0, length, 1.0)[:, None]
+        return copy_statistics(group_sum(each, upload.delta), mean), mass
+
+    return aggregate
