@@ -78,7 +78,7 @@ def test_text_is_refused(tmp_path):
 
 
 BAD = {
-    "two samples, one label": (emnist("a", label=LABELS[:1]), "label has shape (1,) and pixels"),
+    "two samples, one label": (emnist("a", label=LABELS[:1]), "pixels (2, 28, 28) and label (1,)"),
     "two labels a sample": (emnist("a", label=np.zeros((2, 2), int)), "one label a sample"),
     "no label": (
         {"a": {"pixels": PIXELS, "labels": LABELS}},

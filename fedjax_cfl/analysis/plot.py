@@ -162,14 +162,24 @@ def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     style_axes(axes, "Test accuracy", "round", "correct test samples")
 
 
-def _plot_groups(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    values, rounds = series(rows, "group_accuracy"), [row["round"] for row in rows]
-    _lines(axes, rows, {"accuracy": "all clients"})
+def _group_lines(
+    axes: Axes, rows: list[dict[str, Any]], values: np.ndarray, linewidth: float
+) -> None:
+    """Adds a line for each group's values [R, m] to one of all clients, which becomes black."""
+    rounds = [row["round"] for row in rows]
     for line in axes.lines:
         line.set(color="black", zorder=3)
-    for accuracy, colour in zip(values.T, make_palette(values.shape[1]), strict=True):
-        axes.plot(rounds, accuracy, color=colour, linewidth=1.2, marker="." * (len(rows) <= 20))
-    axes.plot([], [], color="0.5", linewidth=1.2, label="single groups (colours of their sizes)")
+    if values.ndim < 2:
+        return
+    for own, colour in zip(values.T, make_palette(values.shape[1]), strict=True):
+        axes.plot(rounds, own, color=colour, linewidth=linewidth, marker="." * (len(rows) <= 20))
+    label = "single groups (colours of their sizes)"
+    axes.plot([], [], color="0.5", linewidth=linewidth, label=label)
+
+
+def _plot_groups(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    _lines(axes, rows, {"accuracy": "all clients"})
+    _group_lines(axes, rows, series(rows, "group_accuracy"), 1.2)
     axes.set_ylim(0, 1.02)
     format_percent_axis(axes)
     style_axes(axes, "Test accuracy of each group", "round", "correct test samples")
@@ -199,19 +209,12 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    groups, rounds = series(rows, "group_discrepancy"), [row["round"] for row in rows]
+    groups = series(rows, "group_discrepancy")
     _lines(axes, rows, {"discrepancy": "all participants"})
-    for line in axes.lines:
-        line.set(color="black", zorder=3)
-    if groups.ndim == 2 and groups.shape[1] > 1:
-        groups = np.where(groups > 0, groups, np.nan)  # 0: one client, and the model is its own
-        for values, colour in zip(groups.T, make_palette(groups.shape[1]), strict=True):
-            axes.plot(
-                rounds, values, color=colour, linewidth=0.9, marker="." if len(rows) <= 20 else ""
-            )
-        axes.plot(
-            [], [], color="0.5", linewidth=0.9, label="single groups (colours of their sizes)"
-        )
+    several = groups.ndim == 2 and groups.shape[1] > 1
+    # 0: one client, and the model is its own
+    values = np.where(groups > 0, groups, np.nan) if several else np.empty(0)
+    _group_lines(axes, rows, values, 0.9)
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_cfl.cli.build import build_local, deal_samples, federate_samples, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.runs.finish import Extras, measure_nothing
+from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.metrics import ClientMetrics, average
@@ -34,8 +34,6 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     names = "finetune", "new_clients", "similarity"
     epochs, share, compared = (config["evaluate"][name] for name in names)
     algorithm, task = setup.algorithm, setup.task
-    if not (epochs or share or compared):
-        return measure_nothing
     at_once = config["clients_per_round"]
 
     def finetune(served: ServedModels, data: Any, result: Result) -> ClientMetrics:

@@ -45,15 +45,6 @@ class Extras(NamedTuple):
     numbers: dict[str, Any]  # for summary.json
 
 
-def measure_nothing(result: Result) -> Extras:
-    """Measures nothing in addition."""
-    return Extras({}, {}, {})
-
-
-def draw_nothing(run_dir: Path, summary: dict) -> None:
-    """Draws no picture of the run."""
-
-
 class Member(NamedTuple):
     """One run of a session, alone or of several."""
 
@@ -61,8 +52,8 @@ class Member(NamedTuple):
     overrides: list[str]
     run_dir: Path
     trackers: Mapping[str, Opener]  # by name, see `trackers.py`
-    extras: Callable[[Result], Extras] = measure_nothing
-    draw: Callable[[Path, dict], None] = draw_nothing  # (run_dir, summary): curves.png
+    extras: Callable[[Result], Extras] = lambda result: Extras({}, {}, {})
+    draw: Callable[[Path, dict], None] = lambda run_dir, summary: None  # curves.png
 
 
 def finish_run(member: Member, setup: Setup, result: Result) -> dict:

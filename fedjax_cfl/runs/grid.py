@@ -74,7 +74,8 @@ def train_grid(
     console.print(f"the first: {format_description(first.data)}, {describe_machine(first.mesh)}")
     print_met_rule(console, first, settings)
     sets = [setup.data for setup in setups]
-    if all(_equal(first.data, other) for other in sets[1:]):
+    same = [jax.tree.map(np.array_equal, first.data, other) for other in sets[1:]]
+    if jax.tree.all(same):
         sets = sets[:1]
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
@@ -86,10 +87,3 @@ def train_grid(
     each = [setup for setup in setups for _ in inside]
     begun = None if starts[0] is None else starts
     return train_members(members, each, compile_program, begun)[0]
-
-
-def _equal(one, other) -> bool:
-    return all(
-        a.shape == b.shape and np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
-from fedjax_cfl.data.datasets.leaf_json import read_users, user_lists
+from fedjax_cfl.data.datasets.leaf_json import join_users, read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import report_damage, shorten
 from fedjax_cfl.errors import InputError
@@ -41,30 +41,12 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     check_arguments(celeba, locals(), "dataset.source")
     files, folder = _files()
     parts = [read_users([part], _faces) for part in files]
-    names = [
-        name
-        for name in sorted(set().union(*parts))
-        if sum(len(part[name][1]) for part in parts if name in part) >= 2
-    ]
+    names, images, y, client, test = join_users(parts, 1, users, seed)
     if not names:
         raise InputError(f"{files[0]}: no celebrity has two images, expected some")
-    if users is not None and users < len(names):
-        names = [
-            names[i]
-            for i in np.sort(np.random.RandomState(seed).choice(len(names), users, replace=False))
-        ]
-    held = [
-        (k, t, *part[name][:2])
-        for k, name in enumerate(names)
-        for t, part in enumerate(parts)
-        if name in part
-    ]
-    counts = [len(labels) for *_, labels in held]
-    client, test = (np.repeat([row[i] for row in held], counts) for i in (0, 1))
-    x = _images(folder, [image for _, _, images, _ in held for image in images])
-    y = np.concatenate([np.array(labels, np.int32) for *_, labels in held])
-    own = test == 1 if keep_split and len(parts) == 2 else None
-    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
+    own = test if keep_split else None
+    pool = Pool(_images(folder, images), y, 2, client, own, client_names=tuple(names))
+    return check_pool(pool, "celeba")
 
 
 def _files() -> tuple[list[Path], Path]:

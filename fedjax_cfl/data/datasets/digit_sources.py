@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl.data.datasets import images, readers
-from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.download import locate, missing_data_error, require
 from fedjax_cfl.data.datasets.hdf5 import read_hdf5
 from fedjax_cfl.data.datasets.pool import check_pool, read_test_mask
 from fedjax_cfl.errors import InputError
@@ -69,7 +69,7 @@ def _mnist(offline: bool) -> Source:
 
 
 def _usps() -> Source:
-    path = _here("usps", USPS)
+    (path,) = require("usps", USPS)
     names = [f"{side}/{array}" for side in ("train", "test") for array in ("data", "target")]
     arrays = read_hdf5(path, names)
     for side in ("train", "test"):
@@ -92,7 +92,7 @@ def _usps() -> Source:
 
 
 def _sign() -> Source:
-    path = _here("sign_digits", SIGN)
+    (path,) = require("sign_digits", SIGN)
     arrays = images.read_images(path, ("images", "labels"), (64, 64))
     y = arrays["labels"]
     test = np.random.RandomState(0).permutation(len(y)) < SIGN_TEST * len(y)
@@ -133,11 +133,3 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if bad.any():
         raise InputError(f"{path}: y is {y[bad][0]} somewhere, expected 1 to 10 (the digit 0)")
     return x, np.where(y == 10, 0, y)
-
-
-def _here(name: str, relative: str) -> Path:
-    """Returns where a file is; raises InputError if it is missing."""
-    found = locate(relative)
-    if found is None:
-        raise missing_data_error(f"{name} (no download)", relative)
-    return found[0]

@@ -28,40 +28,31 @@ class Remote(NamedTuple):
     files: dict[str, str]  # file name -> SHA-256 in hex
 
 
+IDX = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+MNIST = (
+    "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+)
+FASHION_MNIST = (
+    "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+)
 REGISTRY = {
     "mnist": Remote(
-        "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        {
-            "train-images-idx3-ubyte.gz": (
-                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
-            ),
-            "train-labels-idx1-ubyte.gz": (
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"
-            ),
-            "t10k-images-idx3-ubyte.gz": (
-                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
-            ),
-            "t10k-labels-idx1-ubyte.gz": (
-                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
-            ),
-        },
+        "https://ossci-datasets.s3.amazonaws.com/mnist/", dict(zip(IDX, MNIST, strict=True))
     ),
     "fashion_mnist": Remote(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        {
-            "train-images-idx3-ubyte.gz": (
-                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"
-            ),
-            "train-labels-idx1-ubyte.gz": (
-                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"
-            ),
-            "t10k-images-idx3-ubyte.gz": (
-                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"
-            ),
-            "t10k-labels-idx1-ubyte.gz": (
-                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
-            ),
-        },
+        dict(zip(IDX, FASHION_MNIST, strict=True)),
     ),
 }
 
@@ -105,6 +96,16 @@ def _find(relative: str) -> Path | None:
         (root / name for root in search_dirs() for name in names if os.path.lexists(root / name)),
         None,
     )
+
+
+def require(name: str, *relative_paths: str) -> list[Path]:
+    """Returns where the files of a data set that is not downloaded are. Raises InputError if one
+    is missing.
+    """
+    found = locate(*relative_paths)
+    if found is None:
+        raise missing_data_error(f"{name} (no download)", *relative_paths)
+    return found
 
 
 def missing_data_error(name: str, *relative_paths: str) -> InputError:

@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.download import require
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.tables import read_columns
 from fedjax_cfl.errors import InputError
@@ -27,14 +27,12 @@ def elec2(clients: PositiveInt = 48) -> Pool:
     InputError if it is missing or bad, or has fewer half-hours than clients.
     """
     check_arguments(elec2, locals(), "dataset.source")
-    found = locate(FILE)
-    if found is None:
-        raise missing_data_error("elec2 (no download)", FILE)
-    table = read_columns(found[0], HEADER)
+    (path,) = require("elec2", FILE)
+    table = read_columns(path, HEADER)
     if clients > len(table):
         raise InputError(
             f"dataset.source.clients={clients}: at most {len(table)}, the number of half-hours"
         )
     number = np.arange(len(table))
     x, y = table[:, :-1].astype(np.float32), table[:, -1]
-    return check_pool(Pool(x, y, 2, number % clients, time=number), str(found[0]))
+    return check_pool(Pool(x, y, 2, number % clients, time=number), str(path))

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import list_names, shorten
 from fedjax_cfl.data.datasets.sqlite_files import find_table, open_sqlite
 from fedjax_cfl.data.datasets.tf_example import read_example
@@ -25,6 +24,7 @@ from fedjax_cfl.data.datasets.tff import (
     Examples,
     Name,
     TestClients,
+    collect,
     make_pool,
 )
 from fedjax_cfl.errors import InputError
@@ -77,7 +77,7 @@ def federated_sqlite(
     with open_sqlite(file) as database:
         if find_table(file, database, TABLES) == "examples":
             chosen = _choose_splits(file, database, splits)
-            parts = [_collect(file, _read_tff(database, split, x, y)) for split in chosen]
+            parts = [collect(file, _read_tff(database, split, x, y)) for split in chosen]
     if chosen is None:
         if splits is not None:
             raise InputError(f"{file}: dataset.source.splits, expected null: one file is one split")
@@ -154,7 +154,7 @@ def _read_fedjax(file: Path, x: str | None, y: str | None) -> Examples:
     with open_sqlite(file) as database:
         find_table(file, database, {"federated_data": TABLES["federated_data"]})
         rows = database.execute("SELECT client_id, data FROM federated_data ORDER BY rowid")
-        return _collect(file, _unpack_rows(rows, x, y))
+        return collect(file, _unpack_rows(rows, x, y))
 
 
 def _unpack_rows(rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[Row]:
@@ -206,33 +206,6 @@ def read_msgpack(content: bytes) -> Features:
     ):
         raise ValueError("data are no map of arrays")
     return features
-
-
-def _collect(file: Path, rows: Iterator[Row]) -> Examples:
-    """Returns the samples of one split, those of a client one after another."""
-    held: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    most, first = max(file.stat().st_size * 8, readers.MAX_UNPACKED_BYTES), None
-    for client, x, y in rows:
-        first = x if first is None else first
-        if y.ndim != 1 or x.shape[:1] != y.shape:
-            raise ValueError(f"client {shorten(client)} has x {x.shape} and labels {y.shape}")
-        if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
-            raise ValueError(
-                f"client {shorten(client)} has samples of shape {x.shape[1:]} and {x.dtype}, the"
-                f" first one {first.shape[1:]} and {first.dtype}"
-            )
-        most -= x.nbytes
-        if most < 0:
-            raise ValueError(f"all samples take more than {readers.MAX_UNPACKED_BYTES} bytes")
-        held.setdefault(client, []).append((x, y))
-    if not held:
-        raise ValueError("it has no samples")
-    clients = sort_names(held)
-    pairs = [pair for client in clients for pair in held[client]]
-    sizes = [sum(len(y) for _, y in held[client]) for client in clients]
-    return Examples(
-        np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), clients, sizes
-    )
 
 
 def _cut_names(parts: list[Examples]) -> list[Examples]:

@@ -20,7 +20,7 @@ from fedjax_cfl.data.datasets.arrow_files import (
 )
 from fedjax_cfl.data.datasets.files import count_seconds
 from fedjax_cfl.data.datasets.image_files import stack_images
-from fedjax_cfl.data.datasets.pool import name_clients, sort_names
+from fedjax_cfl.data.datasets.pool import name_clients, number_names
 from fedjax_cfl.data.datasets.readers import list_names, shorten
 from fedjax_cfl.errors import InputError
 
@@ -141,12 +141,11 @@ def read_clients(column: Column) -> tuple[np.ndarray, tuple[str | int, ...] | No
     """Returns the owner [N] of each row, and the owners' names in order: None for numbers, which
     name themselves.
     """
-    numbers, texts = _read_texts(column)
+    rows, texts = _read_texts(column)
     if texts is None:
-        return numbers, None
-    ordered = sort_names(texts)
-    place = {text: i for i, text in enumerate(ordered)}
-    return np.array([place[text] for text in texts])[numbers], name_clients(ordered)
+        return rows, None
+    ordered, numbers = number_names(texts)
+    return numbers[rows], name_clients(ordered)
 
 
 def read_split(column: Column) -> np.ndarray:

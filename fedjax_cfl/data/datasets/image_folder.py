@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
 from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pickles_in
-from fedjax_cfl.data.datasets.pool import check_pool, name_clients, sort_names
+from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
 from fedjax_cfl.data.datasets.readers import line_of, open_unpacked, shorten
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.types import Pool
@@ -65,15 +65,12 @@ def image_folder(
     images = _take_splits(root, found, parts, train, test)
     _check_depth(root, images, layout)
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
-    classes = sort_names(roles["class"])
+    classes, y = number_names(roles["class"])
     _refuse_empty(root, found, parts, classes)
-    labels = {name: number for number, name in enumerate(classes)}
     x = stack_images(str(path), _read_files(root, images), len(images), size, mode)
-    pool = Pool(x, np.array([labels[name] for name in roles["class"]]), len(classes))
+    pool = Pool(x, y, len(classes))
     if "user" in roles:
-        users = sort_names(roles["user"])
-        place = {name: number for number, name in enumerate(users)}
-        client = np.array([place[name] for name in roles["user"]])
+        users, client = number_names(roles["user"])
         pool = pool._replace(client=client, client_names=name_clients(users))
     if "split" in roles and test is not None:
         pool = pool._replace(test=np.array([name == test for name in roles["split"]]))

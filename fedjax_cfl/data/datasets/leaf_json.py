@@ -159,6 +159,33 @@ def user_lists(path: Path, user: str, size: object, held: object) -> tuple[list,
     return x, y
 
 
+def join_users(
+    parts: list[dict[str, Any]], least: int, users: int | None, seed: int
+) -> tuple[list[str], list[Any], np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns the users, in order of names, of several parts (train and test, or one) of
+    `read_users`, and their samples one after another: x as a list, y and client [N] int32, and
+    test [N] bool, None of one part.
+
+    Args: of those with more than `least` samples `users` are drawn with `seed`, None: all.
+    """
+    names = sorted(set().union(*parts))
+    sizes = np.array([count_samples(parts, name) for name in names], int)
+    chosen = np.flatnonzero(sizes > least)
+    if users is not None and users < len(chosen):
+        chosen = np.sort(np.random.RandomState(seed).choice(chosen, users, replace=False))
+    names = [names[place] for place in chosen]
+    held = [part.get(name, ([], []))[:2] for name in names for part in parts]
+    x, y = ([value for pair in held for value in pair[i]] for i in (0, 1))
+    cell = np.repeat(np.arange(len(held), dtype=np.int32), [len(labels) for _, labels in held])
+    client, test = np.divmod(cell, len(parts))
+    return names, x, np.array(y, np.int32), client, test == 1 if len(parts) == 2 else None
+
+
+def count_samples(parts: list[dict[str, Any]], name: str) -> int:
+    """Returns how many samples a user has in several parts of `read_users`."""
+    return sum(len(part[name][1]) for part in parts if name in part)
+
+
 def describe_value(value: object) -> str:
     """Returns a value as a message can show it; what is nested, and could be so without
     end, by its kind and length.

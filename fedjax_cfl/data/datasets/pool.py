@@ -1,6 +1,6 @@
 """Checks of what every data set returns: a `Pool` of labelled samples."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +123,13 @@ def sort_names(names: Iterable[str]) -> list[str]:
     if all(name.isascii() and name.isdigit() and len(name) < 1000 for name in distinct):
         return sorted(distinct, key=lambda name: (int(name), name))
     return sorted(distinct)
+
+
+def number_names(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Returns the distinct names in order, as `sort_names` does, and the number [N] of each."""
+    ordered = sort_names(names)
+    place = {name: number for number, name in enumerate(ordered)}
+    return ordered, np.array([place[name] for name in names])
 
 
 def name_clients(names: Iterable[str]) -> tuple[str | int, ...]:

@@ -13,7 +13,13 @@ from typing import Literal
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate, missing_data_error
-from fedjax_cfl.data.datasets.leaf_json import describe_value, read_users, user_lists
+from fedjax_cfl.data.datasets.leaf_json import (
+    count_samples,
+    describe_value,
+    join_users,
+    read_users,
+    user_lists,
+)
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
@@ -72,37 +78,19 @@ def read_tweets(
     check_arguments(read_tweets, locals(), "dataset.source")
     files = _files()
     parts = [read_users(part, _tweets) for part in files]
-    names = sorted(set().union(*parts))
-    sizes = np.array(
-        [sum(len(part[name][0]) for part in parts if name in part) for name in names], int
-    )
     # LEAF trains on int(0.9 n) of n tweets: users who had more than 30 have more than 3 in the
     # test tenth, and no others do.
     least = min_tweets // STAND_IN_DIVISOR if files[0][0].name.startswith(STAND_IN) else min_tweets
-    enough = np.flatnonzero(sizes > least)
-    if not len(enough):
-        most = f"the most of any user in {files[0][0].parent} is {sizes.max(initial=0)}"
+    names, rows, y, client, test = join_users(parts, least, users, seed)
+    if not names:
+        most = max((count_samples(parts, name) for part in parts for name in part), default=0)
         raise InputError(
-            f"dataset.source.min_tweets={min_tweets}: no user has more than {least} tweets; {most}"
+            f"dataset.source.min_tweets={min_tweets}: no user has more than {least} tweets; the"
+            f" most of any user in {files[0][0].parent} is {most}"
         )
-    if users is not None and users < len(enough):
-        enough = np.sort(np.random.RandomState(seed).choice(enough, users, replace=False))
-    texts, counts, labels, hours = [], [], [], []
-    for name in (names[i] for i in enough):
-        for part in parts:
-            rows, y = part.get(name, ([], []))[:2]
-            texts += [text for text, _ in rows]
-            hours += [hour for _, hour in rows]
-            labels += y
-            counts.append(len(y))
-    client, test = np.divmod(np.repeat(np.arange(len(counts)), counts), len(parts))
-    return (
-        texts,
-        np.array(labels, np.int32),
-        client.astype(np.int32),
-        test == 1 if len(parts) == 2 else None,
-        None if None in hours else np.array(hours, np.int32),
-    )
+    hours = [hour for _, hour in rows]
+    time = None if None in hours else np.array(hours, np.int32)
+    return [text for text, _ in rows], y, client, test, time
 
 
 def _files() -> list[list[Path]]:

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2105.11367).
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.download import require
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.tables import read_columns
 from fedjax_cfl.errors import InputError
@@ -24,16 +24,14 @@ def speech_commands() -> Pool:
     speech_commands_clients/label_counts.csv.gz under a data root is not downloaded. Raises
     InputError if it is missing or bad.
     """
-    found = locate(FILE)
-    if found is None:
-        raise missing_data_error("speech_commands (no download)", FILE)
-    table = read_columns(found[0])
+    (path,) = require("speech_commands", FILE)
+    table = read_columns(path)
     counts = table[:, 1:]
     bad = ~((counts >= 0) & (counts <= MAX_COUNT) & (counts == np.floor(counts)))
     if bad.any() or not counts.size or not counts.any():
         row = int(bad.any(axis=1).argmax()) if bad.size else 0
         raise InputError(
-            f"{found[0]}: line {row + 2} is not a speaker's counts, expected its number and whole"
+            f"{path}: line {row + 2} is not a speaker's counts, expected its number and whole"
             f" numbers from 0 to {MAX_COUNT}, some above 0"
         )
     counts = counts.astype(np.int64)
@@ -41,4 +39,4 @@ def speech_commands() -> Pool:
     speaker, word = np.divmod(cell, counts.shape[1])
     names = tuple(int(name) for name in table[:, 0])
     pool = Pool(np.zeros((cell.size, 1), np.uint8), word, counts.shape[1], speaker)
-    return check_pool(pool._replace(client_names=names), str(found[0]))
+    return check_pool(pool._replace(client_names=names), str(path))

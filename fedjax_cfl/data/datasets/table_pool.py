@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from fedjax_cfl.data.datasets.arrow_files import is_text
-from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
-from fedjax_cfl.data.datasets.pool import name_clients, number_owners, sort_names
+from fedjax_cfl.data.datasets.pool import name_clients, number_names, number_owners
 from fedjax_cfl.data.datasets.readers import shorten
+from fedjax_cfl.data.datasets.table import Columns
 from fedjax_cfl.data.datasets.table_cells import (
     Place,
     Words,
@@ -199,10 +199,9 @@ def _assemble(
     arrays, client_names = {"x": x, "y": y}, None
     client = parts.get("client")
     if isinstance(client, Words):
-        names = sort_names(client.words)
-        place = {name: number for number, name in enumerate(names)}
+        names, numbers = number_names(client.words)
         client_names = name_clients(names)
-        arrays["client"] = np.array([place[word] for word in client.words])[client.number]
+        arrays["client"] = numbers[client.number]
     elif client is not None:
         arrays["client"] = client
     if "split" in parts:

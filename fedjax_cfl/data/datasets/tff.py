@@ -6,14 +6,16 @@ Format: github.com/google-parfait/tensorflow-federated, simulation/datasets, unt
 
 import os
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
+from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.files import build_pool
 from fedjax_cfl.data.datasets.hdf5 import list_members, read_members
-from fedjax_cfl.data.datasets.pool import name_clients, sort_names
+from fedjax_cfl.data.datasets.pool import name_clients, number_names, sort_names
 from fedjax_cfl.data.datasets.readers import list_folder, list_names, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -79,7 +81,11 @@ def tff_hdf5(
     for field, name in (("x", x), ("y", y)):
         _check_feature(file, features, field, name)
     assert x is not None
-    parts = [_read(part, x, y) for part in (file, test_file) if part is not None]
+    parts = []
+    for part in filter(None, (file, test_file)):
+        members = read_members(part, "examples", (x, y))
+        rows = ((name, held[x], held[y]) for name, held in members.items())
+        parts.append(collect(part, rows, (x, y)))
     return make_pool(file, parts, (x, y), test_clients, num_classes)
 
 
@@ -150,29 +156,46 @@ def _check_feature(file: Path, features: dict[str, str], field: str, name: str |
         )
 
 
-def _read(file: Path, x: str, y: str) -> Examples:
-    """Returns the samples of a file."""
-    held = read_members(file, "examples", (x, y))
+def collect(
+    file: Path,
+    rows: Iterable[tuple[str, np.ndarray, np.ndarray]],
+    features: tuple[str, str] = ("samples", "labels"),
+) -> Examples:
+    """Returns the samples of one split, those of a client one after another. Raises InputError for
+    what does not fit together.
+
+    `rows` are clients with some of their samples [n, ...] and their labels [n], in any order;
+    `features` are the names of both.
+    """
+    held: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    most, first = max(file.stat().st_size * 8, readers.MAX_UNPACKED_BYTES), None
+    for client, x, y in rows:
+        first = x if first is None else first
+        said = f"{file}: client {shorten(client)}"
+        if y.ndim != 1 or x.shape[:1] != y.shape:
+            raise InputError(
+                f"{said} has {features[0]} {x.shape} and {features[1]} {y.shape}, expected"
+                " [n, ...] and [n], one label a sample"
+            )
+        if x.shape[1:] != first.shape[1:] or x.dtype != first.dtype:
+            raise InputError(
+                f"{said} has samples of shape {x.shape[1:]} and dtype {x.dtype}, expected"
+                f" {first.shape[1:]} and {first.dtype} as in the first one"
+            )
+        most -= x.nbytes
+        if most < 0:
+            raise InputError(
+                f"{file}: all samples take more than {readers.MAX_UNPACKED_BYTES} bytes, expected"
+                " less"
+            )
+        held.setdefault(client, []).append((x, y))
+    if not held:
+        raise InputError(f"{file}: holds no samples, expected some")
     clients = sort_names(held)
-    first = held[clients[0]][x]
-    for name in clients:
-        samples, labels = held[name][x], held[name][y]
-        said = f"{file}: client {shorten(name)}"
-        if labels.ndim != 1 or samples.shape[:1] != labels.shape:
-            raise InputError(
-                f"{said}: {y} has shape {labels.shape} and {x} {samples.shape}, expected [n] and"
-                " [n, ...], one label a sample"
-            )
-        if samples.shape[1:] != first.shape[1:] or samples.dtype != first.dtype:
-            raise InputError(
-                f"{said}: {x} has shape {samples.shape} and dtype {samples.dtype}, expected"
-                f" {('n', *first.shape[1:])} and {first.dtype} as in {shorten(clients[0])}"
-            )
+    pairs = [pair for client in clients for pair in held[client]]
+    sizes = [sum(len(y) for _, y in held[client]) for client in clients]
     return Examples(
-        np.concatenate([held[name][x] for name in clients]),
-        np.concatenate([held[name][y] for name in clients]),
-        clients,
-        [len(held[name][y]) for name in clients],
+        np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), clients, sizes
     )
 
 
@@ -194,6 +217,4 @@ def _number_clients(
     if test_clients == "own":
         names = [*train, *(f"test/{name}" for name in test)]
         return names, np.arange(len(names))
-    names = sort_names([*train, *test])
-    place = {name: i for i, name in enumerate(names)}
-    return names, np.array([place[name] for name in (*train, *test)])
+    return number_names([*train, *test])
