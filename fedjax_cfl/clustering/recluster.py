@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
-from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
+from fedjax_cfl.clustering.kmeans import cluster_means
+from fedjax_cfl.clustering.metric_kmeans import largest_distance
 from fedjax_cfl.tree import group_sum, one_hot
 from fedjax_cfl.types import Params
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
