@@ -79,7 +79,7 @@ def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> Non
     data = drift.bound_client_samples(data, shift)
     task = cfl.as_task(model, (FEATURES,), CLASSES)
     local = cfl.Local(0.05, 1, 20, steps=20, execution=cfl.make_execution(mesh))
-    select, zoo = select_by_group.random_by_group(COHORT), cfl.algorithms
+    select, zoo = select_by_group.by_group(COHORT), cfl.algorithms
     sides = [
         begin(zoo.fedprox(task, local, select, mu=MU), shift, data),
         begin(zoo.fielding(task, local, select, m=10, mu=MU), shift, data),

@@ -1,5 +1,6 @@
 """Sums and means of pytrees with a leading client axis, by group."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,11 @@ from fedjax_cfl.types import Params
 def take_rows(tree: Any, rows: Any) -> Any:
     """Returns the `rows` of every leaf of a tree: an index, indices or a slice of its axis 0."""
     return jax.tree.map(lambda leaf: leaf[rows], tree)
+
+
+def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the `new` tree [S, ...] in the rows of `mask` [S] bool, the `old` one elsewhere."""
+    return jax.tree.map(partial(jax.vmap(jnp.where), mask), new, old)
 
 
 def one_hot(labels: jax.Array, count: int, valid: jax.Array | None = None) -> jax.Array:

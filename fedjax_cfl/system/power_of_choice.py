@@ -78,10 +78,8 @@ def select_highest(
         cohort = make_cohort(ids, data, local.execution)
         each = losses(cohort, data, (trying, state.groups) if batch else state.groups)
         own = groups_of(state)
-        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        mine = jnp.take_along_axis(each, own[clients][:, None], axis=1)[:, 0]
-        score = jnp.full(data.num_clients, -jnp.inf)
-        score = cohort.put(score, mine)
+        mine = jnp.take_along_axis(each, cohort.take(own)[:, None], axis=1)[:, 0]
+        score = cohort.put(jnp.full(data.num_clients, -jnp.inf), mine)
         drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
@@ -137,6 +135,6 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
         loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
     ) -> jax.Array:
         known = (upload.weight > 0) & jnp.isfinite(upload.loss)
-        return loss.at[jnp.where(known, cohort.ids, loss.size)].set(upload.loss, mode="drop")
+        return cohort.put(loss, upload.loss, known)
 
     return Selection(lambda data: jnp.full(data.num_clients, jnp.inf, jnp.float32), select, update)
