@@ -300,14 +300,12 @@ def remember_mixture(least_count: float | None) -> FinishFn:
     ) -> tuple[State, Traffic]:
         memory, sums = state.memory, upload.extra
         used = (upload.weight > 0) & (sums.sum((1, 2)) > 0)
-        rows = jnp.where(used, cohort.ids, state.assignment.size)
         new = mean_responsibility(sums, cohort.take(memory.weights))
         memory = memory.replace(
-            weights=memory.weights.at[rows].set(new, mode="drop"),
-            met=memory.met.at[rows].set(True, mode="drop"),
+            weights=cohort.put(memory.weights, new, used), met=cohort.put(memory.met, True, used)
         )
         if least_count is not None:
-            by_label = memory.by_label.at[rows].set(sums, mode="drop")
+            by_label = cohort.put(memory.by_label, sums, used)
             total = jnp.maximum(by_label.sum(0), least_count)
             shares = total / total.sum(1, keepdims=True)
             shares = jnp.where(memory.met.any(), shares, memory.label_shares)

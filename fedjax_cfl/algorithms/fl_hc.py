@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
@@ -192,8 +192,7 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            work = full_work(jnp.zeros_like(gid))
-            upload, report = train(newcomers, data, (key, state.memory.initial), work)
+            upload, report = train(key, state.memory.initial, newcomers, data)
             both = jax.tree.map(
                 lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
             )

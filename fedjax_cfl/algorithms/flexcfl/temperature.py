@@ -144,13 +144,8 @@ def temperature_mean(highest: float, floor: bool = False) -> AggregateFn:
     ) -> tuple[Params, jax.Array]:
         temperature = cohort.take(state.memory.temperature)
         if not floor:
-            return weighted_mean(
-                upload.replace(weight=upload.weight * (temperature / highest)),
-                gid,
-                cohort,
-                client_extra,
-                state,
-            )
+            cooled = upload.replace(weight=upload.weight * (temperature / highest))
+            return weighted_mean(cooled, gid, cohort, client_extra, state)
         coefficient = membership_weights(
             jnp.floor(upload.weight * temperature / (highest + EPSILON)), gid, state.active.size
         )
@@ -166,13 +161,12 @@ def update_temperatures(heat: Temperature) -> FinishFn:
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, Traffic]:
-        num_clients, trained = state.assignment.size, upload.weight > 0
+        trained = upload.weight > 0
         own = heat.temperature_bias(*deviation(before, state.groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
         old = cohort.take(state.memory.temperature)
         new = next_temperature(heat.temperature, old, own, mean[gid], heat.temperature_max)
-        rows = jnp.where(trained, cohort.ids, num_clients)
-        temperature = state.memory.temperature.at[rows].set(new, mode="drop")
+        temperature = cohort.put(state.memory.temperature, new, trained)
         return state.replace(memory=state.memory.replace(temperature=temperature)), make_traffic()
 
     return finish

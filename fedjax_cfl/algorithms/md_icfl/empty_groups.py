@@ -13,7 +13,7 @@ from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round.hooks import MigrateFn
 from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Report, State, Task
 
 NOISE_SHARE = 0.1  # of the root mean square of a leaf
@@ -60,7 +60,6 @@ def refill_empty_groups(task: Task, refill: RefillFn) -> MigrateFn:
         size = jnp.sum(inside & (data.train.size > 0)[:, None], axis=0)
         made = refill(task, key, state.groups, jnp.argmax(size))
         empty = (size == 0) & (state.round > 0)
-        groups = jax.tree.map(lambda *both: jax.vmap(jnp.where)(empty, *both), made, state.groups)
-        return state.replace(groups=groups), make_report()
+        return state.replace(groups=where_rows(empty, made, state.groups)), make_report()
 
     return migrate
