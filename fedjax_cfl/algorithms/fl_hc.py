@@ -93,15 +93,10 @@ def fl_hc(
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    grouped = federated(
-        task, local, system, Hooks(solve, start=start, assign=join, aggregate=aggregate)
-    )
-    clustering = federated(
-        task,
-        local,
-        select_everybody(system),
-        Hooks(solve, start=start, regroup=found, aggregate=zero_step),
-    )
+    hooks = Hooks(solve, start=start, assign=join, aggregate=aggregate)
+    grouped = federated(task, local, system, hooks)
+    hooks = Hooks(solve, start=start, regroup=found, aggregate=zero_step)
+    clustering = federated(task, local, select_everybody(system), hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
@@ -172,9 +167,8 @@ def zero_step(
 
     Args: as those of `AggregateFn`.
     """
-    return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(
-        upload.weight, gid, state.active.size
-    ).sum(0)
+    mass = membership_weights(upload.weight, gid, state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, state.groups), mass
 
 
 def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> AssignFn:
