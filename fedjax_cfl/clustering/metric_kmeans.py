@@ -5,7 +5,6 @@ The number of clusters lives under a static maximum m with a mask, so that nothi
 ever traced again.
 """
 
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -211,15 +210,10 @@ def by_silhouette(
 
         def attempt(count: jax.Array) -> jax.Array:
             keys = jax.random.split(jax.random.fold_in(key, count), restarts)
-            run = partial(
-                metric_kmeans,
-                points=points,
-                valid=valid,
-                count=count,
-                m=m,
-                metric=metric,
-                iterations=iterations,
-            )
+
+            def run(key: Key) -> tuple[jax.Array, jax.Array]:
+                return metric_kmeans(key, points, valid, count, m, metric, iterations)
+
             # one after another: a run ends as soon as its own labels stay
             labels, cost = lax.map(run, keys)
             return labels[jnp.argmin(cost)]

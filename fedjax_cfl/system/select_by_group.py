@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.data.federated import to_shares, train_label_counts
+from fedjax_cfl.system.select import memoryless
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
@@ -85,7 +86,7 @@ def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Se
             rank(key, state, data), own, candidates, state.active.size, clients_per_round
         )
 
-    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+    return memoryless(select)
 
 
 def nearest_to_center(
