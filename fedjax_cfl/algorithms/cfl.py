@@ -36,13 +36,7 @@ from fedjax_cfl.system.faults import add_fault_counts
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import (
-    group_mean,
-    membership_weights,
-    squared_norms,
-    take_rows,
-    where_rows,
-)
+from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

@@ -40,9 +40,6 @@ def scaffold(
             f" without {local.personal.name}; use personal=none, or algorithm=fedavg"
         )
     hooks = Hooks(
-        sgd(task, local),
-        aggregate=aggregate,
-        server=optax.sgd(server_lr),
-        start_clients=no_clients,
+        sgd(task, local), aggregate=aggregate, server=optax.sgd(server_lr), start_clients=no_clients
     )
     return federated(task, local.replace(personal=control_variates()), system, hooks)

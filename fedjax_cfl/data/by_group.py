@@ -25,15 +25,7 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import (
-    COUNT,
-    BelowOne,
-    Count,
-    PositiveFloat,
-    PositiveInt,
-    Rule,
-    Seed,
-)
+from fedjax_cfl.validation import COUNT, BelowOne, Count, PositiveFloat, PositiveInt, Rule, Seed
 
 
 def _read_size(given: int | str) -> tuple[Any, bool]:

@@ -219,10 +219,7 @@ class GeneratorTraining(NamedTuple):
         params, statistics = variables["params"], variables["batch_stats"]
         begun = params, statistics, self.adam.init(params)
         return Loop(
-            self.steps,
-            begun,
-            step,
-            lambda carry: {"params": carry[0], "batch_stats": carry[1]},
+            self.steps, begun, step, lambda carry: {"params": carry[0], "batch_stats": carry[1]}
         )
 
     def draw(
