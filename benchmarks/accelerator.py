@@ -28,14 +28,16 @@ results/accelerator/README.md.
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from program import append_row, make_parser, read_rows
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "accelerator"
@@ -133,29 +135,18 @@ def run_side(cell: str, side: str, precision: str, quick: bool, seconds: float) 
 
 def read_done(path: Path, names: tuple[str, ...]) -> set[tuple[str, ...]]:
     """Returns the lines that a table has, by these columns; failed ones do not count."""
-    if not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        return {
-            tuple(row[name] for name in names)
-            for row in csv.DictReader(file)
-            if not (row.get("note") or "").startswith("failed")
-        }
+    return {
+        tuple(row[name] for name in names)
+        for row in read_rows(path)
+        if not (row.get("note") or "").startswith("failed")
+    }
 
 
-def append_row(path: Path, columns: tuple[str, ...] | list[str], row: dict) -> None:
-    """Writes a line at the end of a table, with the head of a new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-    print(
-        " | ".join(f"{key} {value}" for key, value in row.items() if value not in ("", None)),
-        flush=True,
-    )
+def note_row(path: Path, columns: Sequence[str], row: dict) -> None:
+    """Writes a line at the end of a table, and prints it."""
+    append_row(path, columns, row)
+    said = (f"{key} {value}" for key, value in row.items() if value not in ("", None))
+    print(" | ".join(said), flush=True)
 
 
 def measure_cells(cells: list, folder: Path, given: argparse.Namespace) -> None:
@@ -176,7 +167,7 @@ def measure_cells(cells: list, folder: Path, given: argparse.Namespace) -> None:
                 own |= {"published": cell.published, "goal": cell.goal, "quick": given.quick}
                 if given.quick:  # of other cohorts than the published ones
                     found.pop("published_rounds_s", None)
-                append_row(path, COLUMNS, own | {"device": given.device} | found)
+                note_row(path, COLUMNS, own | {"device": given.device} | found)
 
 
 def check_agreement(folder: Path, given: argparse.Namespace) -> None:
@@ -194,7 +185,7 @@ def check_agreement(folder: Path, given: argparse.Namespace) -> None:
             flag = "--xla_gpu_deterministic_ops=true" if check.endswith("deterministic") else ""
             result = run_check(check, flag)
         row = {"check": check, "result": result, "device": given.device, "quick": given.quick}
-        append_row(path, AGREE, row)
+        note_row(path, AGREE, row)
 
 
 def run_tests(name: str, quick: bool) -> str:
@@ -241,13 +232,8 @@ def device_name() -> str:
 
 def main() -> None:
     """Reads the arguments and measures what they ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "few clients and rounds; W1 to W3 with 20 only")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
-    parser.add_argument(
-        "--quick", action="store_true", help="few clients and rounds; W1 to W3 with 20 only"
-    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of timed rounds, about")
     parser.add_argument("--results", type=Path, help="folder of the tables")
     for inner in ("--side", "--cell", "--precision"):

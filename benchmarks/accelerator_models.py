@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import numpy as np
+from peers.ours import TwoConvolutions
 from workloads import sizes
 
 import fedjax_cfl as cfl
@@ -75,20 +76,6 @@ class SmallCNN(nn.Module):
         x = nn.Dropout(0.25, deterministic=not train)(max_pool(x))
         x = nn.relu(dense(128, "hidden")(flatten(x)))
         return dense(self.num_classes, "head")(nn.Dropout(0.5, deterministic=not train)(x))
-
-
-class TwoConvolutions(nn.Module):
-    """W3's model."""
-
-    num_classes: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-        x = add_channel_axis(x)
-        for features in (32, 64):
-            x = max_pool(nn.relu(Conv(features, 5)(x)))
-        return dense(self.num_classes, "head")(flatten(x))
 
 
 class Model(NamedTuple):

@@ -9,23 +9,10 @@ Each command runs twice: with an empty cache of compiled programs (cold), and ag
     python benchmarks/cold_start.py --catalogue          every method on digits for two rounds, cold
 
 Measured 2026-11-25 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2, beside the
-package before its programs were compiled by XLA's older emitters (see simulation/compiler.py):
+package before it stopped importing all of scikit-learn for the digits and searching what is
+imported for garbage:
 
                                                      cold  compiling  training  testing    warm
-    digits, FlexCFL, before                          13.0        7.2       0.3      0.1     7.5
-    digits, FlexCFL, now                             10.2        4.5       0.2      0.1     7.7
-    MNIST-MLP, FlexCFL, swap_all, before             21.2       13.2       2.0      0.3    10.9
-    MNIST-MLP, FlexCFL, swap_all, now                18.7       10.8       2.0      0.3    12.6
-    48 x 1,000 images, LeNet, FlexCFL, before        30.6       15.0       2.0      3.6    18.7
-    48 x 1,000 images, LeNet, FlexCFL, now           22.1        9.9       1.6      2.1    18.1
-
-LeNet's convolutions changed in between, too. A warm start gains nothing: it imports, traces
-and reads what is compiled. The rounds of MNIST-MLP are compiled as before, for training
-behind a wide dense layer would be 10 to 14 % slower.
-
-Later on the same day and machine, beside the package before it stopped importing all of
-scikit-learn for the digits and searching what is imported for garbage:
-
     digits, FlexCFL, before                           9.1        3.7       0.2      0.0     6.9
     digits, FlexCFL, now                              7.3        3.7       0.2      0.1     5.1
     MNIST-MLP, FlexCFL, swap_all, before             19.0       10.9       2.0      0.4    11.1
@@ -35,10 +22,9 @@ scikit-learn for the digits and searching what is imported for garbage:
 
 A run that differs from an earlier one in numbers alone starts warm, too.
 
-The whole catalogue on digits, beside the package before programs were compiled by the older
-emitters, with other work on the machine (39 methods, so the mean ratio counts): compiling takes
-0.55 of the time before (0.43 to 0.82), the whole command 0.59 of the CPU seconds (0.51 FeSEM to
-0.71 fielding_static).
+The whole catalogue on digits (39 methods), beside the package before programs were compiled by
+XLA's older emitters (see simulation/compiler.py), with other work on the machine: compiling takes
+0.55 of the time before (0.43 to 0.82), the whole command 0.59 of the CPU seconds.
 
 What is left of compiling is the training loop, which FlexCFL with a shift has in four places
 (`tests/test_flexcfl_drift.py`), the start and three in a round. What fewer would save was measured

@@ -17,7 +17,7 @@ from typing import Any
 
 import device_targets
 import hlo
-from accelerator import append_row
+from accelerator import note_row
 
 from fedjax_cfl.simulation.compiler import compiler_options
 
@@ -66,7 +66,7 @@ def measure(traced: Any, mesh: Any, row: dict[str, Any], path: Path) -> None:
             "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
             **count_parts(compiled.as_text()),
         }
-        append_row(path, COLUMNS, line)
+        note_row(path, COLUMNS, line)
 
 
 def measure_setting(setting: Any, lower: Any, describe: Any, folder: Path, given: Any) -> None:

@@ -1,10 +1,10 @@
 """The table of compiled programs: a line of CSV for each, and of markdown for each setting."""
 
-import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from program import read_rows
 
 COLUMNS = (
     "topology,workload,method,drift,grid,program,error,same_as,trace_s,compile_cpu_s,compile_s,"
@@ -13,25 +13,6 @@ COLUMNS = (
     "collectives_in_loops,whole_cohort,host_transfers,step_ops,step_copies,flops,bytes_accessed,"
     "estimated_cycles,fingerprint"
 ).split(",")
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a table, none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Writes a row at the end of a table, with the head of a new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def count_devices(topology: str) -> int:

@@ -26,13 +26,13 @@ whatever their number, which FedAvg would pay for, and not reach the goal. The o
 the training itself, from ten models where one stays in the cache.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from program import make_parser
 from workloads import CLASSES, CLIENTS, COHORT, FEATURES, population
 
 import fedjax_cfl as cfl
@@ -63,14 +63,13 @@ class Side(NamedTuple):
 def begin(algorithm: cfl.Algorithm, shift, data: cfl.FederatedData) -> Side:
     """Returns a method after its start."""
     key = jax.random.key(0)
-    carry = jax.jit(lambda data: (algorithm.init(key, data), init_data_state(shift, key, data)))(
-        data
-    )
+    start = jax.jit(lambda data: (algorithm.init(key, data), init_data_state(shift, key, data)))
+
+    def step(carry, data):
+        return run_round(algorithm, shift, key, *carry, data)
+
     # as a run has it: models are updated in place
-    step = jax.jit(
-        lambda carry, data: run_round(algorithm, shift, key, *carry, data), donate_argnums=0
-    )
-    return Side(step, carry)
+    return Side(jax.jit(step, donate_argnums=0), start(data))
 
 
 def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> None:
@@ -79,7 +78,7 @@ def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> Non
     data = drift.bound_client_samples(data, shift)
     task = cfl.as_task(model, (FEATURES,), CLASSES)
     local = cfl.Local(0.05, 1, 20, steps=20, execution=cfl.make_execution(mesh))
-    select, zoo = select_by_group.random_by_group(COHORT), cfl.algorithms
+    select, zoo = select_by_group.by_group(COHORT), cfl.algorithms
     sides = [
         begin(zoo.fedprox(task, local, select, mu=MU), shift, data),
         begin(zoo.fielding(task, local, select, m=10, mu=MU), shift, data),
@@ -105,11 +104,7 @@ def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> Non
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="12 rounds of softmax regression")
-    quick = parser.parse_args().quick
+    quick = make_parser(__doc__, "12 rounds of softmax regression").parse_args().quick
     cfl.use_cpu_cores()
     mesh = cfl.make_mesh()
     data = federation(mesh)

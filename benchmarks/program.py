@@ -1,10 +1,13 @@
-"""What the programs here share: their options, and processes that they measure in."""
+"""What the programs here share: their options, processes that they measure in, and tables."""
 
 import argparse
+import csv
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -38,3 +41,22 @@ def call_side(command: list[str], said: str, environment: dict[str, str] | None 
     return json.loads(
         call([sys.executable, sys.argv[0], *command], said, environment).splitlines()[-1]
     )
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Returns the rows of a table, none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_row(path: Path, columns: Sequence[str], row: dict[str, Any]) -> None:
+    """Writes a row at the end of a table, with the head of a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)

@@ -65,7 +65,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from accelerator import append_row, device_name
+from accelerator import device_name, note_row
 from accelerator_models import SmallCNN
 from accelerator_sides import ask_nvidia
 from program import call_side, make_parser
@@ -348,7 +348,7 @@ def measure(
         if given.quick:
             print(" | ".join(f"{k} {v}" for k, v in lines[-1].items() if v != ""), flush=True)
         else:
-            append_row(given.results, COLUMNS, lines[-1])
+            note_row(given.results, COLUMNS, lines[-1])
 
     with tempfile.TemporaryDirectory() as folder:
         load, command = os.getloadavg()[0], ["--jobs", name, "--precision", precision]

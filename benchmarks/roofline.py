@@ -32,10 +32,6 @@ column of percentages is the share of each ceiling):
     W3 K=20    direct         41 client updates/s       422 steps/s   253.3 GFLOP/s   97%     0.4 GB/s    1%
     W3 K=100   direct         43 client updates/s       431 steps/s   258.9 GFLOP/s   99%     0.4 GB/s    1%
 
-On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), whose best product was between 116
-and 238 GFLOP/s within the hour, at 17 GB/s: W1 48 to 55 % directly and 84 to 95 % in
-sample space, W2 5 to 8 %, W3 31 to 46 %.
-
 On accelerators the ceilings have to be measured there; this program has only been run
 on a CPU. ResNet-18 is not among the models.
 """
@@ -76,10 +72,8 @@ def line(
     samples = work.epochs * held[clients].sum()
     steps = work.epochs * np.ceil(held[clients] / work.batch).sum()
     parameters = sum(kernel.size + bias.size for kernel, bias in initial(work.model))
-    gflops, gbytes = (
-        samples * flops(work.model) / seconds / 1e9,
-        steps * 3 * 4 * parameters / seconds / 1e9,
-    )
+    gflops = samples * flops(work.model) / seconds / 1e9
+    gbytes = steps * 3 * 4 * parameters / seconds / 1e9
     print(
         f"{name} K={count:<5} {first_layer:7}{clients.size / seconds:10.0f} client"
         f" updates/s{steps / seconds:10.0f} steps/s{gflops:8.1f} GFLOP/s"
@@ -99,14 +93,9 @@ def main() -> None:
     if given.side:
         from peers import ours
 
-        print(
-            json.dumps(
-                ours.train(
-                    WORKLOADS[given.side], given.rounds, given.count, given.first_layer
-                ).seconds
-            )
-        )
-        return
+        work = WORKLOADS[given.side]
+        done = ours.train(work, given.rounds, given.count, given.first_layer)
+        return print(json.dumps(done.seconds))
     byte_ceiling = bandwidth()
     for name in ["W1"] if given.quick else WORKLOADS:
         peaks = gemm_peak(WORKLOADS[name])

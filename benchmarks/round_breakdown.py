@@ -23,9 +23,6 @@ milliseconds:
     FlexCFL, met                 29.1       14.7        3.7       10.7        49%
     FlexCFL, swap_all            68.9       15.6       41.8       11.5        77%
 
-On an Intel Xeon the day before, training took 35 to 39 ms of 55 to 69: 32 % (FedAvg),
-46 % (IFCA) and 44 % (FlexCFL) were not training.
-
 Training here is in sample space (`dual`), which takes about half the time of SGD on the
 kernel and so doubles the share of the rest. What is left is arithmetic: a forward pass
 over some 6,000 test samples, twice in clustered methods (their own models and the
@@ -62,9 +59,8 @@ def federation(mesh) -> cfl.FederatedData:
     """
     x, _, start = population()
     owner = np.repeat(np.arange(CLIENTS), np.diff(start)).astype(np.int32)
-    teacher = (
-        np.random.RandomState(2).standard_normal((GROUPS, FEATURES, CLASSES)).astype(np.float32)
-    )
+    drawn = np.random.RandomState(2).standard_normal((GROUPS, FEATURES, CLASSES))
+    teacher = drawn.astype(np.float32)
     y = np.zeros(owner.size, np.int32)
     for group in range(GROUPS):
         mine = owner % GROUPS == group
@@ -79,41 +75,36 @@ def measured(
     """Prints one line: a round with evaluation, its parts, and the share of local training."""
     key, mesh = jax.random.key(0), trains.execution.mesh
     data = drift.bound_client_samples(data, shift)
-    carry = jax.jit(
-        lambda key, data: (algorithm.init(key, data), init_data_state(shift, key, data))
-    )(key, data)
-    step = jax.jit(
-        lambda key, state, data_state, data: run_round(
-            algorithm, shift, key, state, data_state, data
-        )
-    )
-    score = jax.jit(
-        lambda state, data_state, data: evaluate.evaluate_all(
-            algorithm, task, mesh, state, data_state.apply_to(data), True
-        )[0]
-    )
     solve = over_clients(sgd(task, trains), trains.execution)
+    draw = cfl.select.rr_then_random(COHORT).draw
+
+    @jax.jit
+    def start(key, data):
+        return algorithm.init(key, data), init_data_state(shift, key, data)
+
+    @jax.jit
+    def step(key, state, data_state, data):
+        return run_round(algorithm, shift, key, state, data_state, data)
+
+    @jax.jit
+    def score(state, data_state, data):
+        now = data_state.apply_to(data)
+        return evaluate.evaluate_all(algorithm, task, mesh, state, now, True)[0]
 
     @jax.jit
     def train(key, state, data_state, data):
-        ids = cfl.select.rr_then_random(COHORT).draw(
-            derive_key(key, SELECT, state.round), state.round, CLIENTS
-        )
-        cohort = make_cohort(ids, data_state.apply_to(data), trains.execution)
-        gid = jnp.maximum(state.assignment[cohort.ids], 0)
-        return solve(
-            cohort,
-            data_state.apply_to(data),
-            (derive_key(key, TRAIN, state.round), state.groups),
-            full_work(gid),
-        )
+        now, round = data_state.apply_to(data), state.round
+        ids = draw(derive_key(key, SELECT, round), round, CLIENTS)
+        cohort = make_cohort(ids, now, trains.execution)
+        work = full_work(jnp.maximum(state.assignment[cohort.ids], 0))
+        return solve(cohort, now, (derive_key(key, TRAIN, round), state.groups), work)
 
     def timed(function, *arguments):
         began = time.perf_counter()
         result = jax.block_until_ready(function(*arguments))
         return result, time.perf_counter() - began
 
-    seconds = []
+    carry, seconds = start(key, data), []
     for number in range(first + rounds):
         before = carry
         (*carry, _), whole = timed(step, key, *before, data)

@@ -24,7 +24,6 @@ Measured 2026-11-25 on 2 CPU cores (AMD EPYC) with other work, Python 3.11, jax 
 libtpu 0.0.42.1: see the tables there.
 """
 
-import argparse
 import hashlib
 import sys
 import tempfile
@@ -39,7 +38,8 @@ import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled_table import COLUMNS, append_row, read_rows, write_markdown
+from compiled_table import COLUMNS, write_markdown
+from program import append_row, make_parser, read_rows
 
 from fedjax_cfl.cli import build
 from fedjax_cfl.cli.conf import CONF
@@ -180,9 +180,8 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
     programs = program.lower_programs(functions, algorithm, given, feed, mesh)
-    return Lowered(
-        programs, data, drift, algorithm, task, slots, 4 if setting.grid else 1, mesh.size
-    )
+    members = 4 if setting.grid else 1
+    return Lowered(programs, data, drift, algorithm, task, slots, members, mesh.size)
 
 
 def inspect(compiled: Any, traced: Lowered, state: Any) -> dict[str, Any]:
@@ -229,9 +228,8 @@ def compile_setting(
     """
     mesh = device_targets.make_topology_mesh(setting.topology)
     base = dict(zip(COLUMNS, setting.given, strict=False))
-    with device_targets.act_as_device(
-        mesh, device_targets.CHIP_BYTES[setting.topology.partition(":")[0]]
-    ):
+    chip = device_targets.CHIP_BYTES[setting.topology.partition(":")[0]]
+    with device_targets.act_as_device(mesh, chip):
         options = compiler_options(mesh)
         assert "xla_cpu_use_fusion_emitters" not in options, "options of CPU compilers"
         state, began = None, time.perf_counter()
@@ -282,7 +280,7 @@ def compile_all(settings: list[Setting], path: Path, minutes: float, dump: Path 
             try:
                 for row in compile_setting(setting, Path(folder), known, dump):
                     if row["program"] not in have:
-                        append_row(path, row)
+                        append_row(path, COLUMNS, row)
                     print(
                         *setting, row["program"], row.get("same_as") or row["compile_s"], flush=True
                     )
@@ -290,16 +288,15 @@ def compile_all(settings: list[Setting], path: Path, minutes: float, dump: Path 
                 text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
                 if isinstance(error, InputError):
                     text = str(error)
-                append_row(path, dict(zip(COLUMNS, setting.given, strict=False)) | {"error": text})
+                row = dict(zip(COLUMNS, setting.given, strict=False)) | {"error": text}
+                append_row(path, COLUMNS, row)
                 print(*setting, "FAILED", text, flush=True)
             write_markdown(path, UPDATES)
 
 
 def main() -> None:
     """Reads the arguments, compiles and writes the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "FedAvg for v5e:2x2, no file")
     parser.add_argument("--topologies", nargs="+", default=["v5e:2x2"])
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--drift", nargs="+", default=["none"], help="options of conf/drift")
@@ -307,16 +304,11 @@ def main() -> None:
     parser.add_argument("--grid", action="store_true", help="two seeds by two step sizes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after these")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--cost", action="store_true", help="what compiling costs, see compile_cost.py"
-    )
+    parser.add_argument("--cost", action="store_true", help="of compiling, see compile_cost.py")
     parser.add_argument("--cohort", type=int, help="clients of a round on each device, with --cost")
     parser.add_argument("--label", default="", help="of the lines, with --cost")
-    parser.add_argument(
-        "--override", nargs="*", default=[], metavar="KEY=VALUE", help="with --cost"
-    )
+    parser.add_argument("--override", nargs="*", default=[], metavar="K=V", help="with --cost")
     parser.add_argument("--dump", type=Path, help="a folder for the compiled programs' text")
-    parser.add_argument("--quick", action="store_true", help="FedAvg for v5e:2x2, no file")
     given = parser.parse_args()
     if any(name.startswith("h100") for name in given.topologies):
         device_targets.compile_without_gpu()

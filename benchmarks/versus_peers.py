@@ -52,15 +52,9 @@ sizes measured apart from this program, these rounds cannot take less than 11.9 
 1,675 client updates/s, 30 times Flower. With 100 clients a round, measured in the same
 way, ours has 1,610 to 1,750.
 
-On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), two repetitions of 6 to 8 rounds:
-
-    W1  Flower           299.4    22.3         13.4 (12.7..14.1)     18166    1356        8.1    16.0     6.2e-06
-    W1  PyTorch loop     297.5    23.1         13.2 (10.2..16.2)     18050    1404        8.3     1.4     6.2e-06
-    W3  PyTorch loop      11.9    10.9         1.1 (0.964..1.24)       122     112       10.6     3.6     2.4e-04
-    W3  pfl               11.5    10.2        1.17 (0.947..1.39)       118     104       10.7     4.4     2.4e-04
-    W3  Flower            10.7     9.5          1.12 (0.939..1.3)      109      98       10.1    16.6     2.4e-04
-
-    W3 ours: 72 GFLOP/s, 30% (24%..31%) of the GEMM peak (140 at own shapes, 238 at 2048^3 GFLOP/s)
+On other 2 cores (Intel Xeon, AVX-512; 2026-11-22), two repetitions of 6 to 8 rounds, ours over the
+peer: W1 PyTorch loop 13.2 (10.2..16.2), Flower 13.4 (12.7..14.1); W3 PyTorch loop 1.1, pfl 1.17,
+Flower 1.12 (0.94..1.38 in all), at 30 % of that machine's GEMM peak.
 
 CFLA, on the AMD EPYC of 2026-11-22: W1 745.8 against 40.3 client updates/s, 20.2 times
 (14.3..26); W3 1.04 times, with convolutions of whole batches. The machines are shared;
@@ -95,12 +89,8 @@ from workloads import COHORT, WORKLOADS, Workload, cohorts, flops, gemm_peak, in
 
 TORCH = "torch==2.13.0"
 WARM = 2  # rounds that are dropped
-SAME, AS_FAR = (
-    1e-3,
-    0.1,
-    # of the largest movement; of the length of ours, which shuffles alone change by 2.7 % (W3,
-    # standard deviation)
-)
+SAME = 1e-3  # of the largest movement
+AS_FAR = 0.1  # of the length of ours: shuffles alone change it by 2.7 % (W3, standard deviation)
 
 
 class Peer(NamedTuple):
@@ -181,28 +171,16 @@ class Side(NamedTuple):
     @property
     def rates(self) -> np.ndarray:
         """Client updates and local steps per second, after the first rounds."""
-        return (
-            np.array([COHORT * len(self.seconds[WARM:]), self.steps[WARM:].sum()])
-            / self.seconds[WARM:].sum()
-        )
+        done = np.array([COHORT * len(self.seconds[WARM:]), self.steps[WARM:].sum()])
+        return done / self.seconds[WARM:].sum()
 
 
 def measure(python, module: str, work: Workload, rounds: int, check: bool = False) -> Side:
     """Runs one side in its own process; raises Failed if it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model.npz")
-        command = [
-            str(python),
-            __file__,
-            "--side",
-            module,
-            "--workload",
-            work.name,
-            "--rounds",
-            str(rounds),
-            "--model",
-            model,
-        ]
+        command = [str(python), __file__, "--side", module, "--workload", work.name]
+        command += ["--rounds", str(rounds), "--model", model]
         process = subprocess.Popen(
             command + ["--check"] * check,
             stdout=subprocess.PIPE,
@@ -226,12 +204,8 @@ def measure(python, module: str, work: Workload, rounds: int, check: bool = Fals
         found = json.loads(out.splitlines()[-1])
         with np.load(model) as arrays:
             first = (array for layer in initial(work.model) for array in layer)
-            moved = np.concatenate(
-                [
-                    (arrays[name] - start).ravel()
-                    for name, start in zip(arrays.files, first, strict=True)
-                ]
-            )
+            pairs = zip(arrays.files, first, strict=True)
+            moved = np.concatenate([(arrays[name] - start).ravel() for name, start in pairs])
     return Side(np.array(found["seconds"]), np.array(found["steps"]), moved)
 
 
@@ -297,22 +271,17 @@ def table(
 ) -> bool:
     """Prints the table and returns whether every peer measured came to our result."""
     present = [name for name in names if interpreter(folder, name).exists()]
-    print(
-        "not measured, no environment: "
-        + (", ".join(name for name in names if name not in present) or "none"),
-        flush=True,
-    )
+    missing = ", ".join(name for name in names if name not in present) or "none"
+    print("not measured, no environment:", missing, flush=True)
     print(HEAD, flush=True)
     wrong = []
     for work in chosen:
         here, everyone, peaks = measure(sys.executable, "ours", work, 1, check=True), [], []
         differences, pairs = {}, {name: [] for name in present}
         for name in present:
+            python, module = interpreter(folder, name), PEERS[name].module
             try:
-                differences[name] = compared(
-                    here,
-                    measure(interpreter(folder, name), PEERS[name].module, work, 1, check=True),
-                )
+                differences[name] = compared(here, measure(python, module, work, 1, check=True))
             except Failed as failure:
                 wrong.append(f"{work.name:4s}{PEERS[name].shown:14s}{failure}")
         for _ in range(repeats):

@@ -72,23 +72,16 @@ def population(model: str = "mlp"):
     rng = np.random.RandomState(1)
     x = rng.standard_normal((size.sum(), FEATURES)).astype(np.float32)
     y = rng.randint(0, CLASSES, size.sum()).astype(np.int32)
-    return (
-        x.reshape(-1, SIDE, SIDE, 1) if model == "cnn" else x,
-        y,
-        np.concatenate([[0], np.cumsum(size)]),
-    )
+    x = x.reshape(-1, SIDE, SIDE, 1) if model == "cnn" else x
+    return x, y, np.concatenate([[0], np.cumsum(size)])
 
 
 def cohorts(work: Workload, rounds: int, count: int = COHORT) -> np.ndarray:
     """Returns the clients [rounds, count] of each round; the first two meet a last
     batch of every length, for those who compile each.
     """
-    return np.stack(
-        [
-            np.random.RandomState(100 + number).choice(work.clients, count, replace=False)
-            for number in range(rounds)
-        ]
-    )
+    each = [np.random.RandomState(100 + number) for number in range(rounds)]
+    return np.stack([rng.choice(work.clients, count, replace=False) for rng in each])
 
 
 def initial(model: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -146,11 +139,8 @@ def gemm_peak(work: Workload, seconds: float = 1.0) -> dict[str, float]:
             [rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n))]
             for m, k, n in shapes
         ]
-        work_done, ends, fastest = (
-            2 * sum(m * k * n for m, k, n in shapes),
-            time.perf_counter() + seconds,
-            np.inf,
-        )
+        work_done = 2 * sum(m * k * n for m, k, n in shapes)
+        ends, fastest = time.perf_counter() + seconds, np.inf
         while time.perf_counter() < ends:
             began = time.perf_counter()
             for a, b in pairs:

@@ -1,5 +1,6 @@
 """Sums and means of pytrees with a leading client axis, by group."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,11 @@ def take_rows(tree: Any, rows: Any) -> Any:
 def put_part(model: Params, part: Params) -> Params:
     """Returns a model with the leaves of `part`, a part of it, in their places."""
     return unflatten_dict({**flatten_dict(model), **flatten_dict(part)})
+
+
+def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the `new` tree [S, ...] in the rows of `mask` [S] bool, the `old` one elsewhere."""
+    return jax.tree.map(partial(jax.vmap(jnp.where), mask), new, old)
 
 
 def one_hot(labels: jax.Array, count: int, valid: jax.Array | None = None) -> jax.Array:

@@ -161,11 +161,12 @@ class Cohort(struct.PyTreeNode):
         """
         return jax.tree.map(lambda leaf: leaf[jnp.minimum(self.ids, len(leaf) - 1)], table)
 
-    def put(self, table: jax.Array, rows: ArrayLike) -> jax.Array:
+    def put(self, table: jax.Array, rows: ArrayLike, where: jax.Array | None = None) -> jax.Array:
         """Returns the `table` [K, ...] with the `rows` [S, ...] of its clients written into it;
-        those of empty slots are dropped.
+        those of empty slots are dropped, and those of slots that are not in `where` [S] bool.
         """
-        return table.at[self.ids].set(rows, mode="drop")
+        ids = self.ids if where is None else jnp.where(where, self.ids, len(table))
+        return table.at[ids].set(rows, mode="drop")
 
 
 class Upload(struct.PyTreeNode):

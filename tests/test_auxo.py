@@ -188,7 +188,7 @@ def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, loc
         algorithms.auxo,
         linear,
         local,
-        select_by_group.random_by_group(14),
+        select_by_group.by_group(14),
         m=2,
         split="fixed",
         split_rounds=[6],

@@ -199,7 +199,7 @@ def test_clients_of_a_table_serve_all(tmp_path):
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
 
 
-@pytest.mark.parametrize("selection", [select_by_group.random_by_group, nightly(select.uniform)])
+@pytest.mark.parametrize("selection", [select_by_group.by_group, nightly(select.uniform)])
 def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local):
     """Five are online by day, of whom one has no samples; a night without anybody passes at
     once, so that the next round is in the morning.

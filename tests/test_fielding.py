@@ -207,7 +207,7 @@ SETTINGS = {"m": 3, "cluster": "k_center", "trigger": "center_shift"}
 
 
 def method(linear, local, quota=6, **settings):
-    select = select_by_group.random_by_group(quota)
+    select = select_by_group.by_group(quota)
     return build(algorithms.fielding, linear, local, select, **(SETTINGS | settings))
 
 
@@ -351,7 +351,7 @@ def test_the_pairwise_trigger_counts_events_in_which_a_report_has_changed(drifti
 
 def test_one_group_is_fedavg(toy, linear, local):
     states = run(method(linear, local, m=1, aggregate="samples"), [toy] * 3)
-    plain = algorithms.fedavg(linear, local, select_by_group.random_by_group(6))
+    plain = algorithms.fedavg(linear, local, select_by_group.by_group(6))
     start = jax.jit(plain.init)(jax.random.key(0), toy).replace(groups=states[0].groups)
     last = run(plain, [toy] * 3, start=start)[-1]
     chex.assert_trees_all_close(states[-1].groups, last.groups, rtol=1e-5, atol=1e-6)

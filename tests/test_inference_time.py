@@ -91,7 +91,7 @@ def test_flexcfl_pretrains_newcomers_and_shifted_clients(toy, moved, timed):
 
 def test_ifca_mig_lets_shifted_clients_choose_before_the_round(toy, moved, timed):
     size = np.asarray(toy.train.size)
-    seconds, _ = timed(algorithms.ifca_mig, [toy, moved], EVERYBODY, m=3)
+    seconds, _ = timed(algorithms.ifca, [toy, moved], EVERYBODY, m=3, detector="tv")
     before, after = seconds
     assert after - before == slowest(3 * size, [1, 7])
 

@@ -15,7 +15,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fedopt import fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.client.cohort import over_clients
@@ -40,7 +40,7 @@ METHODS = {
     "qfedavg": lambda task, local, select: qfedavg(task, local, select, q=1.0),
     "ifca": lambda task, local, select: ifca(task, local, select, m=2),
     "flexcfl": lambda task, local, select: build(
-        fedgroup, task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1
+        flexcfl, task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, detector=None
     ),
 }
 # client 2 has no data, client 6 one sample

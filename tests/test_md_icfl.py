@@ -11,12 +11,14 @@ from conftest import FEATURES, matrix, nightly, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.md_icfl.empty_groups import (
+from fedjax_cfl.algorithms.md_icfl.md_icfl import (
+    STRONG,
+    WEAK,
     copy_largest,
+    md_icfl,
     new_models,
     refill_empty_groups,
 )
-from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, md_icfl
 from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client.cohort import make_cohort

@@ -35,7 +35,14 @@ def methods(task, local):
         "qfedavg": lambda: cfl.algorithms.qfedavg(task, local, select),
         "ifca": lambda: cfl.algorithms.ifca(task, local, select, m=2),
         "fedgroup": lambda: build(
-            cfl.algorithms.fedgroup, task, local, select, m=2, alpha=2, pretrain="iters:3"
+            cfl.algorithms.flexcfl,
+            task,
+            local,
+            select,
+            m=2,
+            alpha=2,
+            pretrain="iters:3",
+            detector=None,
         ),
     }
 

@@ -17,7 +17,7 @@ from fedjax_cfl.algorithms import fedopt
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedopt import fedadam, fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
-from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.cli.overrides import CONF
@@ -150,7 +150,7 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
     ("name", "settings"),
     [
         ("ifca", {"aggregate": "samples"}),
-        nightly("ifca_mig", {"aggregate": "samples"}),
+        nightly("ifca", {"aggregate": "samples", "detector": "tv"}),
         nightly("ifca_restarts", {"aggregate": "samples", "restarts": 1, "restart_rounds": 1}),
         ("feddrift", {}),
         nightly("feddrift_eager", {}),
@@ -261,7 +261,7 @@ def server_of(name, **options):
 @pytest.fixture(scope="module")
 def two_groups(linear, local):
     """FedGroup."""
-    return build(fedgroup, linear, local, ROUND_ROBIN, **TWO_GROUPS)
+    return build(flexcfl, linear, local, ROUND_ROBIN, detector=None, **TWO_GROUPS)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,10 @@ def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(
 
     def mixed(eta):
         return play(
-            build(fedgroup, linear, local, ROUND_ROBIN, eta_g=eta, **TWO_GROUPS), toy, 3, begun
+            build(flexcfl, linear, local, ROUND_ROBIN, eta_g=eta, detector=None, **TWO_GROUPS),
+            toy,
+            3,
+            begun,
         )
 
     unmoved = mixed(jnp.float32(0))  # an array, which is mixed like any other strength

@@ -12,7 +12,7 @@ import pytest
 from conftest import build, ledger
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.clustering import features
@@ -28,7 +28,7 @@ METHODS = {
     "gradients": (ifca, {"solve": "gradient_step", "aggregate": "all_participants"}),
     "flexcfl": (flexcfl, {"alpha": 3, "eta_g": 0.1, "temperature": "linear"}),
     "founded again": (flexcfl, {"alpha": 2, "recluster": [2]}),
-    "madc": (fedgroup, {"alpha": 3, "measure": "madc", "pretrain": "epochs:1"}),
+    "madc": (flexcfl, {"detector": None, "alpha": 3, "measure": "madc", "pretrain": "epochs:1"}),
     "rcc": (flexcfl, {"alpha": 1, "measure": "none", "newcomers": "random"}),
 }
 
@@ -137,7 +137,7 @@ def test_what_cannot_have_room_is_said(settings, said, linear, local):
 
 def test_randomized_features_need_their_own_number_of_groups(toy, linear, local):
     settings = {"m": 2, "max_m": 3, "alpha": 2, "measure": "edc_randomized"}
-    algorithm = build(fedgroup, linear, local, select.uniform(6), **settings)
+    algorithm = build(flexcfl, linear, local, select.uniform(6), detector=None, **settings)
     with pytest.raises(InputError, match="cannot be used with measure=edc_randomized"):
         jax.eval_shape(algorithm.init, KEY, toy)
 

@@ -10,9 +10,9 @@ from conftest import build, ledger
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
+from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import add_founding
-from fedjax_cfl.algorithms.ifca import ifca, ifca_mig
+from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.system import counts, select, timing, traffic
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
@@ -44,6 +44,7 @@ def units(algorithm, clients, rounds, swapped=lambda round: 0):
 
 ROUND_ROBIN = select.rr_then_random(20)
 QUICKLY = {"alpha": 20, "pretrain": "iters:1", "measure": "edc", "restarts": 1}
+STATIC = QUICKLY | {"detector": None}  # FedGroup
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,10 @@ QUICKLY = {"alpha": 20, "pretrain": "iters:1", "measure": "edc", "restarts": 1}
         (1000, lambda *parts: fedavg(*parts, select.uniform(20)), 12_000),
         (1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
         (1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
-        (200, lambda *parts: build(fedgroup, *parts, ROUND_ROBIN, m=5, **QUICKLY), 13_200),
+        (200, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, **STATIC), 13_200),
         (
             200,
-            lambda *parts: build(fedgroup, *parts, ROUND_ROBIN, m=5, eta_g=0.1, **QUICKLY),
+            lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, eta_g=0.1, **STATIC),
             14_700,
         ),
     ],
@@ -82,7 +83,7 @@ def test_ifca_mig_charges_every_swapped_client_met():
     """
     task = cfl.as_task(cfl.models.MCLR(2), (1,), 2)
     local = cfl.Local(0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), 1))
-    method = build(ifca_mig, task, local, ROUND_ROBIN, m=3, charge="swapped")
+    method = build(ifca, task, local, ROUND_ROBIN, m=3, detector="tv", charge="swapped")
     assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 
 

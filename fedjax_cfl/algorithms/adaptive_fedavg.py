@@ -51,12 +51,7 @@ class Movement(struct.PyTreeNode):
 
 
 def adaptive_fedavg(
-    task: Task,
-    local: Local,
-    system: SystemLike,
-    *,
-    beta: BelowOne = 0.5,
-    harmonic: bool = True,
+    task: Task, local: Local, system: SystemLike, *, beta: BelowOne = 0.5, harmonic: bool = True
 ) -> Algorithm:
     """Adaptive-FedAvg.
 

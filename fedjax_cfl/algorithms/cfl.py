@@ -12,7 +12,6 @@ by the server, which costs a model down and one up per cut.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import cosine
@@ -37,7 +36,7 @@ from fedjax_cfl.system.faults import add_fault_counts
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_mean, membership_weights, squared_norms
+from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -175,27 +174,21 @@ def descend_splits(train: TrainFn) -> AssignFn:
             undecided = real & (here == tree.parent[h]) & (passed < h)
 
             def sides():
-                model, stayed, left = (
-                    jax.tree.map(lambda leaf: leaf[h][None], each)
-                    for each in (tree.models, tree.parent_update, tree.split_update)
-                )
+                cuts = tree.models, tree.parent_update, tree.split_update
+                model, stayed, left = jax.tree.map(lambda leaf: leaf[h][None], cuts)
                 trainees = cohort.replace(ids=jnp.where(undecided, cohort.ids, data.num_clients))
-                shared, work = (jax.random.fold_in(key, h), model), full_work(jnp.zeros_like(here))
-                upload, more = train(trainees, data, shared, work)
+                upload, more = train(jax.random.fold_in(key, h), model, trainees, data)
                 return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], more
 
             leaves, more = lax.cond(
                 jnp.any(undecided), sides, lambda: (jnp.zeros_like(undecided), nothing)
             )
             here = jnp.where(undecided & leaves, h, here).astype(jnp.int32)
-            return (
-                here,
-                trained + undecided,
-                report.replace(
-                    fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
-                    samples=report.samples + more.samples,
-                ),
+            report = report.replace(
+                fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
+                samples=report.samples + more.samples,
             )
+            return here, trained + undecided, report
 
         begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
         gid, trained, report = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
@@ -281,29 +274,22 @@ def split(
     m, tree = state.active.size, state.memory
     target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1
     target = jnp.where(chosen & (target < m), target, m).astype(jnp.int32)
-    source = (
-        jnp.arange(m, dtype=jnp.int32).at[target].set(jnp.arange(m, dtype=jnp.int32), mode="drop")
-    )
-    created = source != jnp.arange(m)
+    number = jnp.arange(m, dtype=jnp.int32)
+    source = number.at[target].set(number, mode="drop")
+    created = source != number
     goal = target[jnp.maximum(group, 0)]
     now = jnp.where(sent & (half == 1) & (goal < m), goal, group)
     mean, _ = group_mean(sent.astype(jnp.float32), now, delta, m)
     active = state.active | created
 
-    def inherited(leaf):
-        return leaf[source]
-
-    def recorded(new, old):
-        return jax.tree.map(partial(jax.vmap(jnp.where), created), new, old)
-
+    groups, server, stayed = take_rows((state.groups, state.server, mean), source)
     tree = tree.replace(
         parent=jnp.where(created, source, tree.parent),
-        models=recorded(jax.tree.map(inherited, state.groups), tree.models),
-        parent_update=recorded(jax.tree.map(inherited, mean), tree.parent_update),
-        split_update=recorded(mean, tree.split_update),
+        models=where_rows(created, groups, tree.models),
+        parent_update=where_rows(created, stayed, tree.parent_update),
+        split_update=where_rows(created, mean, tree.split_update),
         last_split=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(
             jnp.sum(active) - 1, mode="drop"
         ),
     )
-    groups, server = jax.tree.map(inherited, (state.groups, state.server))
     return state.replace(groups=groups, server=server, active=active, memory=tree), now

@@ -79,24 +79,16 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         draw, noise = jax.random.split(key)
 
         def take_step(cohort: Cohort) -> Upload:  # delta = -lr grad F_i(w_t)
-            return gradient(
-                cohort, data, (noise, state.groups), full_work(jnp.zeros_like(cohort.ids))
-            )
+            work = full_work(jnp.zeros_like(cohort.ids))
+            return gradient(cohort, data, (noise, state.groups), work)
 
-        own = take_step(cohort)
-        first = (
-            own
-            if select is None
-            else take_step(
-                make_cohort(
-                    select.select(draw, state.selection, state, data), data, local.execution
-                )
-            )
-        )
+        own = first = take_step(cohort)
+        if select is not None:
+            ids = select.select(draw, state.selection, state, data)
+            first = take_step(make_cohort(ids, data, local.execution))
         first, *_ = faults.guard_nonfinite("skip", first)
-        mean, mass = group_mean(
-            first.weight, jnp.zeros(first.weight.shape, jnp.int32), first.delta, 1
-        )
+        alone = jnp.zeros(first.weight.shape, jnp.int32)
+        mean, mass = group_mean(first.weight, alone, first.delta, 1)
         correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )

@@ -60,9 +60,8 @@ def step_towards(
     Args: `mean` is the average that the server goes towards, an `AggregateFn`; `epsilon` > 0 is
     the step, None: 1 / |S|, S the clients that answered.
     """
-    aggregate, server = (
-        (divide_by_cohort(mean), None) if epsilon is None else (mean, optax.sgd(epsilon))
-    )
+    server = None if epsilon is None else optax.sgd(epsilon)
+    aggregate = divide_by_cohort(mean) if epsilon is None else mean
     hooks = Hooks(sgd(task, local), aggregate=aggregate, server=server)
     return federated(task, local, system, hooks)
 
@@ -74,9 +73,7 @@ def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
         step, mass = mean(upload, gid, cohort, client_extra, state)
-        return (
-            jax.tree.map(lambda leaf: leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1), step),
-            mass,
-        )
+        answered = jnp.maximum(jnp.sum(upload.weight > 0), 1)
+        return jax.tree.map(lambda leaf: leaf / answered, step), mass
 
     return aggregate

@@ -36,7 +36,7 @@ from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -84,14 +84,13 @@ def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.A
     """Opens a model for every drifting client, a copy of its best one, as long as there are
     free groups (FedDrift; an `OpenFn`). Clients with lower ids come first.
     """
-    m, clients = free.size, drifting.size
+    m = free.size
     queue = jnp.lexsort((jnp.arange(m), used, ~free))  # free groups, longest unused first
     place = jnp.cumsum(drifting) - 1
     opens = drifting & (place < free.sum())
     group = jnp.where(opens, queue[jnp.minimum(place, m - 1)], best).astype(jnp.int32)
     target = jnp.where(opens, group, m)
     source = jnp.arange(m, dtype=jnp.int32).at[target].set(best.astype(jnp.int32), mode="drop")
-    assert group.shape == (clients,)
     return Openings(group, source)
 
 
@@ -172,12 +171,9 @@ def one_model(task: Task, m: int) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         clients = data.num_clients
-        memory = DriftLosses(
-            jnp.full(clients, NEVER, jnp.float32),
-            jnp.zeros(clients, bool),
-            jnp.zeros(m, jnp.int32),
-            jnp.zeros((), jnp.int32),
-        )
+        nobody, unused = jnp.zeros(clients, bool), jnp.zeros(m, jnp.int32)
+        best = jnp.full(clients, NEVER, jnp.float32)
+        memory = DriftLosses(best, nobody, unused, jnp.zeros((), jnp.int32))
         initial = one_active_group(task, m)(key, data)
         return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
 
@@ -192,9 +188,8 @@ def remember_losses(
 
     Args: as those of `FinishFn`.
     """
-    best = state.memory.best
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
-    best = best.at[jnp.where(known, cohort.ids, best.size)].set(upload.loss, mode="drop")
+    best = cohort.put(state.memory.best, upload.loss, known)
     return state.replace(memory=state.memory.replace(best=best)), make_traffic()
 
 
@@ -239,7 +234,7 @@ def merge_models(limit: float) -> MergeFn:
         loss: jax.Array, group: jax.Array, weight: jax.Array, settled: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         m = settled.size
-        member = jnp.where(group[:, None] == jnp.arange(m), weight[:, None], 0.0)
+        member = membership_weights(weight, group, m)
         mass = member.sum(0)
         bad = 1e20  # so large a loss keeps models apart, and sums of it are finite
         kept = jnp.where(jnp.isfinite(loss), jnp.minimum(loss, bad), bad)
@@ -251,8 +246,7 @@ def merge_models(limit: float) -> MergeFn:
         label = agglomerate(apart, m, "complete", live, threshold=limit)
         same = (label[:, None] == label) & live
         into = jnp.where(live, jnp.argmax(same, axis=1), jnp.arange(m)).astype(jnp.int32)
-        joined = jnp.where(into[:, None] == jnp.arange(m), mass[:, None], 0.0)  # [old, new]
-        return into, transition_shares(joined).T
+        return into, transition_shares(membership_weights(mass, into, m)).T
 
     return merge
 

@@ -120,27 +120,15 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     by the losses of groups' models.
     """
     given = as_system(system)
+    dual = local.execution.first_layer == "dual"
+    timed = given.clock is not None and given.clock.per_group
+    polls = given.select.poll is not None
     refused = (
         (local.personal is not None, "personal", "a model beside m is not defined", "none"),
         (given.keep_received, "test_on=received", "are tested on their mixture", "group"),
-        (
-            local.execution.first_layer == "dual",
-            "local.first_layer=dual",
-            "m models have no form in sample space",
-            "auto",
-        ),
-        (
-            given.clock is not None and given.clock.per_group,
-            "clock.per_group=true",
-            "no group is done before another",
-            "false",
-        ),
-        (
-            given.select.poll is not None,
-            "selection",
-            "power-of-choice asks for the loss of one",
-            "selection=null",
-        ),
+        (dual, "local.first_layer=dual", "m models have no form in sample space", "auto"),
+        (timed, "clock.per_group=true", "no group is done before another", "false"),
+        (polls, "selection", "power-of-choice asks for the loss of one", "selection=null"),
     )
     for holds, setting, reason, instead in refused:
         if holds:
@@ -207,11 +195,8 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     penalty = plain.l2
     # of the m models together, for the loss that is reported
     reported = plain.replace(l2=penalty and (lambda models: jnp.sum(jax.vmap(penalty)(models))))
-    train = Partial(
-        LocalSGD(local, partial(one_after_another, as_pytree(plain))),
-        as_pytree(reported),
-        local.lr,
-    )
+    loop = partial(one_after_another, as_pytree(plain))
+    train = Partial(LocalSGD(local, loop), as_pytree(reported), local.lr)
 
     def solve(train, client, data, shared, work: Work) -> Program:
         key, models = shared
@@ -300,14 +285,12 @@ def remember_mixture(least_count: float | None) -> FinishFn:
     ) -> tuple[State, Traffic]:
         memory, sums = state.memory, upload.extra
         used = (upload.weight > 0) & (sums.sum((1, 2)) > 0)
-        rows = jnp.where(used, cohort.ids, state.assignment.size)
         new = mean_responsibility(sums, cohort.take(memory.weights))
         memory = memory.replace(
-            weights=memory.weights.at[rows].set(new, mode="drop"),
-            met=memory.met.at[rows].set(True, mode="drop"),
+            weights=cohort.put(memory.weights, new, used), met=cohort.put(memory.met, True, used)
         )
         if least_count is not None:
-            by_label = memory.by_label.at[rows].set(sums, mode="drop")
+            by_label = cohort.put(memory.by_label, sums, used)
             total = jnp.maximum(by_label.sum(0), least_count)
             shares = total / total.sum(1, keepdims=True)
             shares = jnp.where(memory.met.any(), shares, memory.label_shares)

@@ -43,17 +43,14 @@ def adaptive(
     """
 
     def init(params):
-        return Moments(
-            jax.tree.map(jnp.zeros_like, params),
-            jax.tree.map(lambda p: jnp.full_like(p, tau**2), params),
-        )
+        squares = jax.tree.map(lambda p: jnp.full_like(p, tau**2), params)
+        return Moments(jax.tree.map(jnp.zeros_like, params), squares)
 
     def update(updates, state, params=None):
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first, updates)
         squares = jax.tree.map(lambda v, g: second(v, g**2), state.second, updates)
-        return jax.tree.map(lambda m, v: -lr * m / (jnp.sqrt(v) + tau), first, squares), Moments(
-            first, squares
-        )
+        step = jax.tree.map(lambda m, v: -lr * m / (jnp.sqrt(v) + tau), first, squares)
+        return step, Moments(first, squares)
 
     return optax.GradientTransformation(init, update)
 
@@ -117,9 +114,8 @@ def fedadam(
     decays of the first and second moment; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
     """
     check_arguments(fedadam, locals(), "algorithm")
-    return with_server(
-        task, local, system, adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
-    )
+    server = adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
+    return with_server(task, local, system, server)
 
 
 def fedyogi(

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import is_cold, keep_groups
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
@@ -94,15 +94,10 @@ def fl_hc(
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    grouped = federated(
-        task, local, system, Hooks(solve, start=start, assign=join, aggregate=aggregate)
-    )
-    clustering = federated(
-        task,
-        local,
-        select_everybody(system),
-        Hooks(solve, start=start, regroup=found, aggregate=zero_step),
-    )
+    hooks = Hooks(solve, start=start, assign=join, aggregate=aggregate)
+    grouped = federated(task, local, system, hooks)
+    hooks = Hooks(solve, start=start, regroup=found, aggregate=zero_step)
+    clustering = federated(task, local, select_everybody(system), hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
@@ -175,9 +170,8 @@ def zero_step(
 
     Args: as those of `AggregateFn`.
     """
-    return jax.tree.map(jnp.zeros_like, state.groups), membership_weights(
-        upload.weight, gid, state.active.size
-    ).sum(0)
+    mass = membership_weights(upload.weight, gid, state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, state.groups), mass
 
 
 def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up: int) -> jax.Array:
@@ -217,8 +211,7 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            work = full_work(jnp.zeros_like(gid))
-            upload, report = train(newcomers, data, (key, state.memory.initial), work)
+            upload, report = train(key, state.memory.initial, newcomers, data)
             both = jax.tree.map(
                 lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
             )

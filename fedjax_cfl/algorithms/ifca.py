@@ -8,6 +8,7 @@ one. The server averages the updates of each model.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
@@ -33,7 +34,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start, StartFn
 from fedjax_cfl.round.start import count_groups, no_clients, random_groups
 from fedjax_cfl.system.faults import add_fault_counts, sum_rounds
 from fedjax_cfl.system.reports import make_report
@@ -54,6 +55,18 @@ class ShiftMemory(struct.PyTreeNode):
     shift_reference: ShiftReference
 
 
+class OnShift(NamedTuple):
+    """What IFCA does where clients' data shift."""
+
+    # finds the shifts after which clients with a group download all models and choose again before
+    # the round; None: they do not
+    detector: DetectFn | None = None
+    charge: ChargeFn = charge_detected  # which clients pay for these models
+
+
+STAY = OnShift()  # as published
+
+
 def independent_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
     """Starts from m independent random models."""
     return random_groups(task, m)
@@ -70,8 +83,8 @@ def ifca(
     solve: Callable[[Task, Local, Objective], ClientFn] = sgd,
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
-    migrate: MigrateFn | None = None,
     mu: NonNegativeFloat | jax.Array = 0.0,
+    shift: OnShift = STAY,
 ) -> Algorithm:
     """IFCA: each client trains the group model of lowest loss on its training data
     (Algorithm 1).
@@ -79,11 +92,10 @@ def ifca(
     Option II of the paper is the default; option I, gradient averaging, is
     `solve=gradient_step` with `aggregate=cohort_mean`.
     Args: `start` is independent_models | reject_unbalanced(share) | spread_models; `with_l2`
-    adds the L2 penalty to the losses that are compared (D10); `migrate`
-    moves clients before the selection (a `MigrateFn`), None: nobody; `max_m`: room for so many
-    models, so that runs of any m up to it share what is compiled. The losses of max_m models are
-    computed then, and m are counted as sent; `mu` is the weight of FedProx's pull to the received
-    model, which IFCA does not have.
+    adds the L2 penalty to the losses that are compared (D10); `max_m`: room for so many models, so
+    that runs of any m up to it share what is compiled. The losses of max_m models are computed
+    then, and m are counted as sent; `mu` is the weight of FedProx's pull to the received model,
+    which IFCA does not have; `shift` says what happens where data shift.
     Raises InputError for `max_m` below m, for an array m without it, and for more room than m with
     another start than independent_models.
     """
@@ -91,14 +103,20 @@ def ifca(
     groups = count_groups(m, max_m)
     if groups.is_padded and start is not independent_models:
         raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
-    begin = start(task, local, system, groups.size)
+    draw, choose = start(task, local, system, groups.size), best_model(task, local, with_l2)
+    move = on_shift(choose, local, shift.detector, m, shift.charge) if shift.detector else None
+
+    def begin(key: Key, data: FederatedData) -> Start:
+        memory = ShiftMemory(init_reference(data)) if move else ()
+        return draw(key, data)._replace(active=groups.active, memory=memory)
+
     hooks = Hooks(
         solve(task, local, proximal(mu, erm(task))),
-        start=lambda key, data: begin(key, data)._replace(active=groups.active),
-        migrate=migrate,
-        assign=every_round(best_model(task, local, with_l2)),
+        start=begin,
+        migrate=move,
+        assign=every_round(choose),
         aggregate=aggregate,
-        start_clients=no_clients if start is independent_models and migrate is None else None,
+        start_clients=no_clients if start is independent_models and move is None else None,
     )
     return federated(task, local, system, hooks)._replace(serve=groups.serve)
 
@@ -108,40 +126,15 @@ def ifca_mig(
     local: Local,
     system: SystemLike,
     *,
-    m: PositiveInt,
-    start: MakeStart = independent_models,
-    aggregate: AggregateFn = uniform_mean,
-    with_l2: bool = False,
     detector: DetectFn = tv,
     charge: ChargeFn = charge_detected,
-    mu: NonNegativeFloat | jax.Array = 0.0,
+    **options: Any,
 ) -> Algorithm:
-    """IFCA-MIG of the FlexCFL paper: clients with a group whose data shifted download all
-    models and choose again before the round.
+    """IFCA-MIG of the FlexCFL paper: IFCA whose clients choose again where their data shift.
 
-    Args: `start`, `aggregate`, `with_l2` and `mu` are those of `ifca`; `detector` finds the shifts;
-    `charge` says which clients pay for the m models.
+    Args: `detector` and `charge` are those of `OnShift`; `options` are the others of `ifca`.
     """
-    check_arguments(ifca_mig, locals(), "algorithm")
-
-    def start_with_reference(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
-        start_groups = start(task, local, system, m)
-        return lambda key, data: start_groups(key, data)._replace(
-            memory=ShiftMemory(init_reference(data))
-        )
-
-    move = on_shift(best_model(task, local, with_l2), local, detector, m, charge)
-    return ifca(
-        task,
-        local,
-        system,
-        m=m,
-        start=start_with_reference,
-        aggregate=aggregate,
-        with_l2=with_l2,
-        migrate=move,
-        mu=mu,
-    )
+    return ifca(task, local, system, shift=OnShift(detector, charge), **options)
 
 
 def ifca_restarts(
@@ -254,8 +247,7 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
     def start(key: Key, data: FederatedData) -> Start:
         cohort = first_cohort(local, system, key, data)
         common = random_groups(task, 1)(key, data).groups
-        work = full_work(jnp.zeros_like(cohort.ids))
-        upload, report = train(cohort, data, (derive_key(key, TRAIN), common), work)
+        upload, report = train(derive_key(key, TRAIN), common, cohort, data)
         real, usable = cohort.ids < data.num_clients, upload.weight > 0
         models = jax.tree.map(jnp.add, common, upload.delta)
         first = jnp.argmin(jnp.where(usable, cohort.rank, cohort.rank.size))

@@ -74,8 +74,7 @@ def nonfed(
         return after.replace(traffic=state.traffic), info
 
     return algorithm._replace(
-        round=silent_round,
-        client_models=lambda state: (state.groups, state.server),
+        round=silent_round, client_models=lambda state: (state.groups, state.server)
     )
 
 

@@ -170,9 +170,7 @@ def send_bases(bases: jax.Array, who: jax.Array) -> Traffic:
 
 
 def join_or_found(
-    describe: DescribeFn,
-    compare: Callable[[jax.Array], jax.Array],
-    threshold: ArrayLike | None,
+    describe: DescribeFn, compare: Callable[[jax.Array], jax.Array], threshold: ArrayLike | None
 ) -> MigrateFn:
     """Returns what takes in clients of which the server has no vectors yet, as soon as they have
     samples: those of lowest number first, each to the group of least mean angle, or, if that is

@@ -35,10 +35,7 @@ def scaffold(
     """
     check_arguments(scaffold, locals(), "algorithm")
     hooks = Hooks(
-        sgd(task, local),
-        aggregate=aggregate,
-        server=optax.sgd(server_lr),
-        start_clients=no_clients,
+        sgd(task, local), aggregate=aggregate, server=optax.sgd(server_lr), start_clients=no_clients
     )
     return federated(task, keep_alone(local, control_variates()), system, hooks)
 

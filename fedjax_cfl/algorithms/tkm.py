@@ -13,7 +13,6 @@ stages in every round and on the last layer only (D34).
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ from fedjax_cfl.system import faults
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.system.traffic import add_traffic, make_traffic
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
@@ -159,15 +158,10 @@ def trimmed_kmeans(
             step, labels, centers, _ = carry
             nearest = nearest_center(models, centers)
             means, count = trimmed_group_mean(known, nearest, models, m, theta)
-            filled = jax.tree.map(partial(jax.vmap(jnp.where), count > 0), means, centers)
+            filled = where_rows(count > 0, means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
 
-        initial = (
-            0,
-            jnp.full(known.size, -1, jnp.int32),
-            take_rows(models, seeds),
-            True,
-        )
+        initial = 0, jnp.full(known.size, -1, jnp.int32), take_rows(models, seeds), True
         _, _, centers, _ = lax.while_loop(
             lambda carry: carry[3] & (carry[0] < iterations), improve, initial
         )

@@ -36,7 +36,6 @@ from fedjax_cfl.algorithms.flexcfl.founding import (
     cluster_by_edc,
     cluster_by_madc,
     cluster_by_randomized_edc,
-    join_nearest,
     join_random,
     one_founder_each,
     parse_pretrain,
@@ -44,11 +43,11 @@ from fedjax_cfl.algorithms.flexcfl.founding import (
     start_from_initial,
 )
 from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, spread_models
-from fedjax_cfl.algorithms.md_icfl.empty_groups import copy_largest, new_models
-from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK
+from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, copy_largest, new_models
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client import sgd
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster, shift_detection
+from fedjax_cfl.clustering.assign import nearest_direction
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.round import aggregate
 from fedjax_cfl.round.start import common_model, random_groups
@@ -103,7 +102,7 @@ FLEXCFL = {
         "none": one_founder_each,
     },
     "group_start": {"pretrained": start_from_founders, "initial": start_from_initial},
-    "newcomers": {"nearest": join_nearest, "random": join_random},
+    "newcomers": {"nearest": nearest_direction, "random": join_random},
     "mix": {"normalized": aggregate.inter_group, "paper": aggregate.add_inter_group},
     "detector": DETECTORS,
     "temperature": {
@@ -189,9 +188,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "aggregate": MEANS,
     },
     algorithms.flexcfl: FLEXCFL,
-    algorithms.fedgroup: FLEXCFL,
     algorithms.ifca: IFCA,
-    algorithms.ifca_mig: IFCA,
     algorithms.ifca_restarts: IFCA,
     algorithms.wecfl: {"distance": {"full": full_distance, "last_layer": last_layer_distance}},
     algorithms.md_icfl: {

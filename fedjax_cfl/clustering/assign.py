@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import client_range, over_clients
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.losses import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.pretrain import TrainFn
@@ -115,8 +115,8 @@ def nearest_direction(pretrain: TrainFn) -> AssignFn:
     def choose(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        memory, work = state.memory, full_work(jnp.zeros_like(cohort.ids))
-        upload, report = pretrain(cohort, data, (key, memory.initial), work)
+        memory = state.memory
+        upload, report = pretrain(key, memory.initial, cohort, data)
         similarity = cosine(upload.delta, memory.directions)
         finite = jnp.isfinite(leaf_norms(memory.directions).sum(0))
         usable = memory.has_founders & finite & jnp.isfinite(similarity)

@@ -88,13 +88,11 @@ def edc_randomized(
     """
     rows = as_rows(delta)
     size = rows[0].shape[0]
-    values, vectors = top_eigenpairs(
-        key,
-        lambda basis: add_up([dot(part, dot(part.T, basis)) for part in rows]),
-        size,
-        min(m + oversample, size),
-        power,
-    )
+
+    def multiply(basis: jax.Array) -> jax.Array:
+        return add_up([dot(part, dot(part.T, basis)) for part in rows])
+
+    values, vectors = top_eigenpairs(key, multiply, size, min(m + oversample, size), power)
     square_norm = add_up([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
     return _features(values, vectors, square_norm, m)
 

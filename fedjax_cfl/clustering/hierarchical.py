@@ -71,13 +71,8 @@ def agglomerate(
         )
 
     everywhere = jnp.where(valid[:, None] & valid & (index[:, None] != index), distance, jnp.inf)
-    start = (
-        distance,
-        (index[0], distance[0]),
-        jnp.min(everywhere, axis=1),
-        valid.astype(jnp.float32),
-        index,
-    )
+    nearest, size = jnp.min(everywhere, axis=1), valid.astype(jnp.float32)
+    start = distance, (index[0], distance[0]), nearest, size, index
     merge = functools.partial(_merge_closest, LINKAGES[linkage])
     label = lax.while_loop(unfinished, merge, start)[4]  # the lowest index of the cluster
     number = jnp.cumsum(valid & (label == index)) - 1
@@ -146,9 +141,5 @@ def bisect_updates(
 
     apart = dissimilarity(delta, delta)[order][:, order]
     label, gamma = on_every_device(cut_all, mesh)(apart, group, ready)
-    return (
-        jnp.zeros_like(group)
-        .at[order]
-        .set(jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)),
-        gamma,
-    )
+    own = jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)
+    return jnp.zeros_like(group).at[order].set(own), gamma

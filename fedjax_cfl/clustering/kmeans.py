@@ -8,6 +8,7 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import divide, dot
+from fedjax_cfl.tree import membership_weights
 from fedjax_cfl.types import Key
 
 # points that are closer, relative to their norm, differ by rounding alone
@@ -33,7 +34,7 @@ def _squared_distance(x: jax.Array, centers: jax.Array) -> jax.Array:
     )
 
 
-def _sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
+def sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
     """Draws rows [k] with probabilities proportional to `mass` [N], by `draws` [k] uniform
     in 0 .. 1.
     """
@@ -56,42 +57,56 @@ def _init_centers(
         mass = weight * nearest
         # any point, where every point is a center already
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)
-        candidates = x[_sample_rows(mass, draws[i])]
+        candidates = x[sample_rows(mass, draws[i])]
         improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
         inertia = jnp.sum(weight[:, None] * improved, axis=0)
         best = jnp.argmin(jnp.where(jnp.arange(inertia.size) < greedy, inertia, jnp.inf))
         return centers.at[i].set(candidates[best]), improved[:, best]
 
-    center = x[_sample_rows(weight, draws[0, :1])[0]]
+    center = x[sample_rows(weight, draws[0, :1])[0]]
     centers = jnp.broadcast_to(center, (draws.shape[0], x.shape[1]))
     return jax.lax.fori_loop(1, used, add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
 
 
-def _move(x: jax.Array, weight: jax.Array, centers: jax.Array, used: ArrayLike) -> jax.Array:
-    """Returns the weighted means [m, p] of the clusters; the j-th empty cluster of those
-    `used` gets the j-th farthest point as its center.
+def cluster_means(
+    points: jax.Array, labels: jax.Array, weight: jax.Array, m: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted mean [m, p] of each cluster's points [K, p], and the sum [m] of their
+    weights. Both are 0 for an empty cluster; `weight` [K] >= 0, or bool, masks a point by 0.
     """
-    m = centers.shape[0]
-    in_use = jnp.arange(m) < used
-    distance = _squared_distance(x, centers)
-    member = jax.nn.one_hot(jnp.argmin(distance, axis=1), m) * weight[:, None]
-    mass = jnp.sum(member, axis=0)
-    far, point = jax.lax.top_k(
-        jnp.where(weight > 0, jnp.min(distance, axis=1), 0), min(m, x.shape[0])
-    )
-    rank = jnp.cumsum((mass == 0) & in_use) - 1
-    # where no point is left to move to, the center stays, and its cluster stays empty
-    moves = (far > 0).at[rank].get(mode="fill", fill_value=False)
-    empty = jnp.where(moves[:, None], x[point.at[rank].get(mode="clip")], centers)
-    moved = jnp.where(mass[:, None] > 0, divide(dot(member.T, x), mass[:, None]), empty)
-    return jnp.where(in_use[:, None], moved, moved[0])
+    weight = weight.astype(jnp.float32)
+    member = membership_weights(weight, labels, m)
+    size = member.sum(0)
+    kept = jnp.where(weight[:, None] > 0, points, 0.0)
+    return divide(dot(member.T, kept), size[:, None]), size
+
+
+def move_centers(
+    points: jax.Array, weight: jax.Array, distance: jax.Array, centers: jax.Array, used: jax.Array
+) -> jax.Array:
+    """Returns the means [m, p] of the clusters; the j-th empty one in use gets the j-th
+    farthest point. Where no point is left to move to, the center stays, and its cluster is empty.
+
+    Args: `points` [K, p]; `weight` [K] is that of `cluster_means`; `distance` [m, K] are those
+    from the present centers, infinite from centers that are not in use, or no nearer than those of
+    one in use; `centers` [m, p] are the present ones; `used` [m] bool are those in use.
+    """
+    m = used.size
+    means, size = cluster_means(points, jnp.argmin(distance, axis=0), weight, m)
+    nearest = jnp.where(weight > 0, jnp.min(distance, axis=0), 0)
+    far, place = jax.lax.top_k(nearest, min(m, points.shape[0]))
+    empty = used & (size == 0)
+    rank = jnp.cumsum(empty) - 1
+    moves = empty & (far > 0).at[rank].get(mode="fill", fill_value=False)
+    reseeded = jnp.where(moves[:, None], points[place.at[rank].get(mode="clip")], centers)
+    return jnp.where(size[:, None] > 0, means, reseeded)
 
 
 def _lloyd(
     x: jax.Array, weight: jax.Array, centers: jax.Array, used: ArrayLike, iterations: int
 ) -> jax.Array:
     """Returns the centers [m, p] after Lloyd's iterations, which stop when centers hardly move."""
-    total = jnp.sum(weight)
+    total, in_use = jnp.sum(weight), jnp.arange(len(centers)) < used
     mean = divide(dot(weight, x), total)
     tolerance = 1e-4 * jnp.mean(divide(dot(weight, jnp.square(x - mean)), total))
 
@@ -101,8 +116,9 @@ def _lloyd(
 
     def iterate(carry):
         step, centers, _ = carry
-        new = _move(x, weight, centers, used)
-        moved = jnp.where(jnp.arange(len(new))[:, None] < used, new - centers, 0)
+        new = move_centers(x, weight, _squared_distance(x, centers).T, centers, in_use)
+        new = jnp.where(in_use[:, None], new, new[0])
+        moved = jnp.where(in_use[:, None], new - centers, 0)
         return step + 1, new, jnp.sum(jnp.square(moved))
 
     return jax.lax.while_loop(unfinished, iterate, (0, centers, jnp.float32(jnp.inf)))[1]

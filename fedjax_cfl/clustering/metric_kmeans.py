@@ -5,14 +5,14 @@ The number of clusters lives under a static maximum m with a mask, so that nothi
 ever traced again.
 """
 
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.clustering.distances import MetricFn, divide, dot
+from fedjax_cfl.clustering.distances import MetricFn, dot
+from fedjax_cfl.clustering.kmeans import move_centers, sample_rows
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Key
 
@@ -39,18 +39,6 @@ class ClusterFn(Protocol):
     ) -> Clusters: ...
 
 
-def cluster_means(
-    points: jax.Array, labels: jax.Array, valid: jax.Array, m: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean [m, p] of each cluster's valid points, and their number [m]. Both are
-    0 for an empty cluster.
-    """
-    member = one_hot(labels, m, valid)
-    size = member.sum(0)
-    kept = jnp.where(valid[:, None], points, 0.0)
-    return divide(dot(member.T, kept), size[:, None]), size
-
-
 def seed_centers(
     key: Key, points: jax.Array, weight: jax.Array, count: jax.Array, m: int, metric: MetricFn
 ) -> jax.Array:
@@ -61,41 +49,18 @@ def seed_centers(
     Args: `points` [K, p]; `weight` [K] >= 0, where 0 masks a row; `count` [] is how many
     centers are drawn, the other m - `count` repeat the first; `m` is static.
     """
-    lots = jax.random.uniform(key, (m,))
-
-    def draw(mass: jax.Array, lot: jax.Array) -> jax.Array:
-        up_to = jnp.cumsum(mass)
-        return points[jnp.sum(up_to < up_to[-1] * (1 - lot))]
+    draws = jax.random.uniform(key, (m, 1))
 
     def add(i, carry):
         centers, nearest = carry
         mass = weight * nearest
-        center = draw(jnp.where(mass.sum() > 0, mass, weight), lots[i])
+        mass = jnp.where(mass.sum() > 0, mass, weight)
+        center = points[sample_rows(mass, draws[i])[0]]
         return centers.at[i].set(center), jnp.minimum(nearest, metric(center[None], points)[0])
 
-    first = draw(weight, lots[0])
+    first = points[sample_rows(weight, draws[0])[0]]
     centers = jnp.broadcast_to(first, (m, points.shape[1]))
     return lax.fori_loop(1, count, add, (centers, metric(first[None], points)[0]))[0]
-
-
-def move_centers(
-    points: jax.Array, valid: jax.Array, distance: jax.Array, centers: jax.Array, used: jax.Array
-) -> jax.Array:
-    """Returns the means [m, p] of the clusters; the j-th empty one in use gets the j-th
-    farthest point.
-
-    Args: `points` [K, p]; `valid` [K] bool are the points that count; `distance` [m, K] are
-    those from the present centers, infinite from centers that are not in use; `centers` [m, p]
-    are the present ones; `used` [m] bool are those in use.
-    """
-    m = used.size
-    means, size = cluster_means(points, jnp.argmin(distance, axis=0), valid, m)
-    far, place = lax.top_k(jnp.where(valid, jnp.min(distance, axis=0), 0), min(m, points.shape[0]))
-    empty = used & (size == 0)
-    rank = jnp.cumsum(empty) - 1
-    moves = empty & (far > 0).at[rank].get(mode="fill", fill_value=False)
-    reseeded = jnp.where(moves[:, None], points[place.at[rank].get(mode="clip")], centers)
-    return jnp.where(size[:, None] > 0, means, reseeded)
 
 
 def metric_kmeans(
@@ -245,15 +210,10 @@ def by_silhouette(
 
         def attempt(count: jax.Array) -> jax.Array:
             keys = jax.random.split(jax.random.fold_in(key, count), restarts)
-            run = partial(
-                metric_kmeans,
-                points=points,
-                valid=valid,
-                count=count,
-                m=m,
-                metric=metric,
-                iterations=iterations,
-            )
+
+            def run(key: Key) -> tuple[jax.Array, jax.Array]:
+                return metric_kmeans(key, points, valid, count, m, metric, iterations)
+
             # one after another: a run ends as soon as its own labels stay
             labels, cost = lax.map(run, keys)
             return labels[jnp.argmin(cost)]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
@@ -107,7 +108,7 @@ def on_shift(
     choose: AssignFn,
     local: Local,
     detect: DetectFn,
-    units_each: int = 0,
+    units_each: ArrayLike = 0,
     charge: ChargeFn = charge_detected,
 ) -> MigrateFn:
     """Reassigns clients that have a group, before the round, when a shift of their label counts

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
-from fedjax_cfl.clustering.metric_kmeans import cluster_means, largest_distance
+from fedjax_cfl.clustering.kmeans import cluster_means
+from fedjax_cfl.clustering.metric_kmeans import largest_distance
 from fedjax_cfl.tree import group_sum, one_hot
 from fedjax_cfl.types import Params
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
@@ -31,10 +32,10 @@ class DriftEvent(NamedTuple):
 class Trigger(NamedTuple):
     """Decides when all clients are clustered again, and remembers what it needs to."""
 
-    init: Callable[[jax.Array], Any]  # (centers [m, p]) -> memory
-    fires: Callable[[Any, DriftEvent], jax.Array]  # -> [] bool
+    fires: Callable[[Any, DriftEvent], jax.Array]  # (memory, moves) -> [] bool
+    init: Callable[[jax.Array], Any] = lambda centers: ()  # (centers [m, p]) -> memory
     # (memory, fired [] bool, centers [m, p] after the event) -> memory
-    update: Callable[[Any, jax.Array, jax.Array], Any]
+    update: Callable[[Any, jax.Array, jax.Array], Any] = lambda memory, fired, centers: memory
 
 
 def rowwise(metric: MetricFn, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -109,7 +110,7 @@ def center_shift(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
         shift = jnp.max(rowwise(moves.metric, moves.before, moves.after))
         return shift >= tau * mean_center_distance(moves)
 
-    return Trigger(lambda centers: (), fires, lambda memory, fired, centers: memory)
+    return Trigger(fires)
 
 
 def center_shift_since_clustering(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
@@ -120,11 +121,10 @@ def center_shift_since_clustering(tau: NonNegativeFloat | jax.Array = 1 / 3) -> 
     def fires(memory: jax.Array, moves: DriftEvent) -> jax.Array:
         return center_shift(tau).fires((), moves._replace(before=memory))
 
-    return Trigger(
-        lambda centers: centers,
-        fires,
-        lambda memory, fired, centers: jnp.where(fired, centers, memory),
-    )
+    def update(memory: jax.Array, fired: jax.Array, centers: jax.Array) -> jax.Array:
+        return jnp.where(fired, centers, memory)
+
+    return Trigger(fires, lambda centers: centers, update)
 
 
 def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
@@ -150,7 +150,7 @@ def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
         lower = limit(jnp.float32(delta), present - delta)
         return jnp.where(fired & before, 2 * present, lower), fired
 
-    return Trigger(init, fires, update)
+    return Trigger(fires, init, update)
 
 
 def pairwise_fixed(delta: PositiveFloat = 0.1) -> Trigger:
@@ -159,7 +159,7 @@ def pairwise_fixed(delta: PositiveFloat = 0.1) -> Trigger:
     def fires(memory: Any, moves: DriftEvent) -> jax.Array:
         return largest_distance(moves.points, moves.labels, moves.valid, moves.metric) > delta
 
-    return Trigger(lambda centers: (), fires, lambda memory, fired, centers: memory)
+    return Trigger(fires)
 
 
 def pairwise_as_printed(delta: PositiveFloat = 0.1) -> Trigger:
@@ -167,22 +167,14 @@ def pairwise_as_printed(delta: PositiveFloat = 0.1) -> Trigger:
     return pairwise(delta, printed=True)
 
 
-def _constant(fired: bool) -> Trigger:
-    return Trigger(
-        lambda centers: (),
-        lambda memory, moves: jnp.array(fired),
-        lambda memory, fired, centers: memory,
-    )
-
-
 def always() -> Trigger:
     """Clusters all clients again at every drift event."""
-    return _constant(True)
+    return Trigger(lambda memory, moves: jnp.array(True))
 
 
 def never() -> Trigger:
     """Never clusters all clients again; clients only move one by one."""
-    return _constant(False)
+    return Trigger(lambda memory, moves: jnp.array(False))
 
 
 def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> jax.Array:

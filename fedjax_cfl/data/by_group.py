@@ -25,15 +25,7 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import (
-    COUNT,
-    BelowOne,
-    Count,
-    PositiveFloat,
-    PositiveInt,
-    Rule,
-    Seed,
-)
+from fedjax_cfl.validation import COUNT, BelowOne, Count, PositiveFloat, PositiveInt, Rule, Seed
 
 
 def _read_size(given: int | str) -> tuple[Any, bool]:
@@ -124,19 +116,11 @@ def source_groups(
     rng = check_partition(source_groups, locals())
     mask = draw_test_mask(rng, pool, test_fraction)
     concept = _deal_clients(groups, clients_per_group, seed)
-    parts = [
-        _draw_group(
-            rng,
-            pool,
-            mask,
-            int(np.sum(concept == source)),
-            samples_per_client,
-            test_samples,
-            alpha,
-            pool.source == source,
-        )
-        for source in range(groups)
-    ]
+    amounts = samples_per_client, test_samples, alpha
+    parts = []
+    for source in range(groups):
+        clients = int(np.sum(concept == source))
+        parts.append(_draw_group(rng, pool, mask, clients, *amounts, pool.source == source))
     train, test = ([part for side in parts for part in side[i]] for i in (0, 1))
     return join_clients(train, test)._replace(concept=concept)
 

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import PositiveInt, Seed
 
@@ -39,11 +40,7 @@ def rotate(
         raise InputError(
             f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly"
         )
-    if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
-        raise InputError(
-            f"concept=rotate: samples have shape {x.shape[1:]}, expected square images [H, H] or"
-            " [H, H, channels]"
-        )
+    check_square(x, "concept=rotate")
     concept = _draw_concepts(clients, groups, shuffle, seed)
     x = x.copy()
     for g in range(1, groups):

@@ -124,23 +124,18 @@ def swap_part(
         one, two = _swap_ids(go, first, second, data.num_clients)
         given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
         taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)
-        stay = jnp.broadcast_to(
-            jnp.arange(data.num_clients, dtype=data.owner.dtype)[:, None], has.shape
-        )
+        clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
+        stay = jnp.broadcast_to(clients[:, None], has.shape)
         # [K, C]
         heir = stay.at[one, given].set(second, mode="drop").at[two, taken].set(first, mode="drop")
         shifted = jnp.any(heir != stay, axis=1)
         # from now on of mixed origin
         data = data.replace(concept=jnp.where(shifted, -1, data.concept))
-        return (
-            edit_owners(
-                data,
-                jnp.any(shifted),
-                lambda owner: jnp.where(owner < 0, owner, heir[owner, data.y]),
-            ),
-            memory,
-            shifted,
-        )
+
+        def edit(owner: jax.Array) -> jax.Array:
+            return jnp.where(owner < 0, owner, heir[owner, data.y])
+
+        return edit_owners(data, jnp.any(shifted), edit), memory, shifted
 
     return Drift(keep_nothing, apply, _most_by_label)
 
@@ -151,12 +146,10 @@ def draw_swaps(key: Key, round: jax.Array, num_clients: int, num_classes: int) -
         jax.random.fold_in(jax.random.fold_in(key, purpose), round)
         for purpose in (ORDER, COIN, LABELS)
     )
-    scores = jax.random.uniform(labels, (2, num_clients // 2, num_classes))
-    return SwapDraws(
-        draw_permutation(order, num_clients),
-        jax.random.uniform(coin, (num_clients // 2,)),
-        *scores,
-    )
+    pairs = num_clients // 2
+    coins = jax.random.uniform(coin, (pairs,))
+    scores = jax.random.uniform(labels, (2, pairs, num_classes))
+    return SwapDraws(draw_permutation(order, num_clients), coins, *scores)
 
 
 def pair_clients(order: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -197,26 +190,27 @@ def edit_owners(
 ) -> FederatedData:
     """Edits the owners and rebuilds the views, if `moves`."""
 
-    def rebuilt(owner, train, test):
+    def rebuild(owner, train, test):
         new = edit(owner)
         return new, update_client_index(train, new), update_client_index(test, new)
 
-    owner, train, test = lax.cond(
-        moves, rebuilt, lambda *same: same, data.owner, data.train, data.test
-    )
-    return data.replace(owner=owner, train=train, test=test)
+    return _edit_views(data, moves, rebuild)
 
 
 def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> FederatedData:
     """Gives all samples of each client k to client heir[k] [K], a permutation, if `moves`."""
 
-    def exchanged(owner, train, test):
+    def exchange(owner, train, test):
         new = jnp.where(owner < 0, owner, heir[owner])
         return new, *(move_client_index(view, owner, heir) for view in (train, test))
 
-    owner, train, test = lax.cond(
-        moves, exchanged, lambda *same: same, data.owner, data.train, data.test
-    )
+    return _edit_views(data, moves, exchange)
+
+
+def _edit_views(data: FederatedData, moves: jax.Array, edit: Callable) -> FederatedData:
+    """Returns the data after edit(owner, train, test), if `moves`."""
+    views = data.owner, data.train, data.test
+    owner, train, test = lax.cond(moves, edit, lambda *same: same, *views)
     return data.replace(owner=owner, train=train, test=test)
 
 

@@ -56,18 +56,14 @@ def incremental(
         held = data.owner[numbers]
         held = jnp.where(held < 0, data.num_clients, held)
         held, _, numbers = lax.sort((held, bits[numbers], numbers), num_keys=3)
-        place = (
-            jnp.arange(numbers.size, dtype=jnp.int32)
-            - data.train.start[jnp.minimum(held, data.num_clients - 1)]
-        )
+        first = data.train.start[jnp.minimum(held, data.num_clients - 1)]
+        place = jnp.arange(numbers.size, dtype=jnp.int32) - first
         sizes = [data.train.size]
         for ratio in ratios:
-            sizes.append(
-                -(-ratio.numerator * (sizes[-1] if compounding else sizes[0]) // ratio.denominator)
-            )
-        return data, IncrementalMemory(
-            data.owner, jnp.full_like(data.owner, -1).at[numbers].set(place), jnp.stack(sizes[1:])
-        )
+            whole_size = sizes[-1] if compounding else sizes[0]
+            sizes.append(-(-ratio.numerator * whole_size // ratio.denominator))
+        rank = jnp.full_like(data.owner, -1).at[numbers].set(place)
+        return data, IncrementalMemory(data.owner, rank, jnp.stack(sizes[1:]))
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -78,9 +74,8 @@ def incremental(
         shifted = due & (quota != data.train.size)
 
         def edit(owner: jax.Array) -> jax.Array:
-            return jnp.where(
-                (memory.owner >= 0) & (memory.rank < quota[memory.owner]), memory.owner, -1
-            )
+            visible = (memory.owner >= 0) & (memory.rank < quota[memory.owner])
+            return jnp.where(visible, memory.owner, -1)
 
         return edit_owners(data, jnp.any(shifted), edit), memory, shifted
 

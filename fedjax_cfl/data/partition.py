@@ -6,6 +6,10 @@ throughout: its streams are frozen, so that a seed is part of a recipe. Argument
 pool cannot satisfy raise InputError, as a rule before anything is drawn. Unless a docstring
 says otherwise, no two clients have the same sample and the pool's own test split is ignored.
 Each client's n samples are shuffled; the first floor((1 - test_fraction) n) are for training.
+
+Args of all of them: `clients` is K; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is
+the share of each client's samples that are for testing; `min_samples` of a client, train and test
+together, are at most N / K.
 """
 
 from collections.abc import Sequence
@@ -83,23 +87,16 @@ def auto(
     """
     if pool.client is not None:
         return by_user(pool, seed=seed, test_fraction=test_fraction)
-    return dirichlet(
-        pool,
-        clients=clients,
-        alpha=alpha,
-        min_samples=min_samples,
-        seed=seed,
-        test_fraction=test_fraction,
-    )
+    common = {"clients": clients, "seed": seed, "test_fraction": test_fraction}
+    return dirichlet(pool, alpha=alpha, min_samples=min_samples, **common)
 
 
 def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = check_partition(iid, locals())
     check_clients(clients, len(pool.y), "at least 1 sample per client")
-    return split_train_test(
-        np.array_split(rng.permutation(len(pool.y)), clients), rng, test_fraction
-    )
+    dealt = np.array_split(rng.permutation(len(pool.y)), clients)
+    return split_train_test(dealt, rng, test_fraction)
 
 
 def shards(
@@ -113,25 +110,18 @@ def shards(
     """Sorts the samples by label, cuts them into K x `shards_per_client` shards and
     deals these at random (McMahan et al. 2017).
 
-    Args: `clients` is K; K x `shards_per_client` is at most N; `seed` fixes all draws;
-    `test_fraction`, from 0 to below 1, is the share of each client's samples that are for
-    testing.
+    Args: K x `shards_per_client` is at most N; the others are those of all partitions.
     """
     rng = check_partition(shards, locals())
     check_range("shards_per_client", shards_per_client, 1, len(pool.y))
-    check_clients(
-        clients,
-        len(pool.y) // shards_per_client,
-        f"{shards_per_client} shards of at least 1 sample per client",
-    )
+    what = f"{shards_per_client} shards of at least 1 sample per client"
+    check_clients(clients, len(pool.y) // shards_per_client, what)
     order = rng.permutation(len(pool.y))
-    pieces = np.array_split(
-        order[np.argsort(pool.y[order], kind="stable")], clients * shards_per_client
-    )
-    dealt = rng.permutation(len(pieces)).reshape(clients, shards_per_client)
-    return split_train_test(
-        [np.concatenate([pieces[i] for i in row]) for row in dealt], rng, test_fraction
-    )
+    by_label = order[np.argsort(pool.y[order], kind="stable")]
+    pieces = np.array_split(by_label, clients * shards_per_client)
+    rows = rng.permutation(len(pieces)).reshape(clients, shards_per_client)
+    dealt = [np.concatenate([pieces[i] for i in row]) for row in rows]
+    return split_train_test(dealt, rng, test_fraction)
 
 
 def dirichlet(
@@ -149,9 +139,7 @@ def dirichlet(
     A client that has reached N / K samples gets nothing of the later classes (Yurochkin
     et al. 2019); all samples are dealt.
 
-    Args: `clients` is K; `alpha` > 0, the larger the more even; `min_samples` of a client,
-    train and test together, are at most N / K; `seed` fixes all draws; `test_fraction`, from 0
-    to below 1, is the share of each client's samples that are for testing.
+    Args: `alpha` > 0, the larger the more even; the others are those of all partitions.
     """
     rng = check_partition(dirichlet, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))
@@ -163,17 +151,13 @@ def dirichlet(
         smallest = np.sum([np.diff(cut) for cut in cuts], axis=0).min()
         if smallest >= min_samples:
             pieces = [np.split(part, cut[1:-1]) for part, cut in zip(samples, cuts, strict=True)]
-            return split_train_test(
-                [np.concatenate(parts) for parts in zip(*pieces, strict=True)], rng, test_fraction
-            )
+            dealt = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
+            return split_train_test(dealt, rng, test_fraction)
         best = max(best, smallest)
-    advice = (
-        f"the smallest client had {best} at best; lower it or partition.clients, or raise"
-        " partition.alpha"
-    )
     raise InputError(
         f"partition.min_samples={min_samples}: not met in {MAX_REDRAWS} draws with alpha={alpha}"
-        f" and {clients} clients: {advice}"
+        f" and {clients} clients: the smallest client had {best} at best; lower it or"
+        " partition.clients, or raise partition.alpha"
     )
 
 
@@ -236,9 +220,7 @@ def quantity_skew(
     """Deals all samples at random with uneven sizes: min_samples each, the rest in
     proportion to lognormal(0, sigma).
 
-    Args: `clients` is K; `sigma` > 0, the larger the more uneven; `min_samples` of a client,
-    train and test together, are at most N / K; `seed` fixes all draws; `test_fraction`, from 0
-    to below 1, is the share of each client's samples that are for testing.
+    Args: `sigma` > 0, the larger the more uneven; the others are those of all partitions.
     """
     rng = check_partition(quantity_skew, locals())
     check_range("min_samples", min_samples, 0, len(pool.y))

@@ -37,8 +37,7 @@ def power_law(
     props = lognormal(0, sigma), scaled so that a class is used up on average.
 
     Args: `clients` is K, as far as the seed samples suffice; `classes_per_client` is from 1 to C;
-    `sigma` > 0 is that of the lognormal; `seed` fixes all draws; `test_fraction`, from 0 to
-    below 1, is the share of each client's samples that are for testing.
+    `sigma` > 0 is that of the lognormal; the others are those of all partitions.
     """
     rng = check_partition(power_law, locals())
     check_range("seed_samples", seed_samples, 1, len(pool.y))
@@ -48,11 +47,8 @@ def power_law(
     # [K, C], of the first k + 1 clients
     needs = seed_samples * np.cumsum(np.eye(pool.num_classes, dtype=int)[owns].sum(axis=1), axis=0)
     feasible = int((needs <= counts).all(axis=1).sum())
-    check_clients(
-        clients,
-        feasible,
-        f"{seed_samples} samples of each of {classes_per_client} classes per client",
-    )
+    what = f"{seed_samples} samples of each of {classes_per_client} classes per client"
+    check_clients(clients, feasible, what)
     extra = _scaled_lognormal(rng, owns, counts - needs[-1], sigma)
     held, cursor = [[] for _ in range(clients)], np.zeros(pool.num_classes, int)
     for u, j in np.ndindex(*owns.shape):
@@ -105,9 +101,8 @@ def femnist_power_law(
     goes back to 0 whenever there are enough samples left. So clients share the first samples,
     and a test sample of one client may be a training sample of another.
 
-    Args: `clients` is K; `classes_per_client` is c, from 1 to C; `variant` is disjoint |
-    released; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is the share of each
-    client's samples that are for testing.
+    Args: `classes_per_client` is c, from 1 to C; `variant` is disjoint | released; the others are
+    those of all partitions.
     """
     rng = check_partition(femnist_power_law, locals())
     owns = _ring(pool, clients, classes_per_client)

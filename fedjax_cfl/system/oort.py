@@ -172,15 +172,11 @@ def choose(
 PACE_OF_FEDSCALE = Pace()
 
 
-def oort(
-    clients_per_round: PositiveInt,
-    pacing: Pace = PACE_OF_FEDSCALE,
-) -> Selection:
+def oort(clients_per_round: PositiveInt, pacing: Pace = PACE_OF_FEDSCALE) -> Selection:
     """Selects by Oort within each group's quota.
 
     Clients not tried yet count as taking one second each, see the module for what that does to the
-    others. Without a clock all durations stay as they
-    are, and no client is penalised for long rounds.
+    others. Without a clock no client is penalised for long rounds.
     """
     check_arguments(oort, locals())
 
@@ -242,15 +238,14 @@ def remember(
     utility = upload.weight * upload.loss
     mean = jnp.sum(jnp.where(answered, utility, 0.0)) / jnp.maximum(answered.sum(), 1)
     other = jnp.where(answered.any(), mean, memory.utility[known])
-    rows = jnp.where(real, cohort.ids, clients)
     memory = memory.replace(
-        utility=memory.utility.at[rows].set(jnp.where(answered, utility, other), mode="drop"),
-        last=memory.last.at[rows].set(memory.calls, mode="drop"),
-        count=memory.count.at[rows].add(1, mode="drop"),
+        utility=cohort.put(memory.utility, jnp.where(answered, utility, other)),
+        last=cohort.put(memory.last, memory.calls),
+        count=memory.count.at[cohort.ids].add(1, mode="drop"),
         exploited=lax.dynamic_update_index_in_dim(
             jnp.roll(memory.exploited, -1), used, HISTORY - 1, 0
         ),
     )
     if seconds is None:
         return memory
-    return memory.replace(seconds=memory.seconds.at[rows].set(seconds, mode="drop"))
+    return memory.replace(seconds=cohort.put(memory.seconds, seconds))

@@ -20,6 +20,7 @@ from fedjax_cfl.client.losses import cross_entropy, refuse_own_judge, training_l
 from fedjax_cfl.client.runs_as_one import CohortFn
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.system.select import memoryless
 from fedjax_cfl.system.select_by_group import groups_of, take_quotas
 from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Selection, State, Task, Upload
@@ -34,14 +35,15 @@ def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
     def client_loss(client, data: FederatedData, shared, client_inputs):
         key, models = shared
         count, start = client_range(client, data)
-        lots = jax.random.randint(
-            jax.random.fold_in(key, client), (batch,), 0, jnp.maximum(count, 1)
-        )
-        x, y = gather(data, data.train.order[start + lots])
+        own = jax.random.fold_in(key, client)
+        place = jax.random.randint(own, (batch,), 0, jnp.maximum(count, 1))
+        x, y = gather(data, data.train.order[start + place])
         owner = jnp.full(batch, client)
-        return jax.vmap(lambda model: cross_entropy(task.predict(model, x, owner), y).mean())(
-            models
-        )
+
+        def loss(model):
+            return cross_entropy(task.predict(model, x, owner), y).mean()
+
+        return jax.vmap(loss)(models)
 
     return client_loss
 
@@ -55,6 +57,14 @@ def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int
     return take_quotas(lots, groups_of(state), size > 0, state.active.size, candidates)
 
 
+def check_candidates(clients_per_round: int, candidates: int) -> None:
+    """Raises InputError for fewer candidates than places."""
+    if candidates < clients_per_round:
+        raise InputError(
+            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
+        )
+
+
 def select_highest(
     losses: CohortFn, local: Local, clients_per_round: int, candidates: int, batch: int | None
 ) -> Selection:
@@ -65,11 +75,7 @@ def select_highest(
     `batch` is the number of samples that a loss is taken of, None: all of a client's. Raises
     InputError for fewer candidates.
     """
-    if candidates < clients_per_round:
-        raise InputError(
-            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
-        )
-
+    check_candidates(clients_per_round, candidates)
     refuse_own_judge(local, "power-of-choice")
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
@@ -78,10 +84,8 @@ def select_highest(
         cohort = make_cohort(ids, data, local.execution)
         each = losses(cohort, data, (trying, state.groups) if batch else state.groups)
         own = groups_of(state)
-        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        mine = jnp.take_along_axis(each, own[clients][:, None], axis=1)[:, 0]
-        score = jnp.full(data.num_clients, -jnp.inf)
-        score = cohort.put(score, mine)
+        mine = jnp.take_along_axis(each, cohort.take(own)[:, None], axis=1)[:, 0]
+        score = cohort.put(jnp.full(data.num_clients, -jnp.inf), mine)
         drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
@@ -92,9 +96,7 @@ def select_highest(
         inferred = jnp.minimum(data.train.size, batch or data.max_client_samples)
         return Poll(make_traffic(units_down=drawn, words_up=drawn), drawn * inferred)
 
-    return Selection(
-        lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory, poll=poll
-    )
+    return memoryless(select)._replace(poll=poll)
 
 
 def pow_d(
@@ -120,10 +122,7 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
     (rpow-d). It sends nothing more.
     """
     check_arguments(rpow_d, locals())
-    if candidates < clients_per_round:
-        raise InputError(
-            f"candidates={candidates}: must be at least clients_per_round={clients_per_round}"
-        )
+    check_candidates(clients_per_round, candidates)
 
     def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:
         ids = draw_candidates(key, state, data, candidates)
@@ -137,6 +136,6 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
         loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
     ) -> jax.Array:
         known = (upload.weight > 0) & jnp.isfinite(upload.loss)
-        return loss.at[jnp.where(known, cohort.ids, loss.size)].set(upload.loss, mode="drop")
+        return cohort.put(loss, upload.loss, known)
 
     return Selection(lambda data: jnp.full(data.num_clients, jnp.inf, jnp.float32), select, update)

@@ -19,17 +19,18 @@ from fedjax_cfl.validation import PositiveInt, check_arguments
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 
 
+def memoryless(select: Callable[..., jax.Array]) -> Selection:
+    """Selects by `select`, see `Selection`, which gets () as memory."""
+    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+
+
 def stateless(draw: Draw) -> Selection:
     """Selects by `draw`, which remembers nothing.
 
     Its cohorts are known before the run, so that samples on the host can be fetched ahead.
     """
-    return Selection(
-        init=lambda data: (),
-        select=lambda key, memory, state, data: draw(key, state.round, data.num_clients),
-        update=lambda memory, state, cohort, upload, seconds: memory,
-        draw=draw,
-    )
+    drawn = memoryless(lambda key, memory, state, data: draw(key, state.round, data.num_clients))
+    return drawn._replace(draw=draw)
 
 
 def full_participation() -> Selection:
@@ -69,11 +70,8 @@ def rr_then_random(clients_per_round: PositiveInt) -> Selection:
 
     def draw(key: Key, round: int | jax.Array, num_clients: int) -> jax.Array:
         turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
-        return jnp.where(
-            round * clients_per_round < num_clients,
-            turn.astype(jnp.int32),
-            then(key, round, num_clients),
-        )
+        drawn = then(key, round, num_clients)
+        return jnp.where(round * clients_per_round < num_clients, turn.astype(jnp.int32), drawn)
 
     return stateless(draw)
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.data.federated import to_shares, train_label_counts
+from fedjax_cfl.system.select import memoryless
+from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
@@ -84,7 +86,7 @@ def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Se
             rank(key, state, data), own, candidates, state.active.size, clients_per_round
         )
 
-    return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
+    return memoryless(select)
 
 
 def nearest_to_center(
@@ -102,9 +104,7 @@ def nearest_to_center(
         counts = train_label_counts(data)
         size, shares = counts.sum(axis=1), to_shares(counts)
         own = groups_of(state)
-        member = ((own[:, None] == jnp.arange(state.active.size)) & (size > 0)[:, None]).astype(
-            jnp.float32
-        )
+        member = one_hot(own, state.active.size, size > 0)
         centers = member.T @ shares / jnp.maximum(member.sum(0), 1)[:, None]
         distance = jnp.sum(jnp.abs(shares - centers[own]), axis=1)
         if temperature == 0:
@@ -112,8 +112,3 @@ def nearest_to_center(
         return jax.random.gumbel(key, distance.shape) - distance / temperature
 
     return by_group(clients_per_round, score)
-
-
-def random_by_group(clients_per_round: PositiveInt) -> Selection:
-    """Selects uniformly at random within each group's quota."""
-    return by_group(clients_per_round)

@@ -19,16 +19,7 @@ from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.counts import add_counts, make_count
 from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.system.traffic import slot_bytes
-from fedjax_cfl.types import (
-    Cohort,
-    FederatedData,
-    Key,
-    Poll,
-    Report,
-    Selection,
-    State,
-    Upload,
-)
+from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Report, Selection, State, Upload
 
 
 class RoundEnd(NamedTuple):

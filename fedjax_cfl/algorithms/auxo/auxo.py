@@ -28,14 +28,7 @@ from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 # (memory, sizes [m], active [m]) -> [m] bool, the groups to cut

@@ -10,9 +10,8 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 
-from fedjax_cfl.clustering.distances import dot
+from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, State, Upload
 
@@ -50,9 +49,8 @@ def prefers(memory: Scores, side: int) -> jax.Array:
 
 def last_tenth(delta: Params) -> jax.Array:
     """Returns the last tenth [S, p] of the parameters of the updates `delta` [S, ...]."""
-    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(drop_statistics(delta))]
-    wanted = max(sum(row.shape[1] for row in rows) // 10, 1)
-    taken, left = [], wanted
+    rows = as_rows(delta)
+    taken, left = [], max(sum(row.shape[1] for row in rows) // 10, 1)
     for row in reversed(rows):
         taken.append(row[:, max(row.shape[1] - left, 0) :])
         left -= taken[-1].shape[1]
@@ -174,15 +172,14 @@ def score_cohort(
         key, memory, clients, sent, gid, signature, several
     )
     rows = jnp.where(sent, cohort.ids, data.num_clients)
-    own = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
+    side = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
+    score = jnp.where(members.T, scores.T, memory.group[clients])
     memory = memory.replace(
-        side=memory.side.at[rows].set(own, mode="drop"),
-        group=memory.group.at[rows].set(
-            jnp.where(members.T, scores.T, memory.group[clients]), mode="drop"
-        ),
+        side=cohort.put(memory.side, side, sent),
+        group=cohort.put(memory.group, score, sent),
         count=memory.count.at[rows].add(members.T.astype(jnp.float32), mode="drop"),
         cut_seen=memory.cut_seen | named,
         rounds=memory.rounds + state.active,
-        joining=jnp.zeros_like(memory.joining).at[rows].set(True, mode="drop"),
+        joining=cohort.put(jnp.zeros_like(memory.joining), True, sent),
     )
     return state.replace(memory=memory), gid

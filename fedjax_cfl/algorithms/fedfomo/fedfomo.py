@@ -103,16 +103,10 @@ def fedfomo(
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return algorithm.round(key, state, hold_out_samples(data, validation))
 
-    return algorithm._replace(
-        round=round,
-        serve=test,
-        client_models=lambda state: (
-            state.groups,
-            state.server,
-            state.memory.mixed,
-            state.memory.affinity,
-        ),
-    )
+    def client_models(state: State) -> tuple:
+        return state.groups, state.server, state.memory.mixed, state.memory.affinity
+
+    return algorithm._replace(round=round, serve=test, client_models=client_models)
 
 
 def personal_start(task: Task) -> StartFn:
@@ -120,10 +114,9 @@ def personal_start(task: Task) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         initial, clients = shared_model(task, False)(key, data), data.num_clients
-        nobody = jnp.zeros(clients, bool)
-        return initial._replace(
-            memory=PersonalModels(initial.groups, 0.1 * jnp.eye(clients), nobody, nobody)
-        )
+        nobody, affinity = jnp.zeros(clients, bool), 0.1 * jnp.eye(clients)
+        memory = PersonalModels(initial.groups, affinity, nobody, nobody)
+        return initial._replace(memory=memory)
 
     return start
 
@@ -138,12 +131,10 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
         from_mixture = work._replace(client_extra=mixture.model)
 
         def send(upload: Upload) -> Upload:
-            delta = jax.tree.map(
-                lambda change, mixed, trained: mixed + change - trained,
-                upload.delta,
-                mixture.model,
-                mixture.trained,
-            )
+            def from_group(change, mixed, trained):
+                return mixed + change - trained
+
+            delta = jax.tree.map(from_group, upload.delta, mixture.model, mixture.trained)
             return upload.replace(delta=delta, extra=mixture.replace(trained=()))
 
         return then(train(client, data, shared, from_mixture), send)
@@ -166,7 +157,7 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
         memory = PersonalModels(
             mixed=put_models(memory.mixed, rows, mixture.model, mesh),
             affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
-            uploaded=jnp.zeros(clients, bool).at[rows].set(True, mode="drop"),
+            uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
             started=cohort.put(memory.started, True),
         )
         return state.replace(memory=memory), make_traffic()

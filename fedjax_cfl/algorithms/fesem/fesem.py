@@ -12,7 +12,6 @@ for N).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,10 +36,11 @@ from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
+from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_sum, inner_products, membership_weights, take_rows
+from fedjax_cfl.tree import group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -75,11 +75,8 @@ def stored_mean(
     """
     m, memory = state.active.size, state.memory
     fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)
-    old = stored_weights(memory).at[rows_of(cohort, upload, memory)].set(0.0, mode="drop")
-    kept, new = (
-        membership_weights(old, state.assignment, m),
-        membership_weights(fresh, gid, m),
-    )
+    old = cohort.put(stored_weights(memory), 0.0, upload.weight > 0)
+    kept, new = membership_weights(old, state.assignment, m), membership_weights(fresh, gid, m)
     mass = kept.sum(0) + new.sum(0)
 
     def step(stored, delta, center):
@@ -193,15 +190,11 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
         product = inner_products(model, apart, lax.Precision.HIGHEST)
         return jnp.sum((center + mean) * apart, axis=tuple(range(1, apart.ndim))) - 2 * product
 
-    finite = sum(
-        jnp.sum(jnp.square(leaf.reshape(len(leaf), -1)), axis=1)
-        for leaf in jax.tree.leaves(centers)
-    )
+    leaves = jax.tree.leaves(centers)
+    finite = sum(jnp.sum(jnp.square(leaf.reshape(len(leaf), -1)), axis=1) for leaf in leaves)
     usable = jnp.isfinite(finite)
-    centers = jax.tree.map(partial(jax.vmap(lambda ok, c: jnp.where(ok, c, 0.0)), usable), centers)
-    gap = sum(
-        jax.tree.leaves(jax.tree.map(part, drop_statistics(models), drop_statistics(centers)))
-    )
+    centers = drop_statistics(fill_rows(~usable, 0.0, centers))
+    gap = sum(jax.tree.leaves(jax.tree.map(part, drop_statistics(models), centers)))
     return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
 
 
@@ -213,10 +206,9 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
     def assign(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-        nearest = nearest_of(take_rows(state.memory.models, clients), state.groups)
+        nearest = nearest_of(cohort.take(state.memory.models), state.groups)
         kept = jnp.maximum(met_groups(state, cohort), 0)
-        return jnp.where(state.memory.known[clients], nearest, kept), make_report()
+        return jnp.where(cohort.take(state.memory.known), nearest, kept), make_report()
 
     return assign
 
@@ -244,38 +236,28 @@ def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> Migra
     return migrate
 
 
-def rows_of(cohort: Cohort, upload: Upload, memory: Any) -> jax.Array:
-    """Returns the rows [S] of the memory that the cohort's models go to.
-
-    A slot without an update has K, which a scatter drops. `memory` has a field `known`
-    [K].
-    """
-    return jnp.where(upload.weight > 0, cohort.ids, memory.known.size)
-
-
 def keep_models(mesh: Mesh | None = None) -> FinishFn:
     """Stores the model of every client that trained; the devices of `mesh` share them."""
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, Traffic]:
-        rows = rows_of(cohort, upload, before.memory)
+        answered, clients = upload.weight > 0, before.memory.known.size
 
         def store(stored, start, delta, center):
             # The compiler writes the models in place only if it sees that the means, which read
             # them, were taken before. Hence a condition on the new centers; it is true unless the
             # run has diverged.
-            taken = jnp.where(jnp.isfinite(jnp.sum(center)), rows, before.memory.known.size)
-            return put_models(stored, taken, start[gid] + delta, mesh)
+            rows = jnp.where(answered & jnp.isfinite(jnp.sum(center)), cohort.ids, clients)
+            return put_models(stored, rows, start[gid] + delta, mesh)
 
         models = jax.tree.map(
             store, before.memory.models, before.groups, upload.delta, state.groups
         )
-        known = before.memory.known.at[rows].set(True, mode="drop")
+        known = cohort.put(before.memory.known, True, answered)
         memory = state.memory.replace(models=models, known=known)
         if is_weighted(memory):
-            weight = memory.weight.at[rows].set(upload.weight, mode="drop")
-            memory = memory.replace(weight=weight)
+            memory = memory.replace(weight=cohort.put(memory.weight, upload.weight, answered))
         return state.replace(memory=memory), make_traffic()
 
     return finish

@@ -25,13 +25,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.tree_util import Partial
 
-from fedjax_cfl import tree
 from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
     keep_models,
     nearest_center,
     nearest_stored_center,
-    rows_of,
     stored_mean,
     stored_models,
 )
@@ -53,7 +51,7 @@ from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, Start, StartFn
 from fedjax_cfl.system.reports import add_reports, add_to_report, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -85,14 +83,9 @@ def recount(
 
     Args: as those of `RegroupFn`.
     """
-    rows = rows_of(cohort, upload, state.memory)
     new = cohort.take(train_label_counts(data))
-    return (
-        state.replace(
-            memory=state.memory.replace(counts=state.memory.counts.at[rows].set(new, mode="drop"))
-        ),
-        gid,
-    )
+    counts = cohort.put(state.memory.counts, new, upload.weight > 0)
+    return state.replace(memory=state.memory.replace(counts=counts)), gid
 
 
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
@@ -156,13 +149,9 @@ def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
     def aggregate(
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
-        memory = state.memory
-        arrived = (
-            jnp.zeros_like(memory.known).at[rows_of(cohort, upload, memory)].set(True, mode="drop")
-        )
-        return mean(
-            upload, gid, cohort, client_extra, state.replace(memory=memory.replace(known=arrived))
-        )
+        arrived = cohort.put(jnp.zeros_like(state.memory.known), True, upload.weight > 0)
+        state = state.replace(memory=state.memory.replace(known=arrived))
+        return mean(upload, gid, cohort, client_extra, state)
 
     return aggregate
 
@@ -188,15 +177,14 @@ def class_weighted_mean(head: str) -> AggregateFn:
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
         step, mass = stored_mean(upload, gid, cohort, client_extra, state)
-        m, memory, rows = state.active.size, state.memory, rows_of(cohort, upload, state.memory)
-        old = tree.membership_weights(
-            memory.known.at[rows].set(False, mode="drop").astype(jnp.float32), state.assignment, m
-        )
-        new = tree.membership_weights((upload.weight > 0).astype(jnp.float32), gid, m)
+        m, memory, answered = state.active.size, state.memory, upload.weight > 0
+        absent = cohort.put(memory.known, False, answered).astype(jnp.float32)
+        old = membership_weights(absent, state.assignment, m)
+        new = membership_weights(answered.astype(jnp.float32), gid, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
         # [S, m, C]
-        arrived = new[:, :, None] * counts.at[rows].get(mode="fill", fill_value=0)[:, None]
+        arrived = new[:, :, None] * jnp.where(answered[:, None], cohort.take(counts), 0)[:, None]
         samples = kept.sum(0) + arrived.sum(0)
 
         def weighted(stored, delta, center, plain):

@@ -55,12 +55,8 @@ def find_layers(task: Task) -> tuple[Layer, ...]:
 
     params, chain = jax.eval_shape(init, jax.random.key(0)), []
     for name in names:
-        leaves = params[name]
-        shapes = (
-            {part: jnp.shape(leaf) for part, leaf in leaves.items()}
-            if hasattr(leaves, "items")
-            else {}
-        )
+        leaves = params[name] if hasattr(params[name], "items") else {}
+        shapes = {part: jnp.shape(leaf) for part, leaf in leaves.items()}
         kernel = shapes.pop("kernel", None)
         width = kernel[-1] if kernel else chain[-1].width if chain else 0
         vectors = all(shape == (width,) for shape in shapes.values()) and (kernel or shapes)
@@ -118,14 +114,8 @@ def solve_assignment(cost: jax.Array) -> jax.Array:
             j = jnp.argmin(jnp.where(done, jnp.inf, distance)).astype(jnp.int32)
             return row[j], j, distance[j], distance, before, done.at[j].set(True)
 
-        begin = (
-            free,
-            jnp.int32(n),
-            jnp.float32(0),
-            jnp.full(n, jnp.inf),
-            jnp.full(n, free),
-            jnp.zeros(n, bool),
-        )
+        far, before, done = jnp.full(n, jnp.inf), jnp.full(n, free), jnp.zeros(n, bool)
+        begin = free, jnp.int32(n), jnp.float32(0), far, before, done
         _, last, low, distance, before, done = lax.while_loop(
             lambda carry: carry[0] < n, reach, begin
         )
@@ -172,10 +162,8 @@ def reorder_units(
             leaf = leaf.reshape(-1, before.size, leaf.shape[-1])[:, before].reshape(leaf.shape)
         return leaf if order is None else leaf[..., order]
 
-    return {
-        **params,
-        **{name: jax.tree.map(reorder, params[name]) for name in (layer.name, *layer.norms)},
-    }
+    names = layer.name, *layer.norms
+    return {**params, **{name: jax.tree.map(reorder, params[name]) for name in names}}
 
 
 def permute_hidden_units(
@@ -204,9 +192,6 @@ def align_to_center(layers: tuple[Layer, ...], params: Params, center: Params) -
         middle = jnp.mean(others, axis=0)  # minus it, inner products have smaller rounding errors
         own, others = own - middle, others - middle
         product = jnp.matmul(others, own.T, precision=lax.Precision.HIGHEST)
-        orders.append(
-            solve_assignment(
-                jnp.sum(others**2, axis=1)[:, None] + jnp.sum(own**2, axis=1) - 2 * product
-            )
-        )
+        cost = jnp.sum(others**2, axis=1)[:, None] + jnp.sum(own**2, axis=1) - 2 * product
+        orders.append(solve_assignment(cost))
     return orders

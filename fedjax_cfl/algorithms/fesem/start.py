@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.cohort import make_cohort
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
@@ -87,8 +87,7 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
             keys, clients = jax.random.split(key, 4), data.num_clients
             common = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
             cohort = make_cohort(jnp.arange(clients, dtype=jnp.int32), data, local.execution)
-            work = full_work(jnp.zeros_like(cohort.ids))
-            upload, report = train(cohort, data, (keys[1], common), work)
+            upload, report = train(keys[1], common, cohort, data)
 
             def by_client(part, mesh=None):
                 whole = jnp.zeros((clients, *part.shape[1:]), part.dtype)

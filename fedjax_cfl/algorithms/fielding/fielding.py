@@ -32,7 +32,8 @@ from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import MetricFn
-from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette, cluster_means
+from fedjax_cfl.clustering.kmeans import cluster_means
+from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette
 from fedjax_cfl.clustering.recluster import (
     DriftEvent,
     Trigger,

@@ -80,9 +80,8 @@ def embedding(
     """
 
     def init(key: Key, data: FederatedData) -> Any:
-        return train_network(
-            key, data, units, draw_per_class(key, data, images_per_class), epochs, lr
-        )
+        drawn = draw_per_class(key, data, images_per_class)
+        return train_network(key, data, units, drawn, epochs, lr)
 
     def make(task: Task, local: Local) -> Representation:
 
@@ -92,14 +91,13 @@ def embedding(
             def block(b, total):
                 place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
                 x, _ = gather(data, data.train.order[start + jnp.minimum(place, count - 1)])
-                return total + jnp.sum(
-                    jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0), axis=0
-                )
+                seen = jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0)
+                return total + jnp.sum(seen, axis=0)
 
-            blocks = -(-count // SAMPLE_BLOCK)
-            return Loop(
-                blocks, jnp.zeros(units), block, lambda total: total / jnp.maximum(count, 1)
-            )
+            def end(total):
+                return total / jnp.maximum(count, 1)
+
+            return Loop(-(-count // SAMPLE_BLOCK), jnp.zeros(units), block, end)
 
         return Representation(
             init,
@@ -189,9 +187,8 @@ def gradient(
 
         def client_direction(client, data, shared, work):
             def direction(upload):
-                flat = jnp.concatenate(
-                    [leaf.reshape(-1) for leaf in jax.tree.leaves(drop_statistics(upload.delta))]
-                )
+                leaves = jax.tree.leaves(drop_statistics(upload.delta))
+                flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
                 norm = jnp.sqrt(jnp.sum(jnp.square(flat)))
                 unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
                 return project(unit, length)

@@ -13,6 +13,7 @@ The reference code has two more options, both off here: weights by client temper
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
@@ -98,31 +99,9 @@ def flexcfl(
     return federated(task, local, system, hooks)._replace(serve=groups.serve)
 
 
-def fedgroup(
-    task: Task,
-    local: Local,
-    system: SystemLike,
-    *,
-    m: PositiveInt | jax.Array,
-    founding: ColdStart = ColdStart(),
-    eta_g: NonNegativeFloat | jax.Array = 0.0,
-    mix: Callable[[ArrayLike], FinishFn] = inter_group,
-    mu: NonNegativeFloat | jax.Array = 0.0,
-    heat: Temperature | None = None,
-) -> Algorithm:
+def fedgroup(task: Task, local: Local, system: SystemLike, **options: Any) -> Algorithm:
     """FedGroup: FlexCFL whose clients stay in their groups; `mu` > 0 is FedGrouProx.
 
-    Args: as those of `flexcfl`, without `detector`.
+    `options` are those of `flexcfl`, without `detector`.
     """
-    return flexcfl(
-        task,
-        local,
-        system,
-        m=m,
-        founding=founding,
-        eta_g=eta_g,
-        mix=mix,
-        mu=mu,
-        detector=None,
-        heat=heat,
-    )
+    return flexcfl(task, local, system, detector=None, **options)

@@ -12,7 +12,7 @@ from flax import struct
 
 from fedjax_cfl.algorithms.flexcfl.temperature import Temperature
 from fedjax_cfl.client.cohort import make_cohort
-from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering import distances, features
 from fedjax_cfl.clustering.assign import nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
@@ -153,11 +153,6 @@ def parse_pretrain(text: str) -> Callable[[Local], Local]:
     return kinds[kind](int(number))
 
 
-def join_nearest(pretrain: TrainFn) -> AssignFn:
-    """Lets newcomers join the group of the most similar direction."""
-    return nearest_direction(pretrain)
-
-
 def join_random(pretrain: TrainFn) -> AssignFn:
     """Lets newcomers join a random group (ablation RAC)."""
     return random_group
@@ -181,7 +176,7 @@ class ColdStart(NamedTuple):
     measure: MeasureFn = cluster_by_edc()
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
-    newcomers: Callable[[TrainFn], AssignFn] = join_nearest  # join_nearest | join_random
+    newcomers: Callable[[TrainFn], AssignFn] = nearest_direction  # or join_random
     recluster: Sequence[int] = ()  # rounds, from 0, before which the groups are founded again
     # room for so many groups: runs of any m up to it share what is compiled; None: m
     max_m: PositiveInt | None = None
@@ -210,16 +205,14 @@ def make_found_groups(
         keys: Key, ids: jax.Array, initial: Params, data: FederatedData
     ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]:
         cohort = make_cohort(ids, data, local.execution)
-        work = full_work(jnp.zeros_like(cohort.ids))
-        upload, report = pretrain(cohort, data, (keys[0], initial), work)
+        upload, report = pretrain(keys[0], initial, cohort, data)
         # slots in the order of selection, whatever the devices
         rows = jnp.argsort(cohort.rank)[: ids.size]
         valid = upload.weight[rows] > 0
         labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, groups), -1)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
-        directions, founders = group_mean(
-            (gid >= 0).astype(jnp.float32), gid, upload.delta, groups.size
-        )
+        counts = (gid >= 0).astype(jnp.float32)
+        directions, founders = group_mean(counts, gid, upload.delta, groups.size)
         return cohort, gid, directions, founders, report.fault_counts
 
     return found

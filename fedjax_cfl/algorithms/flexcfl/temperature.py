@@ -72,11 +72,8 @@ def lied(temperature: jax.Array, bias: jax.Array, mean: jax.Array, highest: floa
     """
     above = bias > mean
     ratio = jnp.where(above, bias, 1.0) / jnp.where(above & (mean > 0), mean, 1.0)
-    return jnp.where(
-        above,
-        temperature - exponential_change(ratio, highest),
-        linear(temperature, bias, mean, highest),
-    )
+    lower = temperature - exponential_change(ratio, highest)
+    return jnp.where(above, lower, linear(temperature, bias, mean, highest))
 
 
 def eied(temperature: jax.Array, bias: jax.Array, mean: jax.Array, highest: float) -> jax.Array:
@@ -144,16 +141,10 @@ def temperature_mean(highest: float, floor: bool = False) -> AggregateFn:
     ) -> tuple[Params, jax.Array]:
         temperature = cohort.take(state.memory.temperature)
         if not floor:
-            return weighted_mean(
-                upload.replace(weight=upload.weight * (temperature / highest)),
-                gid,
-                cohort,
-                client_extra,
-                state,
-            )
-        coefficient = membership_weights(
-            jnp.floor(upload.weight * temperature / (highest + EPSILON)), gid, state.active.size
-        )
+            cooled = upload.replace(weight=upload.weight * (temperature / highest))
+            return weighted_mean(cooled, gid, cohort, client_extra, state)
+        weight = jnp.floor(upload.weight * temperature / (highest + EPSILON))
+        coefficient = membership_weights(weight, gid, state.active.size)
         mass = coefficient.sum(0)
         return group_sum(coefficient / (mass + EPSILON), upload.delta), mass
 
@@ -166,13 +157,12 @@ def update_temperatures(heat: Temperature) -> FinishFn:
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, Traffic]:
-        num_clients, trained = state.assignment.size, upload.weight > 0
+        trained = upload.weight > 0
         own = heat.temperature_bias(*deviation(before, state.groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
         old = cohort.take(state.memory.temperature)
         new = next_temperature(heat.temperature, old, own, mean[gid], heat.temperature_max)
-        rows = jnp.where(trained, cohort.ids, num_clients)
-        temperature = state.memory.temperature.at[rows].set(new, mode="drop")
+        temperature = cohort.put(state.memory.temperature, new, trained)
         return state.replace(memory=state.memory.replace(temperature=temperature)), make_traffic()
 
     return finish
@@ -183,11 +173,8 @@ def init_temperatures(start_groups: StartFn, highest: float) -> StartFn:
 
     def start(key: Key, data: FederatedData) -> Start:
         initial = start_groups(key, data)
-        return initial._replace(
-            memory=initial.memory.replace(
-                temperature=jnp.full(data.num_clients, highest, jnp.float32)
-            )
-        )
+        temperature = jnp.full(data.num_clients, highest, jnp.float32)
+        return initial._replace(memory=initial.memory.replace(temperature=temperature))
 
     return start
 
@@ -200,9 +187,8 @@ def reset_shifted(move: MigrateFn, highest: float) -> MigrateFn:
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         after, report = move(key, state, data)
-        renewed = jnp.any(
-            after.memory.shift_reference.reference != state.memory.shift_reference.reference, axis=1
-        )
+        now, before = (each.memory.shift_reference.reference for each in (after, state))
+        renewed = jnp.any(now != before, axis=1)
         temperature = jnp.where(renewed, jnp.float32(highest), after.memory.temperature)
         return after.replace(memory=after.memory.replace(temperature=temperature)), report
 

@@ -24,25 +24,27 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl.algorithms.md_icfl.empty_groups import RefillFn, refill_empty_groups
 from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import train_label_shares
+from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, RegroupFn, Start, StartFn
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.tree import take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
     FederatedData,
     Key,
+    Params,
     Report,
     State,
     Task,
@@ -50,6 +52,11 @@ from fedjax_cfl.types import (
     Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
+
+NOISE_SHARE = 0.1  # of the root mean square of a leaf
+
+# (task, key, models [m, ...], the largest group [] int32) -> models [m, ...] for empty groups
+RefillFn = Callable[[Task, Key, Params, jax.Array], Params]
 
 
 class Privacy(NamedTuple):
@@ -141,8 +148,8 @@ def md_icfl(
     Args: `start` random_groups | common_model, the first models: m different ones, or one for
     all; `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
     groups are the same where no data change; `aggregate` uniform_mean | weighted_mean; `empty`
-    None | copy_largest | new_models, the model of a group that nobody is in any more, which the
-    paper does not say, see `empty_groups`: None keeps the old one.
+    None | copy_largest | new_models, the model of a group that no client is in any more, which the
+    paper does not say: None keeps the old one.
     """
     check_arguments(md_icfl, locals(), "algorithm")
     sampler = sampling(task, local)
@@ -184,15 +191,55 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
     ) -> tuple[State, jax.Array]:
         memory, answered = state.memory, upload.weight > 0
         samples, kept = sampler.sample(key, memory.sampler, state.groups, data)
-        distance = measure(
-            cohort, data, (state.groups, samples), (upload.start_group, upload.delta)
-        )
-        share, labels, sent = privacy.weigh(
-            memory.labels, data, cohort, answered, state.active.size
-        )
-        state = state.replace(
-            memory=GroupSearch(labels, kept), traffic=add_traffic(state.traffic, sent)
-        )
+        own, m = (upload.start_group, upload.delta), state.active.size
+        distance = measure(cohort, data, (state.groups, samples), own)
+        share, labels, sent = privacy.weigh(memory.labels, data, cohort, answered, m)
+        sent = add_traffic(state.traffic, sent)
+        state = state.replace(memory=GroupSearch(labels, kept), traffic=sent)
         return state, jnp.where(answered, nearest_group(share, distance, gid), gid)
 
     return regroup
+
+
+def copy_largest(task: Task, key: Key, models: Params, largest: jax.Array) -> Params:
+    """Returns m copies [m, ...] of the largest group's model, each with noise of its own: normal,
+    a tenth of the root mean square of each leaf. Running statistics stay as they are. A
+    `RefillFn`.
+
+    Args: as those of `RefillFn`; `task` is not used.
+    """
+    count = len(jax.tree.leaves(models)[0])
+    copies = copy_model(take_rows(models, largest), count)
+    leaves, kind = jax.tree.flatten(copies)
+    noisy = [
+        leaf
+        + NOISE_SHARE * jnp.sqrt(jnp.mean(jnp.square(leaf))) * jax.random.normal(own, leaf.shape)
+        for own, leaf in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+    ]
+    return copy_statistics(jax.tree.unflatten(kind, noisy), copies)
+
+
+def new_models(task: Task, key: Key, models: Params, largest: jax.Array) -> Params:
+    """Returns m new random models [m, ...]. A `RefillFn`.
+
+    Args: as those of `RefillFn`; only `task`, `key` and the number of models are used.
+    """
+    return jax.vmap(task.init)(jax.random.split(key, len(jax.tree.leaves(models)[0])))
+
+
+def refill_empty_groups(task: Task, refill: RefillFn) -> MigrateFn:
+    """Gives each empty group the model that `refill` makes, before every round but the first.
+
+    A group is empty if no client that has training samples is in it, whether or not it took part
+    in the last round: there line 12 of Algorithm 1 divides 0 by 0. Nothing is sent: clients receive
+    the model of their group as ever.
+    """
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        inside = state.assignment[:, None] == jnp.arange(state.active.size)  # [K, m]
+        size = jnp.sum(inside & (data.train.size > 0)[:, None], axis=0)
+        made = refill(task, key, state.groups, jnp.argmax(size))
+        empty = (size == 0) & (state.round > 0)
+        return state.replace(groups=where_rows(empty, made, state.groups)), make_report()
+
+    return migrate

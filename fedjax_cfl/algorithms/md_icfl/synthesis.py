@@ -23,7 +23,7 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.sharding import over_devices
-from fedjax_cfl.tree import leaf_norms, take_rows
+from fedjax_cfl.tree import leaf_norms, take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
     Count,
@@ -87,14 +87,6 @@ def draw_noise(samples: int, key: Key, models: Params, data: FederatedData) -> j
     """Draws what a search starts from: `samples` of each class and model [C M, m, ...]."""
     count = len(jax.tree.leaves(models)[0])
     return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
-
-
-def keep_finite(kept: Params, new: Params) -> Params:
-    """Returns the `kept` [m, ...], and the `new` in place of those that are not finite, which
-    would stay so.
-    """
-    finite = jnp.isfinite(leaf_norms(kept).sum(0))
-    return jax.tree.map(partial(jax.vmap(jnp.where), finite), kept, new)
 
 
 def back_search(
@@ -227,10 +219,7 @@ class GeneratorTraining(NamedTuple):
         params, statistics = variables["params"], variables["batch_stats"]
         begun = params, statistics, self.adam.init(params)
         return Loop(
-            self.steps,
-            begun,
-            step,
-            lambda carry: {"params": carry[0], "batch_stats": carry[1]},
+            self.steps, begun, step, lambda carry: {"params": carry[0], "batch_stats": carry[1]}
         )
 
     def draw(
@@ -292,7 +281,8 @@ def generator(
             keys = jax.random.split(key, (count, 3))
             variables = jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
             if warm_start:
-                variables = keep_finite(memory, variables)
+                finite = jnp.isfinite(leaf_norms(memory).sum(0))  # what is not would stay so
+                variables = where_rows(finite, memory, variables)
             rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
             inputs = take_rows((keys, variables, models), rows)
             run = over_devices(lambda _, own: run_models(one, local, own), _mesh(local))
