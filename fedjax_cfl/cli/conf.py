@@ -10,6 +10,9 @@ CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a 
 
 
 def resolve_config(config: DictConfig) -> dict[str, Any]:
-    """Returns the settings of a run as a dict: every value instead of where it comes from."""
-    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    """Returns the settings of a run as a dict, without those of Hydra: every value instead of
+    where it comes from.
+    """
+    own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    resolved: Any = OmegaConf.to_container(own, resolve=True)
     return resolved

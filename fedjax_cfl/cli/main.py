@@ -68,7 +68,7 @@ def run_arguments(arguments: list[str]) -> int:
         if request.sweep:
             write_index(request.sweep.folder, request.sweep.points)
         if not flags and not own:
-            run_composed(*request.composed)
+            run_composed(request.config)
             return 0
         sys.argv[1:] = flags + request.overrides
     with wrap_help() if given.help else contextlib.nullcontext():
@@ -76,12 +76,12 @@ def run_arguments(arguments: list[str]) -> int:
     return 0
 
 
-def run_composed(config: Any, node: Any) -> None:
-    """Runs a configuration that has been composed already, as Hydra would; `node` is Hydra's."""
+def run_composed(config: Any) -> None:
+    """Runs a configuration that has been composed already, as Hydra would."""
     from hydra.core.hydra_config import HydraConfig
 
-    node.hydra.runtime.output_dir = os.getcwd()
-    HydraConfig.instance().set_config(node)
+    config.hydra.runtime.output_dir = os.getcwd()
+    HydraConfig.instance().set_config(config)
     run_config(config)
 
 

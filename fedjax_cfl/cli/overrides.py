@@ -14,7 +14,7 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli import config_check, grid
@@ -30,19 +30,12 @@ from fedjax_cfl.validation import flatten_settings
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 
 
-class Composed(NamedTuple):
-    """A configuration as Hydra has composed it, in two parts."""
-
-    config: DictConfig  # the settings of the run
-    hydra: DictConfig  # the node `hydra`, alone
-
-
 class Request(NamedTuple):
     """What a command line asks for, checked."""
 
     overrides: list[str]  # as Hydra wants them
     sweep: Sweep | None
-    composed: Composed  # of a sweep, that of its first run
+    config: DictConfig  # with the node `hydra`; of a sweep that of its first run
 
 
 def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> Request:
@@ -91,7 +84,7 @@ def _suggest_room(asked: list[Override], choices: list[list[str]], config: dict)
             )
 
 
-def _check_choices(choices: list[list[str]]) -> tuple[Composed, dict, dict[str, list]]:
+def _check_choices(choices: list[list[str]]) -> tuple[DictConfig, dict, dict[str, list]]:
     """Checks each value of a sweep in turn, with the first of all others; returns the
     first configuration, its settings as a dict, and the axes of its grid.
     """
@@ -212,13 +205,9 @@ def _groups() -> dict[str, list[str]]:
 
 
 @functools.cache
-def _compose(chosen: tuple[str, ...]) -> Composed:
-    """Returns what Hydra composes of these overrides; not to be changed."""
-    config = hydra.compose("config", ["hydra.mode=RUN", *chosen], return_hydra_config=True)
-    own = OmegaConf.masked_copy(config, "hydra")
-    with open_dict(config):
-        del config["hydra"]
-    return Composed(config, own)
+def _compose(chosen: tuple[str, ...]) -> DictConfig:
+    """Returns what Hydra composes of these overrides, its own node included; not to be changed."""
+    return hydra.compose("config", ["hydra.mode=RUN", *chosen], return_hydra_config=True)
 
 
 @functools.cache
@@ -226,7 +215,7 @@ def _default(chosen: tuple[str, ...]) -> dict[str, Any]:
     """Returns every setting by its dotted name, as it is when nothing but these options
     of groups is chosen.
     """
-    return dict(flatten_settings(resolve_config(_compose(chosen).config)))
+    return dict(flatten_settings(resolve_config(_compose(chosen))))
 
 
 def check_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -236,7 +225,7 @@ def check_overrides(overrides: list[str]) -> dict[str, Any]:
     return compose_checked(overrides)[1]
 
 
-def compose_checked(overrides: list[str]) -> tuple[Composed, dict[str, Any]]:
+def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
     """Returns a configuration, and its settings, resolved, as a dict. Raises InputError for names
     that do not exist and values that are not allowed.
     """
@@ -253,7 +242,7 @@ def compose_checked(overrides: list[str]) -> tuple[Composed, dict[str, Any]]:
             elif override not in chosen:
                 check_name(_text_of(override), name, known, removed)
         composed = _set_values(asked, chosen)
-        config = resolve_config(composed.config)
+        config = resolve_config(composed)
         for override in added:
             if not takes_arguments(config, override.key_or_group):
                 check_name(_text_of(override), override.key_or_group, known)
@@ -268,21 +257,20 @@ def compose_checked(overrides: list[str]) -> tuple[Composed, dict[str, Any]]:
     return composed, config
 
 
-def _set_values(asked: list[Override], chosen: list[Override]) -> Composed:
+def _set_values(asked: list[Override], chosen: list[Override]) -> DictConfig:
     """Returns the configuration of all overrides: what Hydra has composed of those `chosen`, with
     the values of the others. Where one adds or removes a setting, Hydra composes again.
     """
     others = [override for override in asked if override not in chosen]
     if any(override.type != OverrideType.CHANGE or override.package for override in others):
         return _compose(tuple(map(_text_of, asked)))
-    composed = copy.deepcopy(_compose(tuple(map(_text_of, chosen))))
-    OmegaConf.clear_cache(composed.config)  # what ${now:} was
+    config = copy.deepcopy(_compose(tuple(map(_text_of, chosen))))
     for override in others:
-        OmegaConf.update(composed.config, override.key_or_group, override.value(), merge=True)
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     task = [_text_of(override) for override in asked if not override.is_hydra_override()]
-    composed.hydra.hydra.overrides.task = task
-    composed.hydra.hydra.job.override_dirname = ",".join(sorted(task))
-    return composed
+    config.hydra.overrides.task = task
+    config.hydra.job.override_dirname = ",".join(sorted(task))
+    return config
 
 
 def takes_arguments(config: dict[str, Any], name: str) -> bool:

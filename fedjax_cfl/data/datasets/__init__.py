@@ -3,6 +3,7 @@ to clients.
 """
 
 from fedjax_cfl.data.datasets.celeba import celeba
+from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
@@ -21,7 +22,7 @@ from fedjax_cfl.data.datasets.images import (
 from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
-from fedjax_cfl.data.datasets.table import Columns, csv, parquet
+from fedjax_cfl.data.datasets.table import csv, parquet
 from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [

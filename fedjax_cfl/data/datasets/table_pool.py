@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from fedjax_cfl.data.datasets.arrow_files import is_text
+from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
 from fedjax_cfl.data.datasets.pool import name_clients, number_names, number_owners
 from fedjax_cfl.data.datasets.readers import shorten
-from fedjax_cfl.data.datasets.table import Columns
 from fedjax_cfl.data.datasets.table_cells import (
     Place,
     Words,
