@@ -19,14 +19,10 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2:
       100,000               53.73              0.15             959           1,623     0.189
     1,000,000               61.66              0.94           1,437           6,502     0.188
 
-On 2 cores of an Intel Xeon, a day earlier: 53, 33, 47 and 36 rounds/s, an evaluation of
-a million 1.9 s, the same memory.
-
 The samples cost no memory; what grows is 0.9 KB a client: the numbers of its 20
 samples, of which this program holds two copies, and what every device knows of
-everybody. A part of an evaluation only has a table of its own clients; when it had one
-of all, a million clients took 2.6 to 3.2 GB. Drawing a cohort costs the same for any
-number of clients: beyond 65,536 a Feistel permutation.
+everybody. A part of an evaluation only has a table of its own clients. Drawing a cohort
+costs the same for any number of clients.
 """
 
 import json

@@ -19,8 +19,7 @@ Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2,
 
 A round of 20 clients takes at least as long as its largest client on one device, and a
 client of a size not met before costs some milliseconds once: in the usual 9 rounds W1
-gains 1.32 times (1.24..1.62), W2 1.58 (1.44..1.59). On a slower machine (2 cores, Intel
-Xeon, AVX-512, 2026-11-22, 9 rounds): 2.05, 1.89 and 1.77.
+gains 1.32 times (1.24..1.62), W2 1.58 (1.44..1.59).
 """
 
 import json

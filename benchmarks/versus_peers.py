@@ -40,8 +40,6 @@ three of 7:
 
     W3 ours: 247 GFLOP/s, 95% (94%..97%) of the GEMM peak (215 at own shapes, 260 at 2048^3 GFLOP/s)
 
-The first of these runs of W3 had pfl at 1.1 (1.1..1.3).
-
 In the first rounds after compiling, a client of a size not met before costs up to 10 ms
 more, once: over rounds 3 to 9 alone W1 has 860 to 890 client updates/s, 5.1 times
 FedJAX, 10.6 times the PyTorch loop, 11.8 times pfl and 17.4 times Flower.

@@ -199,3 +199,5 @@ def test_bad_thresholds_are_refused(linear, local):
         algorithms.feddrift(linear, local, select.uniform(3), delta=-1.0)
     with pytest.raises(InputError, match=r"algorithm\.m=0"):
         algorithms.feddrift_eager(linear, local, select.uniform(3), m=0)
+    with pytest.raises(InputError, match=r"algorithm\.delta_merge=0.1: FedDrift-Eager merges no"):
+        algorithms.feddrift_eager(linear, local, select.uniform(3), delta_merge=0.1)

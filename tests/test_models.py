@@ -292,7 +292,7 @@ def test_a_users_module_works_with_and_without_train():
         (StackedLSTM(10), (25, 300), 10, r"StackedLSTM returns \(2, 2\).*\(2, 10\) is allowed"),
         (MCLR(10), (784,), 26, r"MCLR returns \(2, 10\)"),
         (Plain(), (5, 5), 4, r"Plain returns \(2, 5, 4\)"),
-        (Counting(), (5,), 4, "Counting .*keeps .'counts'. besides params and batch_stats"),
+        (Counting(), (5,), 4, "Counting .*keeps .'counts'. beside params and batch_stats"),
         (LeNet(10), (3, 32, 32), 10, "LeNet .*come first here: store numpy.moveaxis"),
         (
             nnx.Linear(5, 4, rngs=nnx.Rngs(0)),

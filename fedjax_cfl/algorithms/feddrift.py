@@ -13,7 +13,7 @@ least recently; where there is none, the client stays with its best model.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn
@@ -114,47 +115,25 @@ def feddrift(
     delta: NonNegativeFloat = 0.1,
     delta_merge: NonNegativeFloat | None = None,
     mu: NonNegativeFloat | jax.Array = 0.0,
+    eager: bool = False,
 ) -> Algorithm:
     """FedDrift with at most m models.
 
     Args: `m` is the most models; a client drifts when its best loss has grown by more than
     `delta` >= 0; models are merged whose losses on each other's clients grow by at most
     `delta_merge` (None: delta); `mu` is the weight of FedProx's pull to the received model, which
-    FedDrift does not have (Fielding's comparison has it for all methods).
+    FedDrift does not have (Fielding's comparison has it for all methods); `eager`: all clients that
+    drift at once share one new model, and none are merged (FedDrift-Eager).
+    Raises InputError for `delta_merge` where none are merged.
     """
     check_arguments(feddrift, locals(), "algorithm")
-    merge = merge_models(delta if delta_merge is None else delta_merge)
-    return _feddrift(task, local, system, m, delta, mu, open_each, merge)
-
-
-def feddrift_eager(
-    task: Task,
-    local: Local,
-    system: SystemLike,
-    *,
-    m: PositiveInt = 10,
-    delta: NonNegativeFloat = 0.1,
-    mu: NonNegativeFloat | jax.Array = 0.0,
-) -> Algorithm:
-    """FedDrift-Eager: all clients that drift at once share one new model; none are merged.
-
-    Args: `m` is the most models; a client drifts when its best loss has grown by more than
-    `delta` >= 0; `mu` is that of `feddrift`.
-    """
-    check_arguments(feddrift_eager, locals(), "algorithm")
-    return _feddrift(task, local, system, m, delta, mu, open_one, None)
-
-
-def _feddrift(
-    task: Task,
-    local: Local,
-    system: SystemLike,
-    m: int,
-    delta: float,
-    mu: float | jax.Array,
-    open_models: OpenFn,
-    merge: "MergeFn | None",
-) -> Algorithm:
+    if eager and delta_merge is not None:
+        raise InputError(
+            f"algorithm.delta_merge={delta_merge}: FedDrift-Eager merges no models; use null, or"
+            " algorithm=feddrift"
+        )
+    open_models = open_one if eager else open_each
+    merge = None if eager else merge_models(delta if delta_merge is None else delta_merge)
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_model(task, m),
@@ -164,6 +143,11 @@ def _feddrift(
         finish=remember_losses,
     )
     return federated(task, local, system, hooks)
+
+
+def feddrift_eager(task: Task, local: Local, system: SystemLike, **options: Any) -> Algorithm:
+    """FedDrift-Eager; `options` are those of `feddrift`, without `delta_merge`."""
+    return feddrift(task, local, system, eager=True, **options)
 
 
 def one_model(task: Task, m: int) -> StartFn:

@@ -79,7 +79,7 @@ def fedem(
 
     With m = 1 it is FedAvg. `shrink` divides by the samples of all K clients, not of those in the
     round, so that the models take a step as much shorter as fewer clients take part. A client
-    shuffles its samples anew for each model. Its weights pi stay on the client: nothing but models
+    shuffles its samples again for each model. Its weights pi stay on the client: nothing but models
     is sent. A new client takes one E-step from equal weights; without labels it is not defined.
     Raises InputError for what a mixture cannot be used with, see `refuse_single_models`.
     """

@@ -48,8 +48,8 @@ def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:
     ) -> tuple[Work, Report]:
         keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
         real = cohort.ids < data.num_clients
-        lots = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
-        slow = jnp.argsort(jnp.argsort(lots)) < jnp.round(drop_fraction * real.sum())
+        draws = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
+        slow = jnp.argsort(jnp.argsort(draws)) < jnp.round(drop_fraction * real.sum())
         again = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
         fewer = jax.vmap(lambda key: jax.random.randint(key, (), 1, max(epochs, 2)))(again)
         return work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0)), make_report()

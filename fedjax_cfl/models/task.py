@@ -109,7 +109,7 @@ def _init_of(module: nn.Module, sample_shape: tuple[int, ...]) -> Callable[[Key]
         variables = cast(dict, module.init(key, jnp.zeros((1, *sample_shape)), **flags))
         if extra := sorted(set(variables) - {"params", STATISTICS}):
             raise ValueError(
-                f"it keeps {extra} besides params and {STATISTICS}, which no client would train"
+                f"it keeps {extra} beside params and {STATISTICS}, which no client would train"
                 " or send"
             )
         params = variables.get("params", {})

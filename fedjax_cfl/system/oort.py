@@ -109,16 +109,16 @@ def scores_of(memory: OortMemory, tried: jax.Array, penalty: jax.Array) -> jax.A
 
 
 def draw_by_weight(
-    lots: jax.Array, weight: jax.Array, pool: jax.Array, group: jax.Array, slots: jax.Array
+    draws: jax.Array, weight: jax.Array, pool: jax.Array, group: jax.Array, slots: jax.Array
 ) -> jax.Array:
     """Returns which clients [K] bool are drawn without replacement, with chances proportional
     to their weight.
 
-    Args: `lots` [K] are Gumbel draws; `weight` [K] >= 0; `pool` [K] bool are the clients to
+    Args: `draws` [K] are Gumbel draws; `weight` [K] >= 0; `pool` [K] bool are the clients to
     draw from; `group` [K] int32 is the group of each; `slots` [m] int32 is how many are drawn
     of each group.
     """
-    value = jnp.where(pool, jnp.log(jnp.maximum(weight, 1e-30)) + lots, -jnp.inf)
+    value = jnp.where(pool, jnp.log(jnp.maximum(weight, 1e-30)) + draws, -jnp.inf)
     return pool & (rank_in_groups(value, jnp.where(pool, group, slots.size)) < slots[group])
 
 
@@ -128,7 +128,7 @@ def per_group(mask: jax.Array, group: jax.Array, num_groups: int) -> jax.Array:
 
 
 def choose(
-    lots: jax.Array,
+    draws: jax.Array,
     memory: OortMemory,
     candidates: jax.Array,
     group: jax.Array,
@@ -137,7 +137,7 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (selected [K] bool, exploited [K] bool) of a call.
 
-    Args: `lots` [3, K] are Gumbel draws, for exploitation, exploration and the rest of the
+    Args: `draws` [3, K] are Gumbel draws, for exploitation, exploration and the rest of the
     slots; `memory` is that of this call, see `next_call`; `candidates` [K] bool may be
     selected; `group` [K] int32 is the group of each client; `quota` [m] int32 is the most
     clients of each group; `exponent` >= 0 is that of the penalty on slow clients,
@@ -156,16 +156,16 @@ def choose(
     last = tried & (rank == jnp.maximum(exploit - 1, 0)[group])
     bar = jnp.zeros(m).at[group].max(jnp.where(last, score, 0.0))
     pool = tried & (score >= CUT_OFF * bar[group])
-    exploited = draw_by_weight(lots[0], score, pool, group, exploit)
+    exploited = draw_by_weight(draws[0], score, pool, group, exploit)
 
     weight = jnp.where(fresh, memory.utility * penalty, 0.0)
     near = rank_in_groups(jnp.where(fresh, weight, -1.0), jnp.where(fresh, group, m))
     pool = fresh & (near < ROOMY * explore[group])
-    explored = draw_by_weight(lots[1], weight, pool, group, explore)
+    explored = draw_by_weight(draws[1], weight, pool, group, explore)
     taken = exploited | explored
     left = quota - per_group(taken, group, m)
     return taken | draw_by_weight(
-        lots[2], jnp.ones_like(weight), candidates & ~taken, group, left
+        draws[2], jnp.ones_like(weight), candidates & ~taken, group, left
     ), exploited
 
 
@@ -194,11 +194,11 @@ def oort(clients_per_round: PositiveInt, pacing: Pace = PACE_OF_FEDSCALE) -> Sel
         )
 
     def picked(key: Key, memory: OortMemory, state: State, data: FederatedData):
-        lots = jax.random.gumbel(key, (3, data.num_clients))
+        draws = jax.random.gumbel(key, (3, data.num_clients))
         candidates, group = data.train.size > 0, groups_of(state)
         memory = next_call(memory, pacing)
         quota = share_quotas(clients_per_round, per_group(candidates, group, state.active.size))
-        return choose(lots, memory, candidates, group, quota, pacing.penalty)
+        return choose(draws, memory, candidates, group, quota, pacing.penalty)
 
     def select(key: Key, memory: OortMemory, state: State, data: FederatedData) -> jax.Array:
         taken, _ = picked(key, memory, state, data)

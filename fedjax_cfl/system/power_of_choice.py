@@ -53,8 +53,8 @@ def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int
     among groups, with chances proportional to their training samples.
     """
     size = data.train.size
-    lots = jnp.log(jnp.maximum(size, 1)) + jax.random.gumbel(key, size.shape)
-    return take_quotas(lots, groups_of(state), size > 0, state.active.size, candidates)
+    draws = jnp.log(jnp.maximum(size, 1)) + jax.random.gumbel(key, size.shape)
+    return take_quotas(draws, groups_of(state), size > 0, state.active.size, candidates)
 
 
 def check_candidates(clients_per_round: int, candidates: int) -> None:

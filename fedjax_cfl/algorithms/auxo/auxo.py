@@ -121,7 +121,7 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
     """
 
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        lots, choice = jax.random.split(key)
+        chance_key, choice = jax.random.split(key)
         memory, m, clients = state.memory, state.active.size, data.num_clients
         own = jnp.where(state.assignment >= 0, state.assignment, m)
         sizes = jnp.zeros(m, jnp.int32).at[own].add(1, mode="drop")
@@ -136,7 +136,7 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
         best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
         random = jax.random.randint(choice, (clients,), 0, active.sum())
         chance = explore * 0.99 ** state.round.astype(jnp.float32)
-        free = (jax.random.uniform(lots, (clients,)) < chance) | (memory.count.sum(1) == 0)
+        free = (jax.random.uniform(chance_key, (clients,)) < chance) | (memory.count.sum(1) == 0)
         now = jnp.where(joining, jnp.where(free, random, best), state.assignment).astype(jnp.int32)
         moved = jnp.sum(now != state.assignment)
         return state.replace(assignment=now), make_report(migrated=moved)

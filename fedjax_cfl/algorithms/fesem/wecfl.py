@@ -5,7 +5,7 @@ It is FeSEM in which a client counts as often as it has training samples: K-mean
 models with these weights, centers that are weighted means, and local training without a pull.
 
 Differs from the authors' code: groups are those of the E-step before the training, as in our
-FeSEM, where the code runs K-means anew after it; clients that are not selected count with the
+FeSEM, where the code runs K-means again after it; clients that are not selected count with the
 models they sent last, where the code has all clients take part; K-means starts from the models
 that all clients have after one local training; whole models are compared, as in the paper, where
 the code compares the last layer (`last_layer_distance`).

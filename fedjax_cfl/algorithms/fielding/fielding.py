@@ -222,7 +222,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
 
 
 def recluster_all(rule: DriftRule, key: Key, state: State, moves: DriftEvent) -> State:
-    """Clusters all clients anew by what they have reported; a group becomes the mean of its
+    """Clusters all clients again by what they have reported; a group becomes the mean of its
     clients' former models.
     """
     m = state.active.size

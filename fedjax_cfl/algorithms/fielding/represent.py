@@ -258,11 +258,11 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
     """
     rows = data.train.order
     held = data.owner[rows] >= 0
-    lots = jax.random.uniform(key, rows.shape)
+    draws = jax.random.uniform(key, rows.shape)
 
     def of_class(c: jax.Array) -> tuple[jax.Array, jax.Array]:
         mine = held & (data.y[rows] == c)
-        best, place = lax.top_k(jnp.where(mine, lots, -1.0), min(count, rows.size))
+        best, place = lax.top_k(jnp.where(mine, draws, -1.0), min(count, rows.size))
         return rows[place], (best >= 0).astype(jnp.float32)
 
     drawn, weight = lax.map(of_class, jnp.arange(data.num_classes))

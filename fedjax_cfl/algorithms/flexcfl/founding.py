@@ -276,8 +276,8 @@ def recluster_at(
         keys, clients, m = jax.random.split(key, 4), data.num_clients, state.active.size
         in_use = state.active.sum()
         met = state.assignment >= 0
-        lots = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
-        drawn = jnp.argsort(lots)[: founding.alpha * m].astype(jnp.int32)
+        draws = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
+        drawn = jnp.argsort(draws)[: founding.alpha * m].astype(jnp.int32)
         founds = met[drawn] & (jnp.arange(drawn.size) < founding.alpha * in_use)
         ids = jnp.where(founds, drawn, clients)
         old = membership_weights(met.astype(jnp.float32), state.assignment, m)
