@@ -6,6 +6,7 @@ from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
 from fedjax_cfl.personal.feddyn import feddyn
 from fedjax_cfl.personal.fine_tune import fine_tune
+from fedjax_cfl.personal.moon import moon
 from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
 from fedjax_cfl.personal.scaffold import scaffold
@@ -21,6 +22,7 @@ __all__ = [
     "fedrep",
     "fine_tune",
     "lg_fedavg",
+    "moon",
     "per_fedavg",
     "pfedme",
     "scaffold",
