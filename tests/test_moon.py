@@ -111,7 +111,7 @@ REFUSED = {
     "no such layer": (
         {"layer": "hed"},
         algorithms.fedavg,
-        "the model has no 'hed' (did you mean 'head'",
+        "the model has no 'hed' (did",
     ),
     "another way to train": ({}, algorithms.fedsgd, "personal=moon: changes the steps"),
     "a pull away": ({"mu": -1.0}, algorithms.fedavg, "personal.mu=-1.0"),

@@ -4,6 +4,7 @@
 
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.fedala import fedala
 from fedjax_cfl.personal.feddyn import feddyn
 from fedjax_cfl.personal.fine_tune import fine_tune
 from fedjax_cfl.personal.moon import moon
@@ -15,6 +16,7 @@ from fedjax_cfl.personal.split import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 __all__ = [
     "apfl",
     "ditto",
+    "fedala",
     "fedbabu",
     "fedbn",
     "feddyn",

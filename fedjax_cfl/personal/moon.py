@@ -83,8 +83,8 @@ def check_layer(task: Task, layer: str) -> None:
         raise InputError(f"personal.layer: the model has no {layer!r}{near}")
     if names == [layer]:
         raise InputError(
-            f"personal=moon: {layer} is the model's only layer and receives samples as they are; use"
-            " a model with a layer before it, as mlp"
+            f"personal=moon: {layer} is the model's only layer and receives samples as they are;"
+            " use a model with a layer before it, as mlp"
         )
 
 
