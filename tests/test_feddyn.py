@@ -3,7 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from conftest import SIZES, build, matrix, nightly, one_line, spent, with_execution
+from conftest import (
+    CLASSES,
+    FEATURES,
+    SIZES,
+    build,
+    matrix,
+    nightly,
+    one_line,
+    spent,
+    with_execution,
+)
 from test_personal import play
 from test_reference import (
     KEY,
@@ -16,8 +26,8 @@ from test_reference import (
     samples,
     trained,
 )
+from test_scaffold import Normed, close
 from test_scaffold import Twin as Groups
-from test_scaffold import close
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
@@ -112,6 +122,15 @@ def test_clients_end_at_one_model_where_all_losses_together_have_no_slope(toy, l
             slopes.append(gradient(model, x[held], y[held]))
             close([models_of(state.own.rows)[k]], [-1.0 * slopes[-1]], 2e-3)
     assert np.abs(mean(slopes).flat()).max() < 1e-3 < np.abs(slopes[0].flat()).max()
+
+
+@pytest.mark.nightly
+def test_running_statistics_have_no_term(toy, local):
+    task = cfl.as_task(Normed(), (FEATURES,), CLASSES)
+    before, *_, after = play(algorithms.feddyn(task, local, PICK), toy, 2)
+    assert (matrix(after.own.rows["batch_stats"]) == 0).all()
+    assert (matrix(after.own.rows["Dense_0"]) != 0).any()
+    assert (matrix(after.groups["batch_stats"]) != matrix(before.groups["batch_stats"])).any()
 
 
 def test_methods_compare_updates_without_the_linear_term(local):

@@ -72,7 +72,7 @@ def follow_drift(
     def init(params: Params) -> Moments:
         return Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in Moments._fields))
 
-    def update(updates: Params, state: Moments, params: Params = None) -> tuple[Params, Moments]:
+    def update(updates, state, params=None):
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.first, updates)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, state.second, updates)
         rise = jax.tree.map(follow_rise, state.rise, state.second, second, updates)

@@ -4,8 +4,10 @@
 
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
+from fedjax_cfl.personal.fedala import fedala
 from fedjax_cfl.personal.feddyn import feddyn
 from fedjax_cfl.personal.fine_tune import fine_tune
+from fedjax_cfl.personal.moon import moon
 from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
 from fedjax_cfl.personal.scaffold import scaffold
@@ -14,6 +16,7 @@ from fedjax_cfl.personal.split import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 __all__ = [
     "apfl",
     "ditto",
+    "fedala",
     "fedbabu",
     "fedbn",
     "feddyn",
@@ -21,6 +24,7 @@ __all__ = [
     "fedrep",
     "fine_tune",
     "lg_fedavg",
+    "moon",
     "per_fedavg",
     "pfedme",
     "scaffold",

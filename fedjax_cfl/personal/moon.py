@@ -1,0 +1,147 @@
+"""Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021,
+https://arxiv.org/abs/2103.16257 (MOON).
+
+While a client trains, what its model makes of a sample is pulled to what its group's received model
+makes of it, and away from what its own model made of it when the client last trained.
+
+Differs from the paper: models are compared by what their last layer receives, without a projection
+that the paper puts before it (a model may have one); only the last of a client's models is
+remembered; until a client has trained, it has no such term (the code: its own random model).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local, Training
+from fedjax_cfl.client.objective import Objective
+from fedjax_cfl.client.sgd import change_steps, direct_loop
+from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.types import FederatedData, Params, Personal, Task
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
+
+LEAST_SQUARE = 1e-12  # of features, below which they have no direction
+
+
+class Previous(struct.PyTreeNode):
+    """What ONE client keeps."""
+
+    model: Params  # as it last trained it
+    known: jax.Array  # [] bool, False: it never has
+
+
+def moon(
+    *, mu: NonNegativeFloat = 1.0, temperature: PositiveFloat = 0.5, layer: str = "head"
+) -> Personal:
+    """MOON (Algorithm 1): the loss of a sample gets mu log(1 + exp((s' - s) / temperature)), with
+    the cosines s and s' of its features in the trained model with those in the received one and in
+    the client's previous one.
+
+    `mu` >= 0 is the weight of that term, 0: the method below; `temperature` > 0 is the paper's tau;
+    the features are what the module `layer`, by its name in the model's parameters, receives.
+    Reported losses contain the term. Raises InputError for a value that is not allowed, and, when
+    the method is built, for a model without such a layer, or without any other.
+    """
+    check_arguments(moon, locals(), "personal")
+
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        check_layer(task, layer)
+
+        def make_loop(training: Training, data: FederatedData) -> Program:
+            return contrast_loop(task, training, data, (mu, temperature, layer))
+
+        changed = change_steps(solve, make_loop, "moon")
+        assert isinstance(changed, Partial)  # with the objective first
+        if not isinstance(changed.args[0], Objective):
+            raise InputError(
+                "personal=moon: adds to the loss of samples, but clients of this method minimise"
+                " something else; use personal=none, or another algorithm"
+            )
+        return changed
+
+    def init(model: Params) -> Previous:
+        return Previous(model, jnp.zeros((), bool))
+
+    return Personal("MOON", init, train, combine=None)
+
+
+def check_layer(task: Task, layer: str) -> None:
+    """Raises InputError for a model without `layer`, or without a layer before it."""
+    names = list(drop_statistics(jax.eval_shape(task.init, jax.random.key(0))))
+    if layer not in names:
+        near = suggest_options(layer, names)
+        raise InputError(f"personal.layer: the model has no {layer!r}{near}")
+    if names == [layer]:
+        raise InputError(
+            f"personal=moon: {layer} is the model's only layer and receives samples as they are;"
+            " use a model with a layer before it, as mlp"
+        )
+
+
+def contrast_loop(
+    task: Task, training: Training, data: FederatedData, settings: tuple[float, float, str]
+) -> Program:
+    """Returns the SGD of one client on its loss and the contrast of `moon`, whose mu, temperature
+    and layer the `settings` are; it keeps the model that it has trained.
+    """
+    mu, temperature, layer = settings
+    start, previous, plain = training.start, training.own, training.objective.loss
+
+    def loss(params, x, y, key, owner):
+        def watch(model: Params) -> jax.Array:
+            with watch_inputs(layer) as seen:
+                task.predict(model, x, owner)
+            return seen[-1]
+
+        with watch_inputs(layer) as seen:
+            each = plain(params, x, y, key, owner)
+        received, own = watch(start), watch(previous.model)
+        gap = cosine(seen[-1], own) - cosine(seen[-1], received)
+        return each + mu * jnp.where(previous.known, jax.nn.softplus(gap / temperature), 0.0)
+
+    contrasted = training._replace(objective=training.objective.replace(loss=loss))
+
+    def end(found: tuple) -> tuple[Params, jax.Array, Previous]:
+        delta, losses, _ = found
+        model = jax.tree.map(jnp.add, start, delta)
+        return delta, losses, Previous(model, jnp.ones((), bool))
+
+    return then(direct_loop(contrasted, data), end)
+
+
+@contextlib.contextmanager
+def watch_inputs(layer: str) -> Iterator[list[jax.Array]]:
+    """Yields a list to which each call of the model's module `layer` adds what it receives, as
+    [B, r]. Raises InputError at the end if nothing did.
+    """
+    seen = []
+
+    def note(call: Any, arguments: tuple, options: dict, context: Any) -> Any:
+        if context.module.path == (layer,) and context.method_name == "__call__":
+            seen.append(arguments[0].reshape(len(arguments[0]), -1))
+        return call(*arguments, **options)
+
+    with nn.intercept_methods(note):
+        yield seen
+    if not seen:
+        raise InputError(f"personal.layer={layer}: no module of the model that is called has this")
+
+
+def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the cosines [B] of rows of `a` and `b` [B, r]; about 0 where one is nearly 0."""
+
+    def shrink(rows):
+        square = jnp.sum(rows**2, axis=1)
+        return lax.rsqrt(jnp.where(square > LEAST_SQUARE, square, 1.0))
+
+    return jnp.sum(a * b, axis=1) * shrink(a) * shrink(b)
