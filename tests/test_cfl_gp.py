@@ -115,6 +115,10 @@ def test_slow_twin(toy, linear, local, period):
         seen.add(tuple(sorted(twin.groups.items())))
         for found, expected in zip(models_of(state.groups), twin.models, strict=True):
             np.testing.assert_allclose(found.flat(), expected.flat(), atol=3e-5)
+    for client, blocks in twin.vectors.items():
+        kept = models_of(jax.tree.map(lambda leaf, i=client: leaf[i], state.memory.vectors))
+        for criterion, vector in blocks.items():
+            np.testing.assert_allclose(kept[criterion].flat(), vector, atol=3e-5)
     assert state.assignment[2] == -1 and LATE in twin.groups
     assert {0, 1} <= set(twin.groups.values()) and len(seen) > 1
     sent = spent(begun, state)
@@ -139,6 +143,8 @@ def test_the_schedule_by_hand():
     assert due == [0, 2, 4, 6, 8, 10, 12]
     assert [plan.criterion(round) for round in due] == [0, 1, 2, 0, 1, 2, 0]
     np.testing.assert_allclose([1 / plan.rate(round) for round in due], [1, 1, 1, 2, 2, 2, 3])
+    every = [1 / Plan(2, 1, 9).rate(round) for round in range(6)]
+    np.testing.assert_allclose(every, [1, 2, 2, 3, 3, 4])
 
 
 def test_groups_keep_the_numbers_of_most_clients():

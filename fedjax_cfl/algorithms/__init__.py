@@ -7,6 +7,7 @@ from fedjax_cfl.algorithms.auxo.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.cfl_gp import cfl_gp
+from fedjax_cfl.algorithms.clove import clove
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
@@ -40,6 +41,7 @@ __all__ = [
     "centralised",
     "cfl",
     "cfl_gp",
+    "clove",
     "fedadagrad",
     "fedadam",
     "fedavg",
