@@ -34,7 +34,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = [nightly(name) if name in VARIANTS else name for name in NOT_SLOW] + SLOW
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
-EVERYBODY = ("cfl", "nonfed")  # methods whose every client takes part in every round
+EVERYBODY = ("cfl", "cfl_gp", "nonfed")  # methods whose every client takes part in every round
 POOLED = ("centralised",)  # methods of one place, which counts as a client
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
 MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models

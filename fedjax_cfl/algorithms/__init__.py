@@ -6,6 +6,8 @@ from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
 from fedjax_cfl.algorithms.auxo.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
+from fedjax_cfl.algorithms.cfl_gp import cfl_gp
+from fedjax_cfl.algorithms.clove import clove
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
@@ -41,6 +43,8 @@ __all__ = [
     "auxo",
     "centralised",
     "cfl",
+    "cfl_gp",
+    "clove",
     "fedadagrad",
     "fedadam",
     "fedavg",

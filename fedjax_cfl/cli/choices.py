@@ -154,6 +154,8 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         }
     },
     algorithms.cfl: {"aggregate": MEANS},
+    algorithms.cfl_gp: {"aggregate": MEANS},
+    algorithms.clove: {"aggregate": MEANS},
     algorithms.fedfomo: {
         "norm": {"L1": l1_norm, "L2": l2_norm},
         "test": {"mixed": serve_mixed, "trained": serve_trained},
