@@ -271,7 +271,8 @@ def check_groups(trial: Trial) -> Iterator[str]:
         if wrong.size:
             yield (
                 f"groups: after {number} rounds client {wrong[0]} is in group {found[wrong[0]]};"
-                f" let assign, regroup and what changes state.assignment name 0 to {count - 1}, or -1"
+                " let assign, regroup and what changes state.assignment name 0 to"
+                f" {count - 1}, or -1"
             )
             return
 
