@@ -62,8 +62,8 @@ def own_memory() -> int:
     return 1024 * int(next(line for line in status if line.startswith("RssAnon")).split()[1])
 
 
-def measured(folder: Path, clients: int) -> dict[str, float]:
-    """Runs one size in this process."""
+def measured(folder: Path, clients: int, rows: bool) -> dict[str, float]:
+    """Runs one size in this process; with `rows` every client keeps a model (Ditto)."""
     import jax
 
     import fedjax_cfl as cfl
@@ -82,19 +82,22 @@ def measured(folder: Path, clients: int) -> dict[str, float]:
     data = cfl.federate(
         cfl.Pool(x.view(np.ndarray), y.view(np.ndarray), CLASSES), held, on_host=True
     )
-    task = cfl.as_task(cfl.models.MCLR(CLASSES), (FEATURES,), CLASSES)
-    algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(COHORT))
-    began = time.perf_counter()
-    result = cfl.run(algorithm, task, data, jax.random.key(0), rounds=ROUNDS, eval_every=EVERY)
+    model = cfl.models.MLP(CLASSES, hidden=(352,)) if rows else cfl.models.MCLR(CLASSES)
+    task = cfl.as_task(model, (FEATURES,), CLASSES)
+    local = cfl.Local(0.05, 1, 10, personal=cfl.personal.ditto() if rows else None)
+    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.uniform(COHORT))
+    began, every = time.perf_counter(), ROUNDS if rows else EVERY
+    result = cfl.run(algorithm, task, data, jax.random.key(0), rounds=ROUNDS, eval_every=every)
     total = time.perf_counter() - began
     running.set()
     return {
         "training": ROUNDS / result.times["train_s"],
-        "evaluation": result.times["eval_s"] * EVERY / ROUNDS,
+        "evaluation": result.times["eval_s"] * every / ROUNDS,
         "total": total,
         "own": peak[0],
         "resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "accuracy": result.rows[-1]["accuracy"],
+        "planned": result.memory,
     }
 
 
@@ -105,19 +108,23 @@ def main() -> None:
         "--folder", type=Path, help="where the files go (default: a temporary folder)"
     )
     parser.add_argument(
+        "--rows", action="store_true", help="100,000 clients, each with 25,002 parameters: 10 GB"
+    )
+    parser.add_argument(
         "--side", type=int, metavar="K", help="measure this many clients here, in files that exist"
     )
     given = parser.parse_args()
     if given.side:
-        print(json.dumps(measured(given.folder, given.side)))
+        print(json.dumps(measured(given.folder, given.side, given.rows)))
         return
     print(
         f"{'clients':>9}{'training, rounds/s':>20}{'an evaluation, s':>18}{'own memory, MB':>16}{'with files, MB':>16}{'accuracy':>10}"
     )
-    for clients in (10**3, 10**4) if given.quick else (10**3, 10**4, 10**5, 10**6):
+    sizes = (10**3, 10**4) if given.quick else (10**3, 10**4, 10**5, 10**6)
+    for clients in (10**3 if given.quick else 10**5,) if given.rows else sizes:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             written(Path(folder), clients)
-            options = ["--side", str(clients), "--folder", folder]
+            options = ["--side", str(clients), "--folder", folder, *["--rows"] * given.rows]
             found = call_side(options, f"{clients} clients")
         print(
             f"{clients:9,}{found['training']:20.2f}{found['evaluation']:18.2f}{found['own'] / 1e6:16,.0f}{found['resident'] / 1e6:16,.0f}"

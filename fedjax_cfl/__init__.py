@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedjax_cfl.round import federated
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
-    from fedjax_cfl.simulation import choose_k, make_run_fn, run
+    from fedjax_cfl.simulation import check_algorithm, choose_k, make_run_fn, run
     from fedjax_cfl.system import Faults, System, select
     from fedjax_cfl.types import (
         Algorithm,
@@ -51,6 +51,7 @@ __all__ = [
     "Upload",
     "algorithms",
     "as_task",
+    "check_algorithm",
     "choose_k",
     "concept",
     "datasets",
@@ -78,7 +79,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     "round": ("federated",),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
-    "simulation": ("choose_k", "make_run_fn", "run"),
+    "simulation": ("check_algorithm", "choose_k", "make_run_fn", "run"),
     "system": ("Faults", "System", "select"),
 }
 

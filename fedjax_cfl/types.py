@@ -327,6 +327,9 @@ class OwnRows(struct.PyTreeNode):
     trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
     # [K] int32, the group that each row is about, -1: none; () where rows are about clients alone
     group: Any = ()
+    # [K] int32, where each client's row is, if there are those of some clients alone; (): row k is
+    # client k's
+    place: Any = ()
 
 
 class ServerRows(NamedTuple):
@@ -388,9 +391,12 @@ class Algorithm(NamedTuple):
     # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
     # split them
     client_models: Callable[[State], Any] | None = None
-    # (state, data) -> models [K, ...] that clients are tested on and use; None: those that `serve`
-    # serves
-    personal_models: Callable[[State, FederatedData], Params] | None = None
+    # (state, data, clients [n] or None: all) -> models [n, ...] that these clients are tested on
+    # and use; None: those that `serve` serves
+    personal_models: Callable[..., Params] | None = None
+    # (state) -> the rows [m, ...] that clients of each group keep at the start, see `OwnRows`.
+    # None: there are none, or a round reads those of clients outside its cohort
+    first_rows: Callable[[State], Any] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None
     # (data) -> None; raises InputError for data that the method cannot use. None: it uses any

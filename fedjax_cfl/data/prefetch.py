@@ -23,6 +23,7 @@ from fedjax_cfl.sharding import replicate, replicated_sharding
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Key
 
 MAX_BLOCK_ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
+LENT_BYTES = 2**28  # of rows that clients of a block of rounds keep, about, see `host_rows`
 TEST_BLOCK_BYTES = 2**25  # bytes of test samples in a block of an evaluation, about
 DRAW_BATCH = 64  # rounds whose cohorts are drawn at once
 
@@ -82,7 +83,7 @@ def block_shapes(
 class DeviceFeed:
     """Data that are whole on the devices, as one block."""
 
-    streamed = False
+    streamed, row_bytes = False, 0
 
     def __init__(self, data: FederatedData, rounds: int, eval_every: int):
         self.data, self.rounds, self.eval_every, self.length = (
@@ -122,16 +123,28 @@ class HostFeed:
     streamed = True
 
     def __init__(
-        self, data: FederatedData, algorithm: Algorithm, key, rounds: int, eval_every: int, mesh
+        self,
+        data: FederatedData,
+        algorithm: Algorithm,
+        key,
+        rounds: int,
+        eval_every: int,
+        mesh,
+        row_bytes: int = 0,  # of what a client keeps on the host, 0: nothing is kept there
     ):
+        self.row_bytes = row_bytes
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
         assert algorithm.data_clients is not None  # `check_host_data` has looked
         self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.num_clients)))
         self.cohorts = draw_cohorts(algorithm, key, rounds, data.num_clients)
-        parts = [self._block_clients(begin, count) for begin, count in self._plan_blocks(0)]
-        ends = np.cumsum(data.test.size, dtype=np.int64)
+        if row_bytes:
+            cohort = self.cohorts.shape[1] * row_bytes
+            self.length = max(1, min(self.length, LENT_BYTES // cohort))
+        parts = [self.block_clients(begin, count) for begin, count in self._plan_blocks(0)]
         samples = max(1, TEST_BLOCK_BYTES * len(data.x) // data.x.nbytes)
+        row = -(-row_bytes * samples // TEST_BLOCK_BYTES)  # counts as so many samples
+        ends = np.cumsum(np.asarray(data.test.size, np.int64) + row)
         cuts = np.searchsorted(ends, np.arange(samples, ends[-1], samples), side="left") + 1
         self.tested = [
             part
@@ -148,6 +161,8 @@ class HostFeed:
                 max(part.size for part in self.tested),
             ),
         }
+        # clients whose rows a block has
+        self.lent = {"train": max(ids.size for ids in parts), "test": self.most["test"][1]}
 
     def _plan_blocks(self, done: int) -> Iterator[tuple[int, int]]:
         """Yields (first round, rounds) of the blocks from round `done` on; they end in
@@ -161,7 +176,8 @@ class HostFeed:
             yield done, count
             done += count
 
-    def _block_clients(self, begin: int, count: int) -> np.ndarray:
+    def block_clients(self, begin: int, count: int) -> np.ndarray:
+        """Returns the clients, ascending, of `count` rounds from round `begin` on."""
         return np.unique(self.cohorts[begin : begin + count])
 
     def _fetch(self, ids: np.ndarray, side: str) -> FederatedData:
@@ -208,7 +224,7 @@ class HostFeed:
         """
 
         def fetch(begin: int, count: int):
-            return count, self._fetch(self._block_clients(begin, count), "train")
+            return count, self._fetch(self.block_clients(begin, count), "train")
 
         yield from prefetch(fetch, self._plan_blocks(done))
 

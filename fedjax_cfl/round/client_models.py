@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Cohort, Params, State, Upload
+from fedjax_cfl.types import Cohort, OwnRows, Params, State, Upload
 
 MIN_SPLIT_BYTES = 2**16  # a smaller array is whole on every device: splitting it gains nothing
 
@@ -126,7 +126,13 @@ def take_own(state: State, cohort: Cohort, mesh: Mesh | None) -> Any:
     """
     if not jax.tree.leaves(state.own):
         return ()
-    return take_models(state.own.rows, jnp.minimum(cohort.ids, state.assignment.size - 1), mesh)
+    clients = jnp.minimum(cohort.ids, state.assignment.size - 1)
+    return take_models(state.own.rows, find_places(state.own, clients), mesh)
+
+
+def find_places(own: OwnRows, clients: jax.Array) -> jax.Array:
+    """Returns where the rows of `clients` [n] int32 are."""
+    return clients if isinstance(own.place, tuple) else own.place[clients]
 
 
 def put_own(
@@ -136,8 +142,12 @@ def put_own(
     bool; rows that are not finite are dropped.
     """
     kept = kept & ~find_nonfinite(upload.own, kept.shape)
-    at = jnp.where(kept, cohort.ids, state.assignment.size)
+    clients = state.assignment.size
+    at = jnp.where(kept, cohort.ids, clients)
     trained = state.own.trained.at[at].set(True, mode="drop")
+    if not isinstance(state.own.place, tuple):
+        nowhere = len(jax.tree.leaves(state.own.rows)[0])
+        at = jnp.where(kept, state.own.place[jnp.minimum(at, clients - 1)], nowhere)
     rows = put_models(state.own.rows, at, upload.own, mesh)
     return state.replace(own=state.own.replace(rows=rows, trained=trained))
 

@@ -15,7 +15,12 @@ from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.info import make_info
-from fedjax_cfl.round.personal import init_own, make_personal_models, train_personal
+from fedjax_cfl.round.personal import (
+    init_own,
+    make_first_rows,
+    make_personal_models,
+    train_personal,
+)
 from fedjax_cfl.round.server import apply_server_optimizer, rebase
 from fedjax_cfl.round.server_rows import (
     follow_groups,
@@ -113,6 +118,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         data_clients=None if adapts else find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
         personal_models=make_personal_models(task, local),
+        first_rows=make_first_rows(local),
         sent_part=personal and personal.sent_part,
     )
 

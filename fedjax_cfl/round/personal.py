@@ -14,11 +14,11 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.round.client_models import put_models
+from fedjax_cfl.round.client_models import find_places, put_models
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.select_by_group import groups_of
 from fedjax_cfl.system.system import System, group_models
-from fedjax_cfl.tree import put_part
+from fedjax_cfl.tree import put_part, take_rows
 from fedjax_cfl.types import FederatedData, OwnRows, Params, Personal, State, Task
 
 
@@ -58,17 +58,27 @@ def init_own(personal: Personal, state: State) -> State:
         first = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), groups)
         groups = put_part(first, personal.sent_part(groups))
     state = state.replace(groups=groups)
-    rows = jax.vmap(personal.init)(group_models(state))
+    rows = take_rows(jax.vmap(personal.init)(groups), groups_of(state))
     group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()
     return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool), group))
 
 
-def make_personal_models(
-    task: Task, local: Local
-) -> Callable[[State, FederatedData], Params] | None:
-    """Returns f(state, data) -> the model [K, ...] that each client uses and is tested on: that of
-    its group, until the client has trained; or that of its group, adapted. None where all use that
-    of their group.
+def make_first_rows(local: Local) -> Callable[[State], Any] | None:
+    """Returns `Algorithm.first_rows`: (state) -> what a client of each group keeps at first."""
+    personal = local.personal
+    if personal is None or personal.server is not None:
+        return None
+
+    def first_rows(state: State) -> Any:
+        return jax.vmap(personal.init)(state.groups)
+
+    return first_rows
+
+
+def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | None:
+    """Returns `Algorithm.personal_models`: (state, data, clients [n] or None: all) -> the model
+    [n, ...] that each of these clients uses and is tested on: that of its group, until the client
+    has trained; or that of its group, adapted. None where all use that of their group.
     """
     personal = local.personal
     if personal is not None and personal.adapt is not None:
@@ -82,8 +92,14 @@ def make_personal_models(
             lambda mine, theirs: jnp.where(trained, mine, theirs), combine(row, model), model
         )
 
-    def personal_models(state: State, data: FederatedData) -> Params:
-        return jax.vmap(choose)(state.own.rows, group_models(state), state.own.trained)
+    def personal_models(
+        state: State, data: FederatedData, clients: jax.Array | None = None
+    ) -> Params:
+        if clients is None:
+            return jax.vmap(choose)(state.own.rows, group_models(state), state.own.trained)
+        rows = take_rows(state.own.rows, find_places(state.own, clients))
+        models = take_rows(state.groups, groups_of(state)[clients])
+        return jax.vmap(choose)(rows, models, state.own.trained[clients])
 
     return personal_models
 
@@ -95,7 +111,10 @@ def adapt_models(task: Task, local: Local) -> Callable[[State, FederatedData], P
     train, mesh = over_clients(sgd(task, local), local.execution), local.execution.mesh
 
     @jax.jit
-    def adapted_models(state: State, data: FederatedData) -> Params:
+    def adapted_models(
+        state: State, data: FederatedData, clients: jax.Array | None = None
+    ) -> Params:
+        assert clients is None, "it trains on the samples of all, which are on the devices"
         ids = jnp.arange(data.num_clients, dtype=jnp.int32)
         cohort = make_cohort(ids, data, local.execution)
         key = derive_key(jax.random.key(0), TRAIN, state.round)

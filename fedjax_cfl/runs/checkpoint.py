@@ -4,6 +4,8 @@ here is a pickle.
 A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the
 one saved last, whatever its step:
   arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
+  large/           leaves of more than LARGE bytes, each a file of NumPy's: written and read without
+                   a second copy in memory
   checkpoint.json  format, step, identity, facts; name, type and shape of every leaf
   manifest.json    the SHA-256 of every other file: Orbax alone does not see a flipped byte
 It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at
@@ -37,6 +39,7 @@ from fedjax_cfl.validation import flatten_settings
 # shuffled their samples in another way
 FORMAT = 4
 NAME = re.compile(r"(\d+)-step-\d+")
+LARGE, LARGE_ARRAYS = 2**28, "large"
 UNFINISHED = ".unfinished"  # being written or being deleted
 
 
@@ -104,6 +107,10 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
     atomic_folder.remove(staging)
     _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
     staging.mkdir()
+    if large := {n: stored.pop(n) for n in [*stored] if stored[n].nbytes > LARGE}:
+        (staging / LARGE_ARRAYS).mkdir()
+        for n, array in large.items():
+            np.save(staging / LARGE_ARRAYS / f"{n}.npy", array, allow_pickle=False)
     if stored:  # Orbax refuses an empty tree
         with _orbax() as (ocp, checkpointer), _plain_name(staging) as plain:
             checkpointer.save(plain / ARRAYS, args=ocp.args.PyTreeSave(stored))
@@ -254,14 +261,15 @@ def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
 def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
     """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
     atomic_folder.check_folder(path)
-    if not names:
-        return {}
-    with _orbax() as (ocp, checkpointer), _plain_name(path) as plain:
-        as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
-        stored = checkpointer.restore(
-            plain / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-        )
-    return {name: stored[n] for n, name in names.items()}
+    files = {n: path / LARGE_ARRAYS / f"{n}.npy" for n in names}
+    found = {n: np.load(file, allow_pickle=False) for n, file in files.items() if file.exists()}
+    if rest := [n for n in names if n not in found]:
+        with _orbax() as (ocp, checkpointer), _plain_name(path) as plain:
+            as_numpy = dict.fromkeys(rest, ocp.RestoreArgs(restore_type=np.ndarray))
+            found |= checkpointer.restore(
+                plain / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            )
+    return {name: found[n] for n, name in names.items()}
 
 
 def read_header(path: Path) -> dict[str, Any]:

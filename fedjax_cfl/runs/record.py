@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_cfl.data import prefetch
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
@@ -24,7 +25,9 @@ from fedjax_cfl.runs.identity import digest_identity
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
-from fedjax_cfl.simulation.evaluate import used_models
+from fedjax_cfl.simulation.evaluate import each_its_own, used_models
+from fedjax_cfl.simulation.host_rows import collect_models
+from fedjax_cfl.simulation.rounds import has_host_rows
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
@@ -132,6 +135,9 @@ def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict
     """Returns a copy on the host of the models that clients use, and of who uses which; of
     mixtures also the weights, and what a new client needs to find its own.
     """
+    if has_host_rows(algorithm, prefetch.is_on_host(data)) and algorithm.personal_models:
+        index = each_its_own((), algorithm.serve(state).model_index).model_index
+        return {"models": collect_models(algorithm, state, data), "index": np.array(index)}
     served = used_models(algorithm, state, data)
     kept = {"models": served.models, "index": served.model_index}
     for name in MIXTURE:

@@ -226,15 +226,23 @@ def take_served(served: ServedModels, clients: jax.Array) -> ServedModels:
     return served._replace(model_index=index, weights=weights)
 
 
-def used_models(algorithm: Algorithm, state: State, data: FederatedData) -> ServedModels:
+def used_models(
+    algorithm: Algorithm, state: State, data: FederatedData, clients: jax.Array | None = None
+) -> ServedModels:
     """Returns the models that clients use: their groups', or, under a personal method, their own,
     for which some methods train on the clients' `data`. Who is in which group is what
     `algorithm.serve` says.
+
+    `clients` [n] are those that are wanted, None: all; one beyond the last has no model.
     """
     served = algorithm.serve(state)
+    if clients is not None:
+        served = take_served(served, clients)
     if algorithm.personal_models is None:
         return served
-    return each_its_own(algorithm.personal_models(state, data), served.model_index)
+    last = state.assignment.size - 1
+    wanted = clients if clients is None else jnp.minimum(clients, last)
+    return each_its_own(algorithm.personal_models(state, data, wanted), served.model_index)
 
 
 def evaluate_all(
@@ -271,11 +279,11 @@ def evaluate_block(
     Args: `with_auxiliary`: also test the mean of the models, where there are several;
     `with_distance`: also measure the mean client distance, see `evaluate_distance`.
     """
-    served, used = algorithm.serve(state), used_models(algorithm, state, data)
+    clients = None if first is None else first + jnp.arange(data.num_clients)
+    served, used = algorithm.serve(state), used_models(algorithm, state, data, clients)
     if jax.tree.leaves(state.received):
-        used = each_its_own(state.received, used.model_index)
-    if first is not None:
-        used = take_served(used, first + jnp.arange(data.num_clients))
+        used = each_its_own(state.received, served.model_index)
+        used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
     right = samples = jnp.zeros((), jnp.int32)
     if count_models(served.models) > 1 and with_auxiliary:

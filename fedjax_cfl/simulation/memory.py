@@ -16,6 +16,9 @@ from fedjax_cfl.formatting import format_bytes
 from fedjax_cfl.types import FederatedData, State
 
 
+FEWER_ROWS = "fewer clients (dataset.clients), a smaller model, or personal=none"
+
+
 def tree_bytes(tree: Any) -> int:
     """Returns the bytes of a pytree of arrays or of their shapes."""
     return sum(
@@ -35,12 +38,16 @@ def share_bytes(tree: Any) -> int:
     )
 
 
-def plan_memory(state: State, data: FederatedData, programs: Any) -> dict[str, int]:
+def plan_memory(
+    state: State, data: FederatedData, programs: Any, host_rows: int = 0
+) -> dict[str, int]:
     """Returns the bytes that each device holds at once: data, models, what is kept per
-    client, and the work of the largest program. `state` has shardings, see `carry_shapes`.
+    client, and the work of the largest program; and `host_rows`, those of what clients keep on the
+    host, if there are any. `state` has shardings, see `carry_shapes`.
     """
     work = max(map(work_bytes, programs), default=0)
-    return {
+    kept = {"host_rows": host_rows} if host_rows else {}
+    return kept | {
         "data": tree_bytes(data),
         "models": share_bytes((state.groups, state.server)),
         "client_memory": share_bytes((state.memory, state.received, state.own)),
@@ -54,21 +61,42 @@ def work_bytes(program: Any) -> int:
     return analysis.temp_size_in_bytes if analysis else 0
 
 
+def machine_bytes() -> int:
+    """Returns the bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_bytes(mesh: Mesh) -> int | None:
     """Returns the bytes of memory that one device has, None where the backend does not
     say; CPU devices share the machine's.
     """
     device = mesh.devices.flat[0]
     if sharding.is_cpu(mesh):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
+        return machine_bytes() // len(mesh.local_devices)
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def check_host_rows(needed: int) -> None:
+    """Raises InputError if what clients keep on the host, so many bytes, is more than it has."""
+    host = machine_bytes()
+    if needed > host:
+        raise InputError(
+            f"memory: what clients keep on the host (resident=host) needs {format_bytes(needed)},"
+            f" and the machine has {format_bytes(host)}; use {FEWER_ROWS}"
+        )
+
+
 def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
-    """Raises InputError if the plan cannot fit, naming its largest part and what to turn."""
+    """Raises InputError if the plan cannot fit, naming its largest part and what to turn. CPU
+    devices share the host's memory.
+    """
+    share = planned.get("host_rows", 0) // len(mesh.local_devices) if sharding.is_cpu(mesh) else 0
+    planned = {name: value for name, value in planned.items() if name != "host_rows"}
+    planned |= {"host_rows": share} if share else {}
     has, knobs = (
         available_bytes(mesh),
         {
+            "host_rows": FEWER_ROWS,
             "data": "fewer clients or samples (dataset.clients)",
             "models": "fewer groups (algorithm.m) or a smaller model",
             "client_memory": (

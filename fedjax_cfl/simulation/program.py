@@ -16,7 +16,7 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_sharding
-from fedjax_cfl.simulation import evaluate, memory
+from fedjax_cfl.simulation import evaluate, host_rows, memory
 from fedjax_cfl.simulation.compiler import (
     check_jax_settings,
     compiler_options,
@@ -104,7 +104,10 @@ def compile_run(
     prefetch.check_host_data(data, algorithm, drift)
     key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
     if prefetch.is_on_host(data):
-        feed = prefetch.HostFeed(data, algorithm, key, plan.rounds, plan.eval_every, mesh)
+        row_bytes = host_rows.row_bytes(algorithm, data, key, mesh)
+        memory.check_host_rows(row_bytes * data.num_clients)
+        rounds = plan.rounds, plan.eval_every
+        feed = prefetch.HostFeed(data, algorithm, key, *rounds, mesh, row_bytes)
     else:
         on_device = sharding.replicate(data, mesh)
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
@@ -123,6 +126,17 @@ def init_evaluation(feed: Any, mesh: Mesh) -> Any:
     return sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh)
 
 
+def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: Mesh) -> Carry:
+    """Returns the shapes of the carry that the program of one side is given, see `host_rows`."""
+    count = feed.lent[side] if feed.row_bytes else 0
+    return host_rows.lent_shapes(algorithm, carry, count, mesh)
+
+
+def place_carry(shapes: Carry) -> Carry:
+    """Returns the shardings of a carry."""
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
 def lower_programs(
     functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
@@ -138,12 +152,14 @@ def lower_programs(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[before[0].round.ndim :], leaf.dtype), before[0]
     )
     evaluate.check_received(algorithm, one)
-    shapes = carry_shapes(algorithm, before, mesh)
-    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    places = place_carry(carry_shapes(algorithm, before, mesh))
     yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
-    step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=(*places, whole))
+    shapes = find_shapes(algorithm, before, feed, "train", mesh)
+    results = (*place_carry(shapes), whole)
+    step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
     yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
     found, first = init_evaluation(feed, mesh), 0 if feed.streamed else None
+    shapes = find_shapes(algorithm, before, feed, "test", mesh)
     score = jax.jit(test, out_shardings=whole)
     yield "test", score.lower(*given, feed.shapes("test"), *shapes, found, first)
 
@@ -174,32 +190,44 @@ def compile_functions(
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)
         programs = {name: future.result() for name, future in futures.items()}
-    shapes = carry_shapes(algorithm, lowered["begin"].out_info, mesh)
+    begun = lowered["begin"].out_info
+    shapes, tested = (find_shapes(algorithm, begun, feed, s, mesh) for s in ("train", "test"))
     begin, train, score = programs.get("begin"), programs["train"], programs["test"]
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
-        return begin(*given, feed.initial_data())
+        state, data_state = begin(*given, feed.initial_data())
+        return host_rows.make_rows(state) if feed.row_bytes else state, data_state
 
     def step(carry: Carry, data, done: int, count: int):
-        state, data_state, infos = train(*given, data, *carry, done, count)
-        return (state, data_state), infos
+        if not feed.row_bytes:
+            state, data_state, infos = train(*given, data, *carry, done, count)
+            return (state, data_state), infos
+        ids = feed.block_clients(done, count)
+        lent = host_rows.lend_rows(carry[0], ids, shapes[0])
+        state, data_state, infos = train(*given, data, lent, carry[1], done, count)
+        return (host_rows.take_back(carry[0], state, ids), data_state), infos
 
     def test(carry: Carry) -> evaluate.Tested:
         found: Any = nothing
         index: Any = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
-            found, index = jax.block_until_ready(score(*given, data, *carry, found, first))
+            state = carry[0]
+            if feed.row_bytes:
+                ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
+                state = host_rows.lend_rows(state, ids, tested[0])
+            found, index = jax.block_until_ready(score(*given, data, state, carry[1], found, first))
         if carry[1]:
             return evaluate.Tested(index, found, carry[1].concept, carry[1].train.size)
         unknown = np.full(index.shape, -1)
         return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 
+    kept = feed.row_bytes * feed.data.num_clients
     parts = shapes[0], feed.peak_shapes()
-    memory.check_memory(memory.plan_memory(*parts, programs.values()), mesh)
+    memory.check_memory(memory.plan_memory(*parts, programs.values(), kept), mesh)
     # without the start, which a run that goes on does not compile: the summary says the same
     lasting = [program for name, program in programs.items() if name != "begin"]
-    planned = memory.plan_memory(*parts, lasting)
+    planned = memory.plan_memory(*parts, lasting, kept)
     counts = {"programs": len(programs), "programs_from_cache": hits()}
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -137,7 +138,7 @@ def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int) -> Callable:
 
 def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     """Returns shapes, types and shardings of a run's state and moving data: what a
-    checkpoint is restored into.
+    checkpoint is restored into. What lies on the host has NumPy arrays for shapes.
     """
     algorithm, _, data, drift, mesh = setup
     streamed = prefetch.is_on_host(data)
@@ -147,7 +148,15 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
         else bound_client_samples(data, drift)
     )
     carry = jax.eval_shape(make_init(algorithm, drift, streamed), key, data)
-    return carry_shapes(algorithm, carry, mesh)
+    state, data_state = carry_shapes(algorithm, carry, mesh)
+    if has_host_rows(algorithm, streamed):
+        clients = state.assignment.size
+        rows = jax.tree.map(  # NumPy arrays that take no memory
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), (clients, *leaf.shape[1:])),
+            state.own.rows,
+        )
+        state = state.replace(own=state.own.replace(rows=rows))
+    return state, data_state
 
 
 def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
@@ -169,14 +178,26 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
     return jax.tree.unflatten(structure, shapes), replicated_shapes(data_state, mesh)
 
 
+def has_host_rows(algorithm: Algorithm, streamed: bool) -> bool:
+    """Returns whether what clients keep stays on the host, see `host_rows`: where their samples do,
+    and one process has all of it.
+    """
+    return streamed and algorithm.first_rows is not None and jax.process_count() == 1
+
+
 def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
     """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a
-    population on the host. The algorithm starts on what the drift shows at first.
+    population on the host, and of what clients keep there, there is a row of each group [m, ...].
+    The algorithm starts on what the drift shows at first.
     """
 
     def begin(key: Key, data: FederatedData) -> tuple[State, Any]:
         if streamed:
-            return algorithm.init(key, data), ()
+            state = algorithm.init(key, data)
+            if has_host_rows(algorithm, streamed):
+                assert algorithm.first_rows is not None
+                state = state.replace(own=state.own.replace(rows=algorithm.first_rows(state)))
+            return state, ()
         data_state = init_data_state(drift, key, data)
         return algorithm.init(key, data_state.apply_to(data)), data_state
 

@@ -1,0 +1,110 @@
+"""What clients keep for themselves, on the host: where samples stay there, so do the rows.
+
+Between calls of the programs `State.own.rows` are NumPy arrays [K, ...], which are written in
+place. The programs get the rows of the clients of a block of rounds, or of a part of an evaluation,
+and `OwnRows.place` says where each client's is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_cfl.data import prefetch
+from fedjax_cfl.simulation.rounds import Carry, carry_shapes, has_host_rows
+from fedjax_cfl.types import Algorithm, FederatedData, Key, State
+
+CHUNK_BYTES = 2**27  # of models that are made at once
+
+
+def row_bytes(algorithm: Algorithm, data: FederatedData, key: Key, mesh: Mesh) -> int:
+    """Returns the bytes of one client's row on the host; 0 where rows are not kept there."""
+    if not has_host_rows(algorithm, prefetch.is_on_host(data)):
+        return 0
+    samples = prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
+    rows = jax.eval_shape(algorithm.init, key, samples).own.rows
+    return sum(leaf.size // len(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
+
+
+def lent_shapes(algorithm: Algorithm, carry: Carry, count: int, mesh: Mesh) -> Carry:
+    """Returns what `carry_shapes` returns, with `count` rows of clients; 0: all are there."""
+    state, data_state = carry
+    if count:
+        rows = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), state.own.rows
+        )
+        place = jax.ShapeDtypeStruct(state.assignment.shape, jnp.int32)
+        state = state.replace(own=state.own.replace(rows=rows, place=place))
+    return carry_shapes(algorithm, (state, data_state), mesh)
+
+
+def make_rows(state: State) -> State:
+    """Returns the state after a run's start with the rows of all clients on the host. It has those
+    of a client of each group [m, ...].
+    """
+    group = np.maximum(np.asarray(state.assignment), 0)
+
+    def spread(first: jax.Array) -> np.ndarray:
+        rows = np.empty((group.size, *first.shape[1:]), first.dtype)
+        return np.take(np.asarray(first), group, axis=0, out=rows, mode="clip")  # without a buffer
+
+    return state.replace(own=state.own.replace(rows=jax.tree.map(spread, state.own.rows)))
+
+
+def lend_rows(state: State, ids: np.ndarray, shapes: State) -> State:
+    """Returns the state with the rows of the clients `ids` [n] alone, on the devices.
+
+    `shapes` are those that the program was compiled for, with room for n rows or more.
+    """
+    place = np.zeros(state.assignment.size, np.int32)
+    place[ids] = np.arange(ids.size, dtype=np.int32)
+
+    def lend(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        lent = np.zeros(like.shape, like.dtype)
+        np.take(rows, ids, axis=0, out=lent[: ids.size], mode="clip")
+        return jax.device_put(lent, like.sharding)
+
+    return state.replace(
+        own=state.own.replace(
+            rows=jax.tree.map(lend, state.own.rows, shapes.own.rows),
+            place=jax.device_put(place, shapes.own.place.sharding),
+        )
+    )
+
+
+def take_back(before: State, after: State, ids: np.ndarray) -> State:
+    """Returns the state `after` a block with all rows on the host: those of `before`, in which the
+    rows of the clients `ids` [n], which `after` has, are written.
+    """
+
+    def write(rows: np.ndarray, lent: jax.Array) -> np.ndarray:
+        rows[ids] = np.asarray(lent)[: ids.size]
+        return rows
+
+    rows = jax.tree.map(write, before.own.rows, after.own.rows)
+    return after.replace(own=after.own.replace(rows=rows, place=()))
+
+
+def collect_models(algorithm: Algorithm, state: State, data: FederatedData) -> Any:
+    """Returns the models [K, ...] that clients use as NumPy arrays, of a state with its rows on the
+    host: made for some clients after others.
+    """
+    assert algorithm.personal_models is not None
+    clients = state.assignment.size
+    model = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
+    at_once = max(1, min(clients, CHUNK_BYTES // model))
+    groups: Sequence[Any] = jax.tree.leaves(state.groups)
+    models = [np.empty((clients, *leaf.shape[1:]), leaf.dtype) for leaf in groups]
+    for begin in range(0, clients, at_once):
+        ids = np.arange(begin, min(begin + at_once, clients))
+        place = np.zeros(clients, np.int32)
+        place[ids] = np.arange(ids.size)
+        own = state.own.replace(rows=jax.tree.map(lambda leaf: leaf[ids], state.own.rows))
+        lent = state.replace(own=own.replace(place=jnp.asarray(place)))
+        some = algorithm.personal_models(lent, data, jnp.asarray(ids))
+        for whole, part in zip(models, jax.tree.leaves(some), strict=True):
+            whole[ids] = np.asarray(part)
+    return jax.tree.unflatten(jax.tree.structure(state.groups), models)

@@ -1,0 +1,176 @@
+"""What `check_algorithm` says of methods of one's own: toy methods that are wrong on purpose."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.simulation.check import (
+    check_newcomers,
+    find_broken_rules,
+    in_any_order,
+    take_few,
+    try_rounds,
+)
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.traffic import make_traffic
+
+
+def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
+    """IFCA without losses: client k is in group k % m, and the server remembers `memory`."""
+
+    def start(key, data):
+        return random_groups(task, m)(key, data)._replace(memory=memory)
+
+    def assign(key, state, data, cohort):
+        return cohort.ids % m, make_report()
+
+    given = {"start": start, "assign": assign} | hooks
+    algorithm = cfl.federated(task, local, system, Hooks(sgd(task, local), **given))
+    return algorithm._replace(serve=serve) if serve else algorithm
+
+
+def broken_rules(task, data, **wrong):
+    """Returns the names of the rules that a method breaks, and the whole text."""
+    with pytest.raises(InputError) as caught:
+        cfl.check_algorithm(functools.partial(method, **wrong), task, data)
+    text = str(caught.value)
+    return re.findall(r"^- ([a-z ]+):", text, re.MULTILINE), text
+
+
+def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
+    """Of one method that trains, but names groups that do not exist, sends less than nothing, is
+    not finite, serves nobody, gives everyone a group and listens to its first slot alone.
+    """
+
+    def assign(key, state, data, cohort):
+        sent = make_traffic(words_up=jnp.full(cohort.ids.shape, -1))
+        return jnp.where(cohort.ids == 3, 7, 0), make_report(sent)
+
+    def aggregate(upload, gid, cohort, client_extra, state):
+        first = jnp.argmin(cohort.rank)
+        step = jax.tree.map(lambda leaf: jnp.stack([leaf[first], leaf[0] / 0.0]), upload.delta)
+        return step, jnp.ones(2)
+
+    def finish(state, before, cohort, gid, upload):
+        everyone = jnp.maximum(state.assignment, 0)
+        return state.replace(assignment=everyone), make_traffic()
+
+    def serve(state):
+        return cfl.ServedModels(state.groups, jnp.full(state.assignment.size, 2))
+
+    wrong = {"assign": assign, "aggregate": aggregate, "finish": finish, "serve": serve}
+    names, text = broken_rules(linear, toy, **wrong)
+    assert names == ["groups", "finite", "traffic", "served", "no samples", "order"]
+    assert text.startswith("the method breaks 6 rules of a round:\n- groups: after ")
+    for said in (
+        "client 3 is in group 7; let assign, regroup and what changes state.assignment name 0 to 1",
+        "state.groups['head']['bias'], state.groups['head']['kernel'] is not; a group without",
+        "words up; report finite whole numbers from 0 on (make_traffic)",
+        "model_index has 2 to 2; of 2 models name 0 to 1",
+        "leave -1 in state.assignment where data.train.size is 0",
+        "gives another state.groups",
+    ):
+        assert said in text, text
+
+
+def test_a_state_that_changes_its_shape(linear, toy):
+    def finish(state, before, cohort, gid, upload):
+        return state.replace(
+            memory={"seen": upload.loss, "sum": state.memory["sum"]}
+        ), make_traffic()
+
+    memory = {"seen": jnp.zeros(0), "sum": jnp.zeros(2, int)}
+    names, text = broken_rules(linear, toy, memory=memory, finish=finish)
+    assert names == ["shapes"]
+    assert "state.memory['seen']: float32[0] became float32[6]); return every array" in text
+
+
+def test_a_number_without_a_type_compiles_twice(linear, toy):
+    def finish(state, before, cohort, gid, upload):
+        return state.replace(memory=jnp.float32(1.0) + state.memory), make_traffic()
+
+    names, text = broken_rules(linear, toy, memory=0.0, finish=finish)
+    assert names == ["compiled once"]
+    assert "(state.memory comes from a Python number in one of them); give every array" in text
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (lambda upload: 1.0 if upload.loss[0] > 0 else 0.0, "TracerBoolConversionError"),
+        (lambda upload: upload.loss @ jnp.zeros(3), "TypeError: dot_general"),
+    ],
+)
+def test_what_cannot_be_traced(linear, toy, hook, said):
+    def aggregate(upload, gid, cohort, client_extra, state):
+        step, mass = weighted_mean(upload, gid, cohort, client_extra, state)
+        return step, mass * hook(upload)
+
+    names, text = broken_rules(linear, toy, aggregate=aggregate)
+    assert names == ["round"]
+    assert said in text and "use jnp.where or jax.lax.cond" in text
+
+
+def test_rules_that_a_composed_method_cannot_break(linear, toy, local):
+    """Of methods that write `Algorithm` themselves: models of another form, who took part and has
+    no group, a count that stands still, what a Python variable remembers.
+    """
+    few, algorithm = take_few(toy), method(linear, local, in_any_order(cfl.select.uniform(6)))
+    trial = try_rounds(algorithm, linear, few)
+    assert list(find_broken_rules(trial)) == []
+
+    def rules(**changed):
+        return [line.partition(":")[0] for line in find_broken_rules(trial._replace(**changed))]
+
+    one = jax.tree.map(lambda leaf: leaf[0], trial.states[0].groups)
+    for served, said in (
+        (cfl.ServedModels(one, jnp.zeros(12, int)), "not stacked models of the task"),
+        (cfl.ServedModels(trial.states[0].groups, jnp.zeros(3, int)), "for each of 12 clients"),
+        (cfl.ServedModels(trial.states[0].groups, jnp.zeros(12)), "for each of 12 clients"),
+        (trial.algorithm.serve(trial.states[0])._replace(weights=jnp.ones((12, 2))), "shares"),
+    ):
+        other = algorithm._replace(serve=lambda state, served=served: served)
+        lines = find_broken_rules(trial._replace(algorithm=other))
+        assert any(said in line for line in lines)
+    nobody = [state.replace(assignment=jnp.full(12, -1)) for state in trial.states]
+    assert rules(states=nobody, turned=nobody[2], resumed=nobody[2]) == ["selected"]
+    still = [state.replace(round=jnp.zeros((), int)) for state in trial.states]
+    assert rules(states=still)[0] == "rounds"
+    assert rules(traces=[0, 1]) == ["compiled once"]
+    assert rules(resumed=trial.states[3]) == ["resume"]
+    idle = [info.replace(clients=jnp.zeros((), int)) for info in trial.infos]
+    assert rules(infos=idle) == ["updates"]
+    lost = [i.replace(fault_counts=i.fault_counts.replace(nonfinite=2)) for i in trial.infos]
+    assert rules(infos=lost) == ["updates"]
+
+
+def test_new_clients_need_rows_of_their_own(linear, toy, local):
+    def make(select, width):
+        def start(key, data):
+            memory = jnp.zeros(width * data.num_clients)
+            return random_groups(linear, 2)(key, data)._replace(memory=memory)
+
+        return method(linear, local, select, start=start)
+
+    few = take_few(toy)
+    assert not list(check_newcomers(functools.partial(make, width=1), few))
+    (line,) = check_newcomers(functools.partial(make, width=2), few)
+    assert line.startswith("newcomers: state.memory: [22] of 11 clients, [24] of 12; give")
+
+
+def test_a_trial_has_a_client_without_samples(toy):
+    few = take_few(toy)
+    assert few.num_clients == 12 and few.train.size[-1] == 0 and (few.train.size[:-1] > 0).all()
+    held = np.asarray(few.owner)[np.asarray(few.train.order)]
+    assert (np.bincount(held, minlength=12) == few.train.size).all()
+    assert np.sum(few.owner == 11) == few.test.size[11] > 0

@@ -1,0 +1,126 @@
+"""What clients keep for themselves stays on the host where their samples do: the numbers are those
+of rows on the devices, to the bit.
+"""
+
+import jax
+import numpy as np
+import pytest
+from conftest import nightly, stop_and_go_on, with_execution
+
+import fedjax_cfl as cfl
+from fedjax_cfl.data import prefetch
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.record import copy_models
+from fedjax_cfl.simulation import host_rows, memory
+
+KEEP = {
+    "ditto": cfl.personal.ditto(),
+    "apfl": cfl.personal.apfl(adaptive=True),
+    "fedper": cfl.personal.fedper(),
+    "fedbabu": cfl.personal.fedbabu(),
+    "scaffold": cfl.personal.scaffold(),
+}
+METHODS = {"fedavg": (cfl.algorithms.fedavg, {}), "ifca": (cfl.algorithms.ifca, {"m": 2})}
+QUICK = {"rounds": 4, "eval_every": 3, "discard": "none"}
+
+
+@pytest.fixture
+def population(toy_pool, monkeypatch):
+    """Data on the host; several blocks between evaluations, and several parts of each."""
+    monkeypatch.setattr(prefetch, "MAX_BLOCK_ROUNDS", 2)
+    monkeypatch.setattr(prefetch, "TEST_BLOCK_BYTES", 600)
+    held = cfl.Partition(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    return cfl.federate(toy_pool, held, on_host=True)
+
+
+def play(algorithm, task, data, mesh):
+    return cfl.run(algorithm, task, data, jax.random.key(3), mesh=mesh, **QUICK)
+
+
+def assert_equal(one, other):
+    """Asserts that two runs left the same to the last bit."""
+    jax.tree.map(
+        np.testing.assert_array_equal, one.state.replace(own=()), other.state.replace(own=())
+    )
+    for name in ("rows", "trained"):
+        left, right = (getattr(each.state.own, name) for each in (one, other))
+        jax.tree.map(np.testing.assert_array_equal, left, right)
+    jax.tree.map(np.testing.assert_array_equal, one.clients, other.clients)
+    for left, right in zip(one.rows, other.rows, strict=True):
+        for name in left.keys() - {"wall_s"}:
+            np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+CASES = [nightly(name, method, 1) for name in KEEP for method in METHODS if name != "ditto"]
+CASES += [("ditto", "ifca", 1), nightly("ditto", "ifca", 4), nightly("ditto", "fedavg", 1)]
+
+
+@pytest.mark.parametrize(("name", "method", "devices"), CASES)
+def test_rows_on_the_host_are_those_on_the_devices(
+    name, method, devices, population, mlp, local, monkeypatch
+):
+    mesh = cfl.make_mesh(devices)
+    own = with_execution(local, mesh=mesh).replace(personal=KEEP[name])
+    factory, settings = METHODS[method]
+    algorithm = factory(mlp, own, cfl.select.uniform(5), **settings)
+    monkeypatch.setattr(host_rows, "CHUNK_BYTES", 400)  # of models, 3 at once
+    host = play(algorithm, mlp, population, mesh)
+    device = play(algorithm._replace(first_rows=None), mlp, population, mesh)
+    assert_equal(host, device)
+    rows = jax.tree.leaves(host.state.own.rows)
+    on_host = name not in ("fedbabu", "scaffold")  # nothing, and what needs all rows at once
+    assert all(isinstance(leaf, np.ndarray) == on_host for leaf in rows)
+    assert ("host_rows" in host.memory) == on_host
+    if on_host:
+        assert host.memory["host_rows"] == sum(leaf.nbytes for leaf in rows)
+        assert host.memory["client_memory"] < device.memory["client_memory"]
+    models = [
+        copy_models(algorithm._replace(first_rows=first), run.state, population)
+        for first, run in ((algorithm.first_rows, host), (None, device))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *models)
+
+
+@pytest.mark.nightly
+def test_a_run_on_the_host_stops_and_goes_on(fedjax_cfl, monkeypatch):
+    """From rows in a file of their own, as large ones are; final/ has them, too."""
+    monkeypatch.setattr(checkpoint, "LARGE", 40_000)
+    line = "dataset.clients=20 model=mclr local.epochs=1 clients_per_round=4 resident=host"
+    stopped, _ = stop_and_go_on(fedjax_cfl, f"algorithm=fedavg personal=ditto {line}")
+    latest = checkpoint.list_checkpoints("stopped/checkpoints")[-1]
+    assert [path.suffix for path in (latest / checkpoint.LARGE_ARRAYS).iterdir()] == [".npy"]
+    assert len(jax.tree.leaves(stopped.final.models)[0]) == 20
+
+
+def test_large_arrays_have_files_of_their_own(tmp_path, monkeypatch):
+    """Among small ones, or alone; they come back as what they are restored into."""
+    monkeypatch.setattr(checkpoint, "LARGE", 100)
+    rows, few = np.arange(60, dtype=np.float32).reshape(20, 3), np.arange(3)
+    for number, tree in enumerate(({"rows": rows, "few": few}, {"rows": rows})):
+        path = checkpoint.save(tmp_path / str(number), 0, tree, {}, {})
+        like = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), tree
+        )
+        found = checkpoint.restore(path, like, {}).tree
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+        found["rows"][0] = 7  # in place, as a run does
+        assert [file.name for file in (path / "large").iterdir()] == [f"{len(tree) - 1}.npy"]
+    damaged = path / "large" / "0.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"large/0\.npy"):
+        checkpoint.load_arrays(path)
+
+
+def test_more_than_the_machine_has_is_refused_before_training(
+    population, linear, local, monkeypatch
+):
+    own = local.replace(personal=cfl.personal.ditto())
+    algorithm = cfl.algorithms.fedavg(linear, own, cfl.select.uniform(5))
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 1000)
+    said = r"what clients keep on the host \(resident=host\) needs 1\.34 kB, and the machine has"
+    with pytest.raises(InputError, match=said):
+        play(algorithm, linear, population, cfl.make_mesh(1))
+    plan = {"host_rows": 600, "data": 10, "models": 10, "client_memory": 10, "work": 500}
+    with pytest.raises(InputError, match=r"host rows .*; use fewer clients \(dataset.clients\)"):
+        memory.check_memory(plan, cfl.make_mesh(1))
