@@ -183,7 +183,7 @@ def test_a_client_that_never_answers_stays(linear, toy, local):
     chex.assert_trees_all_equal(after.groups, state.groups)
 
 
-@pytest.mark.parametrize("cohort", [5, 14])
+@pytest.mark.parametrize("cohort", [5, nightly(14)])
 def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     """Weak: C words up, once a client. Strong: m C words down and 1 up, every time."""
     m, rounds, classes = 3, 4, toy.num_classes
