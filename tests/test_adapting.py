@@ -10,6 +10,7 @@ from conftest import (
     SIZES,
     build,
     matrix,
+    nightly,
     one_line,
     others_nightly,
     run_in_grid_and_alone,
@@ -96,7 +97,7 @@ def later_passes(data, client, count):
 
 
 @pytest.mark.parametrize(
-    ("m", "width", "second_order"), [(1, 1, False), (1, 1, True), (2, 4, False)]
+    ("m", "width", "second_order"), [nightly(1, 1, False), (1, 1, True), (2, 4, False)]
 )
 def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
     pick, one = select.uniform(COHORT), with_execution(local, width=width)
@@ -121,7 +122,7 @@ def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
     assert not jax.tree.leaves(states[-1].own.rows)
 
 
-@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("steps", [None, nightly(3)])
 def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps):
     """And trains as the method below, to the last bit."""
     pick, settings = select.uniform(COHORT), {"m": 2}
@@ -153,7 +154,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
         np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", [fine_tune(epochs=0), per_fedavg(alpha=0.0)])
+@pytest.mark.parametrize("method", [nightly(fine_tune(epochs=0)), per_fedavg(alpha=0.0)])
 def test_without_a_step_it_is_the_method_below(toy, linear, local, method):
     """Fine-tuning always; Per-FedAvg where the second of its two batches is all that a client has:
     the same batch in another order."""
@@ -222,6 +223,7 @@ METHODS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["per_fedavg"]))
 def test_lanes_and_devices_change_nothing(toy, mlp, local, name):
     pick, one = select.uniform(COHORT), local.replace(personal=METHODS[name])
@@ -266,6 +268,7 @@ def test_what_was_received_cannot_be_tested(linear, local, name):
     one_line("test_on=received: clients of", algorithms.fedavg, linear, one, system)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["fine_tune"]))
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, while data drift; `final/` has the models that clients were tested on."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger
+from conftest import ledger, nightly
 from test_aggregate import sent
 
 from fedjax_cfl.clustering.assign import (
@@ -45,7 +45,7 @@ def met(models, assignment, active=None, memory=()):
     )
 
 
-@pytest.mark.parametrize("with_l2", [False, True])
+@pytest.mark.parametrize("with_l2", [nightly(False), True])
 def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
     """The second model is scaled up, so that its L2 penalty costs it clients; then the
     most popular one is switched off.
@@ -135,7 +135,7 @@ def test_random_group_depends_on_the_client_and_uses_every_group(toy, models):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [nightly(0), 2])
 def test_a_model_that_is_not_finite_is_never_chosen(toy, linear, local, models, bad, place):
     """Nor one whose losses are not."""
     broken = jax.tree.map(lambda leaf: leaf.at[place].set(bad * jnp.sign(leaf[0])), models)

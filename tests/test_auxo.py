@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build
+from conftest import build, nightly
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.auxo import scores as auxo_scores
@@ -57,8 +57,10 @@ def twin_score(signature, fit, labels, first, several):
     return side, score
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("case", ["first", "both", "one", "none", "few", "alone"])
+@pytest.mark.parametrize("several", [nightly(False), True])
+@pytest.mark.parametrize(
+    "case", ["first", "both", nightly("one"), nightly("none"), "few", nightly("alone")]
+)
 def test_scores_equal_their_twin(case, several):
     rng = np.random.default_rng(len(case))
     signature = rng.normal(size=(16, 12)).astype("f4")

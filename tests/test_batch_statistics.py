@@ -34,7 +34,7 @@ TRAIN, TEST = (6, 8, 70), (3, 4, 2)  # samples: CLIENT's one batch is padded by 
 KEY = jax.random.key(3)
 
 
-@pytest.fixture(params=["batch statistics", "groups"], scope="module")
+@pytest.fixture(params=["batch statistics", nightly("groups")], scope="module")
 def task(request):
     """FeSEM's CelebA CNN, small, in both forms."""
     own = {} if request.param == "batch statistics" else {"norm": GroupNorm}

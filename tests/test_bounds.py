@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, one_line, shuffled, spent, with_execution
+from conftest import ledger, nightly, one_line, shuffled, spent, with_execution
 from test_reductions import COHORT, KEY, SAME, play
 from test_reference import batches_of, mean, models_of, samples, trained
 
@@ -88,7 +88,7 @@ def test_known_groups_are_fedavg_in_each_group_as_in_a_slow_twin(toy, linear, lo
     assert ledger(begun.traffic).units_down == 0 < taken < 3 * 6
 
 
-@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("m", [nightly(1), 3])
 def test_one_known_group_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for groups that the data do not have changes nothing but rounding."""
     together = toy.replace(concept=jnp.zeros_like(toy.concept))
@@ -105,6 +105,7 @@ def test_one_known_group_is_fedavg(toy, linear, local, m):
     assert (state.assignment == 0).all()  # also of the client without samples
 
 
+@pytest.mark.nightly
 def test_each_client_its_own_group_is_training_alone(toy, linear, local):
     alone = toy.replace(concept=jnp.arange(toy.num_clients, dtype=jnp.int32))
     state, _ = play(known_groups(linear, local, COHORT, m=toy.num_clients), alone)
@@ -197,6 +198,7 @@ def test_all_samples_in_one_place_as_in_a_slow_twin(toy, linear, local):
     assert abs(5 * steps - ROUNDS * 2 * total * 6 / 14) < 5 * ROUNDS
 
 
+@pytest.mark.nightly
 def test_one_client_in_one_place_is_fedavg(toy, linear, local):
     """Bit for bit, but for what is sent."""
     alone = take_clients(toy, np.array([1]))
@@ -220,6 +222,7 @@ def test_changed_data_are_sent_again(toy, linear, local):
     assert spent(begun, after).words_up == (7 + 40) * 6
 
 
+@pytest.mark.nightly
 def test_the_pool_has_what_clients_hold_now(toy):
     """Also where a stream shows a part of what they ever hold."""
     moving = stream.gradual(window=stream.Window(intervals=6, period=1, retained=2))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix, spent, with_execution
+from conftest import build, matrix, nightly, others_nightly, spent, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_assign import met
 from test_fesem import planted, play
@@ -77,7 +77,7 @@ def cutting(linear, local):
 
 @pytest.mark.parametrize(
     "limits",
-    [{"eps1": 0.0}, {"eps2": 1e9}, {"gamma_max": 1.0}, {"warm_up": 99}],
+    [nightly({"eps1": 0.0}), nightly({"eps2": 1e9}), nightly({"gamma_max": 1.0}), {"warm_up": 99}],
     ids=lambda limits: next(iter(limits)),
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):
@@ -198,6 +198,7 @@ def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, loca
     assert walked < 2 * CLIENTS
 
 
+@pytest.mark.nightly
 def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, local):
     options = ONCE | {"warm_up": 3, "stale_updates": True}
     algorithm = build(cfl, linear, local, select.rr_then_random(9), m=3, **options)
@@ -260,7 +261,7 @@ def best_cut(rows):
     return other, np.sqrt((1 - alpha) / 2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", others_nightly(range(4), [0]))
 def test_a_cut_is_the_best_of_all(seed):
     """Ten clients of two groups, in any slots; only group 1 is cut, as 2^n tries in
     float64 cut it, and only above gamma_max.
@@ -315,7 +316,7 @@ def test_a_cut_is_the_best_of_all(seed):
     ]
 
 
-@pytest.mark.parametrize(("sign", "gamma"), [(1, 0.0), (-1, 1.0)])
+@pytest.mark.parametrize(("sign", "gamma"), [(1, 0.0), nightly(-1, 1.0)])
 def test_gamma_must_exceed_its_limit(sign, gamma):
     """Equal updates have gamma 0, opposite ones 1: with that limit nothing is cut."""
     rows = np.outer([1, 1, sign, sign], np.eye(7)[0])

@@ -1,4 +1,6 @@
-"""Every name that a setting of a method can have: the shapes of a start and a round with it."""
+"""Every name that a setting of a method can have, and every file of conf/algorithm: the shapes of
+a start and a round with it.
+"""
 
 import functools
 
@@ -6,7 +8,7 @@ import jax
 import pytest
 from conftest import nightly
 from omegaconf import OmegaConf
-from test_contract import ALGORITHMS, build
+from test_contract import ALGORITHMS, OFTEN, build
 
 from fedjax_cfl.cli.choices import CHOICES
 from fedjax_cfl.cli.overrides import CONF
@@ -34,10 +36,15 @@ def list_together(method):
 
 
 def list_cases():
-    """Yields every name: several settings at once in each run, each alone by night."""
+    """Yields every name, several settings at once and each alone, and in every run a first round
+    of what test_contract.py does not run then.
+    """
     for method in ALGORITHMS:
-        for chosen in list_together(method):
-            yield pytest.param(method, chosen, id=f"{method}-{'-'.join(chosen.values())}")
+        together = list(list_together(method)) or [{}]
+        for place, chosen in enumerate(together):
+            marks = () if not place and (chosen or method not in OFTEN) else pytest.mark.nightly
+            id = "-".join([method, *chosen.values()])
+            yield pytest.param(method, chosen, id=id, marks=marks)
         for setting, name in list_other_names(method):
             yield nightly(method, {setting: name}, id=f"{method}-{setting}-{name}")
 

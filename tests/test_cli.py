@@ -9,7 +9,7 @@ import sys
 import hydra
 import numpy as np
 import pytest
-from conftest import nightly
+from conftest import nightly, others_nightly
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
@@ -380,7 +380,11 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("dataset", options("dataset"))
+# with partitions and models of their own, with a path and columns to give, and without
+COMPOSED = ("csv", "digits", "sent140", "tff_hdf5")
+
+
+@pytest.mark.parametrize("dataset", others_nightly(options("dataset"), COMPOSED))
 def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, composed):
     text = (CONF / "dataset" / f"{dataset}.yaml").read_text()
     path = " dataset.source.path=x" if "path: ???" in text else ""
@@ -429,7 +433,7 @@ def test_doctor_and_download(fedjax_cfl):
 # the real thing, from a folder of its own
 
 
-@pytest.mark.parametrize("line", ["clients_per_round=61", "-m clients_per_round=61,62"])
+@pytest.mark.parametrize("line", ["clients_per_round=61", nightly("-m clients_per_round=61,62")])
 def test_the_process_ends_with_2_and_no_traceback(line, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fedjax_cfl", *line.split()],

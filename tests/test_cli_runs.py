@@ -88,7 +88,7 @@ def test_a_run_writes_all_its_files_and_repeats_itself(fedjax_cfl, tmp_path):
 
 @pytest.mark.parametrize(
     ("precision", "asked"),
-    [("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), ("bfloat16", "DEFAULT")],
+    [nightly("float32", "HIGHEST"), ("tensorfloat32", "HIGH"), nightly("bfloat16", "DEFAULT")],
 )
 def test_an_accelerator_rounds_matrix_products_only_by_choice(
     precision, asked, monkeypatch, request
@@ -136,6 +136,7 @@ def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     assert fedjax_cfl("-m seed=0,1 run_dir=sweep")[0] == 2  # never over another
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
     line = (
         "-m algorithm=fedavg,fedsgd dataset.clients=8 clients_per_round=3 rounds=2"
@@ -274,6 +275,7 @@ def test_own_data_keep_their_owners_and_empty_clients_are_mentioned(fedjax_cfl, 
     ].to_pylist() == [8, 8, 10, 0]
 
 
+@pytest.mark.nightly
 def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):
     np.savez(
         tmp_path / "pixels.npz",
@@ -319,6 +321,7 @@ def test_a_run_that_seldom_scores_says_so(fedjax_cfl):
     assert "discard=met: accuracies count" in grid
 
 
+@pytest.mark.nightly
 def test_drift_reaches_the_run(fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl(f"drift=swap_all drift.p=1 dataset.clients=8 {BARE} run_dir=run")
     assert status == 0 and error == ""

@@ -92,7 +92,7 @@ def test_cosine_survives_tiny_and_huge_updates():
     )
 
 
-@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("m", [nightly(1), 3])
 def test_edc_equals_truncated_svd(m):
     rows, _ = planted(2, noise=0.3)
     features = EDC(GRAM(tree(rows)), m)
@@ -202,7 +202,7 @@ def test_kmeans_moves_an_empty_cluster_to_the_farthest_point():
     np.testing.assert_allclose(moved, [[3.525], [9.0], [5.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("m", [2, 5])
+@pytest.mark.parametrize("m", [nightly(2), 5])
 @pytest.mark.parametrize("linkage", ["complete", "average", "single"])
 def test_agglomerate_equals_scipy_and_skips_masked_rows(linkage, m):
     for seed in range(4):
@@ -337,7 +337,7 @@ def test_permuting_the_rows_permutes_the_partition():
             assert adjusted_rand_score(np.asarray(before)[order], after) == 1
 
 
-@pytest.mark.parametrize("factor", [1e15, 1e18])
+@pytest.mark.parametrize("factor", [nightly(1e15), 1e18])
 def test_features_of_huge_finite_updates_are_finite(factor):
     """Squared norms up to float32's largest pass the guard; nothing overflows after it."""
     key = jax.random.key(0)
@@ -353,6 +353,7 @@ def test_features_of_huge_finite_updates_are_finite(factor):
             assert jnp.isfinite(made).all()
 
 
+@pytest.mark.nightly
 def test_centers_are_drawn_by_squared_distance():
     """99 points in one place and one elsewhere: of two centers, each has one of the places."""
     x = jnp.zeros((100, 1)).at[37].set(1.0)

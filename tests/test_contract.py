@@ -26,13 +26,14 @@ from fedjax_cfl.simulation.rounds import make_init, run_round
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 # Fielding with another trigger or ear, which test_fielding.py compares: the whole contract by hand
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
-# settings of other files, and methods that differ from another by one function which has tests of
-# its own
-VARIANTS = ["fedadagrad", "feddrift_eager", "feddws", "fedgrouprox", "fedyogi", "fesem_mig"]
-VARIANTS += ["ifca_gradient", "ifca_mig", "rac"]
+# one of every kind of method; test_choices.py traces a round of all others, and their rounds have
+# twins or reductions in files of their own
+OFTEN = ["auxo", "centralised", "cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem"]
+OFTEN += ["fielding", "flexcfl", "ifca", "known_groups", "md_icfl", "nonfed", "pacfl", "qfedavg"]
+OFTEN += ["scaffold", "tkm"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
-METHODS = [nightly(name) if name in VARIANTS else name for name in NOT_SLOW] + SLOW
+METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "cfl_gp", "nonfed")  # methods whose every client takes part in every round
@@ -238,7 +239,7 @@ def begin_and_go_on(algorithm, key, data):
     return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
 
 
-@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, "fielding")))
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ("flexcfl", "fielding")))
 def test_shapes_stay_in_a_grid_on_a_stream(name, build):
     """One trace for what the three tests below see one by one: the values of all settings that
     a grid or a program can be given, data that move, and a preset.
@@ -381,7 +382,7 @@ def test_same_key_same_result_another_key_another(case):
 @pytest.mark.parametrize(
     ("algorithm", "preset"),
     [
-        (name, preset) if preset == "paper" and name in KINDS else nightly(name, preset)
+        (name, preset) if (name, preset) == ("flexcfl", "paper") else nightly(name, preset)
         for name in ALGORITHMS
         for preset in ("paper", "ref")  # others: how to train; all of the above but one is clean
     ],
@@ -394,7 +395,7 @@ def test_builds_under_every_preset(build, algorithm, preset):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, (*KINDS, *MIXTURES, "nonfed")))
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ("flexcfl", "fedem", "nonfed")))
 def test_clients_may_keep_a_model_of_their_own(name, build):
     """Ditto over every method whose clients have none already: a round leaves the shapes of the
     state, with a model of each client in it.

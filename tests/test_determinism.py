@@ -74,6 +74,7 @@ def timeless(run_dir) -> bytes:
     return found
 
 
+@pytest.mark.nightly
 def test_in_a_process_of_its_own(first, tmp_path):
     command = [sys.executable, "-m", "fedjax_cfl", *LINE.split(), f"run_dir={tmp_path / 'run'}"]
     # it compiles for itself

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,7 +144,7 @@ def follow(name, p, made, warm, rounds, key=KEY):
     return now, biggest
 
 
-@pytest.mark.parametrize("name", ["all", "skip", "abort"])
+@pytest.mark.parametrize("name", [nightly("all"), "skip", nightly("abort")])
 def test_fifty_rounds_equal_brute_force(name):
     made, warm = random_data(1, 24, 5, 600), np.random.default_rng(2).random(24) < 0.8
     now, _ = follow(name, 0.5, made, warm, 50)
@@ -202,7 +203,7 @@ def test_swap_all_keeps_holdings_whole():
     assert now.concept[heir].tolist() == made.concept.tolist() != now.concept.tolist()
 
 
-@pytest.mark.parametrize("make", [drift.swap_all, drift.swap_part])
+@pytest.mark.parametrize("make", [nightly(drift.swap_all), drift.swap_part])
 def test_p_zero_changes_nothing_and_neither_does_an_empty_pool(make):
     made = random_data(4, 6, 4, 60)
     for moves, warm in ((make(0), True), (make(1.0, "warm"), False)):
@@ -230,6 +231,7 @@ def test_swap_part_by_hand():
     assert outcomes == {(1, 1, 1, 0, 0, 0, 1, 1), (1, 1, 1, 0, 1, 1, 0, 0)}
 
 
+@pytest.mark.nightly
 def test_swap_part_keeps_the_number_of_labels():
     made = random_data(5, 6, 4, 60)
     now = made
@@ -258,7 +260,7 @@ def test_abort_ends_the_round():
     )
 
 
-@pytest.mark.parametrize("pool", ["all", "warm"])
+@pytest.mark.parametrize("pool", [nightly("all"), "warm"])
 def test_expected_number_of_swapped_clients(pool):
     clients, rounds, p = 101, 600, 0.05
     made = federated(np.arange(clients), np.zeros(clients), np.zeros(clients), clients, 1)
@@ -276,6 +278,7 @@ def test_expected_number_of_swapped_clients(pool):
     assert abs(per_client - p).max() < 5 * math.sqrt(p * (1 - p) / rounds)
 
 
+@pytest.mark.nightly
 def test_labels_and_pairs_are_uniform():
     rounds = 2000
     seen = jax.vmap(lambda round: drift.draw_swaps(KEY, round, 4, 5))(jnp.arange(rounds))
@@ -295,7 +298,7 @@ def test_labels_and_pairs_are_uniform():
     assert not np.array_equal(seen.gives, seen.takes)
 
 
-@pytest.mark.parametrize("kind", ["swap_all", "swap_part", "incremental"])
+@pytest.mark.parametrize("kind", [nightly("swap_all"), "swap_part", "incremental"])
 def test_one_program_equals_step_by_step_without_retracing(kind):
     moves = {
         "swap_all": drift.swap_all(0.3),

@@ -57,7 +57,7 @@ def trained(task, noise, way, objective=None, width=1, epochs=5, lr=0.1, **optio
 @pytest.mark.parametrize(
     ("hidden", "l2", "mu"),
     [
-        ((), 0.0, 0.0),
+        nightly((), 0.0, 0.0),
         nightly((), 0.01, 0.5),
         nightly((7,), 0.0, 0.5),
         nightly((7,), 0.01, 0.0),
@@ -73,6 +73,7 @@ def test_equals_training_the_kernel(noise, hidden, l2, mu):
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hidden", "l2", "mu"),
     [nightly((), 0.0, 0.0), nightly((7,), 0.01, 0.0), ((7, 5), 0.01, 0.5)],
@@ -109,7 +110,7 @@ def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, mom
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
-@pytest.mark.parametrize("way", ["direct", "dual"])
+@pytest.mark.parametrize("way", [nightly("direct"), "dual"])
 @pytest.mark.parametrize(
     ("momentum", "weight_decay"), [nightly(0.8, 0.0), nightly(0.0, 0.3), (0.8, 0.3)]
 )

@@ -79,7 +79,7 @@ def test_predictions_are_those_of_a_loop_over_clients(
         np.testing.assert_allclose(loss, expected[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [nightly(1), 4])
 def test_each_client_is_tested_on_its_own_model(toy, linear, monkeypatch, devices):
     """Where clients have models of their own, devices hold those of their blocks alone."""
     monkeypatch.setattr(evaluate, "EVAL_BLOCK", 4)
@@ -228,7 +228,7 @@ def idle(task, local, pick):
     return federated(task, local, pick, meet)
 
 
-@pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), ("none", 0)])
+@pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), nightly("none", 0)])
 def test_discard_rule(toy, linear, local, rule, hidden):
     """14 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so."""
     result = cfl.run(
@@ -381,7 +381,7 @@ TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
         (algorithms.cfl, CUT, (0, 1, 2, 3)),
         nightly(algorithms.fedcluster, TWO_IN_THREE, (1, 3)),
         nightly(algorithms.fl_hc, {"warm_up": 1}, (1,)),
-        (algorithms.fl_hc, {"warm_up": 1, "newcomers": "nearest"}, (1,)),
+        nightly(algorithms.fl_hc, {"warm_up": 1, "newcomers": "nearest"}, (1,)),
     ],
     ids=["cfl", "fedcluster", "fl_hc", "fl_hc newcomers"],
 )

@@ -14,7 +14,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 TABLES = sorted(path.stem for path in cells.TABLES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", others_nightly(EXPERIMENTS, EXPERIMENTS[::4]))
+@pytest.mark.parametrize("name", others_nightly(EXPERIMENTS, EXPERIMENTS[::12]))
 def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
     node, seen, asked = cells.load_table(name), set(), [[]]
@@ -106,6 +106,7 @@ def test_the_papers_preset_detects_by_eq_9():
     assert found.tolist() == (np.array(distance) > 0.2 * size / 3).tolist() == [True, False]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["md_icfl_table4", "md_icfl_table5"])
 def test_no_method_of_md_icfl_meets_clients_in_their_order(name):
     """Clients are numbered group by group, so that a round robin would begin with few groups."""

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SIZES, call, ledger, matrix, nightly, one_line, shuffled, with_execution
+from conftest import (
+    SIZES,
+    call,
+    ledger,
+    matrix,
+    nightly,
+    one_line,
+    others_nightly,
+    shuffled,
+    with_execution,
+)
 from scipy.special import log_softmax, logsumexp, softmax
 from test_load import NAMES, own_arrays
 from test_reference import KEY, L2, Model, mean, models_of, samples
@@ -136,7 +146,7 @@ def twin(models, data, local, with_labels, shrink=False):
 
 @pytest.mark.parametrize(
     ("name", "m", "settings"),
-    [("fedem", 3, {}), ("fedem", 2, {"shrink": True}), ("fedrc", 3, {})],
+    [nightly("fedem", 3, {}), ("fedem", 2, {"shrink": True}), ("fedrc", 3, {})],
 )
 def test_rounds_are_those_of_the_twin(toy, linear, local, name, m, settings):
     algorithm = METHODS[name](linear, local, COHORTS, m=m, **settings)
@@ -176,7 +186,7 @@ def mixed(models, weights, x):
     )
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [nightly(1), 4])
 def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     states, _ = play(fedem(linear, local, COHORTS, m=3), toy, 2)
     algorithm, state = fedem(linear, local, COHORTS, m=3), states[-1]
@@ -208,6 +218,7 @@ def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     )
 
 
+@pytest.mark.nightly
 def test_parts_of_clients_are_tested_as_all_of_them(trained):
     """As for samples on the host: clients 10 to 13, and room for two more behind the last."""
     algorithm, states = trained
@@ -253,7 +264,7 @@ def test_probabilities_are_averaged_not_logits(toy, linear):
     assert p[2] < 1e-10 and (y >= 2).any(), "the floor is not seen"
 
 
-@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+@pytest.mark.parametrize("value", [jnp.nan, nightly(-jnp.inf)])
 def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
     """Also by clients to whom the other one says more, and where probabilities are finite."""
     algorithm, (*_, state) = trained
@@ -271,7 +282,7 @@ def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
 # reductions
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["fedrc"]))
 def test_one_model_is_fedavg_bit_for_bit(toy, linear, local, name):
     local = with_execution(local, first_layer="direct").replace(momentum=0.5, weight_decay=0.01)
     mine, infos = play(METHODS[name](linear, local, COHORTS, m=1), toy)
@@ -286,6 +297,7 @@ def test_one_model_is_fedavg_bit_for_bit(toy, linear, local, name):
             np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_fedrc_is_fedem_while_label_shares_are_equal(toy, linear, local):
     """The first round always; later rounds where what is known of labels is forgotten."""
     soft, hard = (method(linear, local, COHORTS, m=3) for method in (fedem, fedrc))
@@ -351,6 +363,7 @@ def test_the_weights_of_a_planted_mixture_are_found(two_concepts, bare, local):
     np.testing.assert_allclose(mine, share, atol=0.05)
 
 
+@pytest.mark.nightly
 def test_the_likelihood_does_not_fall(two_concepts, bare, local):
     """Full batches and a small step: every round is a step of generalised EM."""
     data, _ = two_concepts
@@ -394,6 +407,7 @@ def test_clients_that_differ_in_labels_alone_are_put_together_by_fedrc(local):
 # whatever the machine
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "devices", "width"),
     [("fedrc", 2, 2), nightly("fedrc", 4, 1), nightly("fedem", 1, 3), nightly("fedem", 8, 2)],
@@ -431,7 +445,7 @@ def test_runs_of_a_grid_are_those_alone(toy, linear, local, name):
 
 
 @pytest.mark.parametrize(
-    "fault", [{"dropout": 1.0}, {"nan": 1.0}, {"nan": 1.0, "nonfinite": "zero"}]
+    "fault", [nightly({"dropout": 1.0}), {"nan": 1.0}, nightly({"nan": 1.0, "nonfinite": "zero"})]
 )
 def test_updates_that_are_not_used_leave_no_trace(toy, linear, local, fault):
     system = cfl.System(COHORTS, cfl.Faults(**fault))
@@ -488,7 +502,7 @@ def test_time_counts_all_models_and_the_inference(toy, linear, local):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("fedem", {}), ("fedrc", {}), nightly("fedrc", {"newcomers_use_shares": False})],
+    [nightly("fedem", {}), ("fedrc", {}), nightly("fedrc", {"newcomers_use_shares": False})],
 )
 def test_new_clients_take_one_e_step(toy, linear, local, name, settings):
     """Clients 10 to 13 join a run of the others; nobody else's weights and no model changes."""

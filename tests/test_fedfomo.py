@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, build, spent
+from conftest import CLASSES, FEATURES, build, nightly, spent
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
@@ -124,7 +124,7 @@ def split(data):
     return found
 
 
-@pytest.mark.parametrize("norm,p", [("L1", 1), ("L2", 2)])
+@pytest.mark.parametrize("norm,p", [nightly("L1", 1), ("L2", 2)])
 def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
     cohorts = [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [0, 1, 3, 4, 2], [3, 0, 2, 4, 1]]
     select = from_table(np.array(cohorts))
@@ -151,7 +151,7 @@ def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
     assert affinity[same & others].mean() > affinity[~same].mean()  # it finds who is alike
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("bad", [nightly(np.inf), nightly(np.nan), 3e38])
 def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole_batches, bad):
     algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=4)
     state = algorithm.init(KEY, five)

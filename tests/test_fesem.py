@@ -139,7 +139,7 @@ def twin(state, data, local, rounds, mu, form, estep):
 
 @pytest.mark.parametrize(
     ("form", "estep", "mu"),
-    [nightly("prox", "all", 0.5), ("prox", "selected", 0.0), ("eq8", "all", 0.5)],
+    [nightly("prox", "all", 0.5), ("prox", "selected", 0.0), nightly("eq8", "all", 0.5)],
 )
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
@@ -186,6 +186,7 @@ def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     )
 
 
+@pytest.mark.nightly
 def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
     alone = build(fesem, linear, local, COHORT, m=1, aggregate="samples", mu=0.3)
     begun, *_, last = play(alone, toy, 3)
@@ -252,6 +253,7 @@ def test_planted_groups_are_found(linear, local, estep):
         assert adjusted_rand_score(np.arange(18) % 3, state.assignment) == 1
 
 
+@pytest.mark.nightly
 def test_equal_stored_models_collapse_into_one_group(linear, local):
     """D5: all clients are nearest to the same random center, and their models stay near
     it; the others are never touched.
@@ -424,7 +426,7 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     assert sum(found[20]) < 0.99 * sum(found[1])
 
 
-@pytest.mark.parametrize(("start", "extra"), [("random_models", 0), ("local", 2 * 100)])
+@pytest.mark.parametrize(("start", "extra"), [nightly("random_models", 0), ("local", 2 * 100)])
 def test_models_sent(start, extra):
     """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from
     local models costs one more visit to everybody.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import build, ledger, spent
+from conftest import build, ledger, nightly, others_nightly, spent
 from scipy.spatial.distance import cdist
 from test_metric_kmeans import planted, shares
 
@@ -59,7 +59,7 @@ def example(seed=0, clients=30, m=5):
     return points, valid, drifted & valid, labels, centers.astype("f4"), np.arange(m) < m - 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", others_nightly(range(3), [0]))
 def test_moves_equal_their_twin_whatever_the_order_of_clients(seed):
     points, valid, drifted, labels, centers, active = example(seed)
     new, after, shift, theta = twin_moves(points, valid, drifted, labels, centers, active)
@@ -124,7 +124,7 @@ def test_a_shift_of_just_tau_times_the_distance_of_centers_fires():
     assert not recluster.center_shift(0.51).fires((), moves)
 
 
-@pytest.mark.parametrize("printed", [False, True])
+@pytest.mark.parametrize("printed", [nightly(False), True])
 def test_pairwise_trigger(printed):
     trigger = recluster.pairwise(0.1, printed)
     memory, deltas = trigger.init(jnp.zeros((2, 2))), []
@@ -313,6 +313,7 @@ def test_bytes_of_the_start_and_of_events(toy, drifting, linear, local):
     assert event.units_up - event.units_down == 2
 
 
+@pytest.mark.nightly
 def test_false_reports_are_permuted_alike_in_every_event(drifting, linear, local):
     """Half of the clients report their shares in another order, each always in the same one."""
     steps = [drifting([]), drifting(list(range(14)))]
@@ -326,6 +327,7 @@ def test_false_reports_are_permuted_alike_in_every_event(drifting, linear, local
     assert (np.asarray(honest[-1].memory.reported) != false[-1].memory.reported).any()
 
 
+@pytest.mark.nightly
 def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
     steps = [drifting([]), drifting([1, 3])]
     fired = {0.0: [], 2.5: []}
@@ -357,11 +359,13 @@ def test_one_group_is_fedavg(toy, linear, local):
     chex.assert_trees_all_close(states[-1].groups, last.groups, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_q_zero_and_tiny_q_agree(toy, linear, local):
     plain, fair = (run(method(linear, local, q=q), [toy])[-1] for q in (0.0, 1e-6))
     chex.assert_trees_all_close(plain.groups, fair.groups, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_large_pull_keeps_clients_near(toy, linear, local):
     def step(mu):
         before, after = run(method(linear, local, mu=mu), [toy])

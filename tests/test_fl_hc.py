@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, with_execution
+from conftest import build, nightly, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_cfl import CLIENTS, KEY, SAME, TRUTH, concepts, sent
 from test_fesem import play
@@ -61,6 +61,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
         )
 
 
+@pytest.mark.nightly
 def test_fl_hc_uses_no_more_groups_than_it_found(concepts, linear, local):
     """Everybody is one group below a threshold this high; the other four hold nobody."""
     options = {"warm_up": 1, "newcomers": "nearest", "threshold": 1e9}
@@ -91,7 +92,7 @@ def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
     assert one_round._cache_size() == 1
 
 
-@pytest.mark.parametrize("metric", ["cosine", "L2"])
+@pytest.mark.parametrize("metric", ["cosine", nightly("L2")])
 def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clustered_once, metric):
     """Clients 4 and 5 are made to have missed the clustering; each trains once more
     from the model that was clustered.
@@ -105,7 +106,7 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
     assert sent(before, after) == (5, 5)
 
 
-@pytest.mark.parametrize("newcomers", ["largest", "nearest"])
+@pytest.mark.parametrize("newcomers", [nightly("largest"), "nearest"])
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
     unsure = System(select.uniform(6), Faults(dropout=0.3))

@@ -147,6 +147,7 @@ def test_processes_with_other_settings_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [nightly(0), 1])
 def test_a_killed_process_ends_the_other(number, tmp_path):
     started = begin(tmp_path / "run", 2, "algorithm=fedavg", "rounds=1000000")

@@ -571,6 +571,7 @@ def test_damaged_and_hostile_files(tmp_path, monkeypatch):
     assert len(huggingface(tmp_path / "b", x="x", y="y").y) == 1000  # other columns are never read
 
 
+@pytest.mark.nightly
 def test_a_run(fedjax_cfl, tmp_path):
     for i in range(3):
         save_dict(tmp_path / "mine" / f"partition_{i}", train=rows(), test=rows())

@@ -33,7 +33,12 @@ def change(arrays, name):
 
 @pytest.mark.parametrize(
     ("name", "finished"),
-    [("x", False), nightly("y", False), ("client", True), *(nightly(n, True) for n in "xy")],
+    [
+        ("x", False),
+        nightly("y", False),
+        nightly("client", True),
+        nightly(*(nightly(n, True) for n in "xy")),
+    ],
 )
 def test_a_file_that_has_changed_is_not_mixed_in(name, finished, fedjax_cfl, tmp_path, monkeypatch):
     """The numbers of a run that went on with other samples would be those of no data set."""

@@ -325,6 +325,7 @@ def test_more_than_fits_is_refused_before_it_is_read(tmp_path, monkeypatch):
     assert image_folder(tmp_path, size=[2, 5]).x.nbytes == 20
 
 
+@pytest.mark.nightly
 def test_a_run_on_images(fedjax_cfl, tmp_path):
     files = {
         f"{split}/writer {k}/{(9, 10)[i % 2]}/{i}.png": pixels(4, 5) // 40 + i % 2 * 200

@@ -89,6 +89,7 @@ def test_flexcfl_pretrains_newcomers_and_shifted_clients(toy, moved, timed):
     assert seconds[1] == 0 and seconds[2] == slowest(work, [1, 7])
 
 
+@pytest.mark.nightly
 def test_ifca_mig_lets_shifted_clients_choose_before_the_round(toy, moved, timed):
     size = np.asarray(toy.train.size)
     seconds, _ = timed(algorithms.ifca, [toy, moved], EVERYBODY, m=3, detector="tv")
@@ -96,6 +97,7 @@ def test_ifca_mig_lets_shifted_clients_choose_before_the_round(toy, moved, timed
     assert after - before == slowest(3 * size, [1, 7])
 
 
+@pytest.mark.nightly
 def test_feddrift_infers_every_model_in_use_at_an_event(toy, moved, timed):
     size, calm = np.asarray(toy.train.size), toy.replace(shifted=jnp.zeros(14, bool))
     rounds = [calm] * 4 + [moved, calm, moved]
@@ -114,18 +116,21 @@ def test_fielding_infers_what_is_reported(represent, each, toy, moved, timed):
     assert seconds[0] == 0 and seconds[1] == slowest(each * np.asarray(toy.train.size), [1, 7])
 
 
+@pytest.mark.nightly
 def test_feddane_takes_a_gradient_of_all_samples(toy, timed):
     ids = np.array([1, 6, 9])
     seconds, _ = timed(algorithms.feddane, [toy], select.from_table(ids[None]), same_set=True)
     assert seconds[0] == slowest(3 * np.asarray(toy.train.size), ids)
 
 
+@pytest.mark.nightly
 def test_q_fedavg_infers_all_training_samples(toy, timed):
     ids = np.array([1, 6, 9])
     seconds, _ = timed(algorithms.qfedavg, [toy], select.from_table(ids[None]), q=1.0)
     assert seconds[0] == slowest(np.asarray(toy.train.size), ids)
 
 
+@pytest.mark.nightly
 def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
     """8 is first sent the models of 1, 6 and 9, which it compares with the common start; then
     nobody's, and compares its own before and after training; then 1 is sent that of 8.
@@ -142,11 +147,11 @@ def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
 @pytest.mark.parametrize(
     ("method", "settings", "models", "words"),
     [
-        ("fedavg", {}, [2, 2], [0, 0]),
+        nightly("fedavg", {}, [2, 2], [0, 0]),
         ("ifca", {"m": 3}, [4, 4], [1, 1]),
-        ("feddane", {}, [5, 5], [0, 0]),
+        nightly("feddane", {}, [5, 5], [0, 0]),
         # down the start, then the models of the other two; up one
-        ("fedfomo", {"models": 4}, [2, 3], [0, 0]),
+        nightly("fedfomo", {"models": 4}, [2, 3], [0, 0]),
     ],
 )
 def test_what_is_sent_for_a_round_takes_time(method, settings, models, words, toy, linear, local):
@@ -161,6 +166,7 @@ def test_what_is_sent_for_a_round_takes_time(method, settings, models, words, to
         assert float(info.seconds) == pytest.approx((units + 4 * extra / size) / 3, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_fl_hc_trains_newcomers_once_more(concepts, timed):
     """Clients 4 and 5 are made to have missed the clustering."""
     settings = {"m": 3, "warm_up": 1, "newcomers": "nearest"}
@@ -173,6 +179,7 @@ def test_fl_hc_trains_newcomers_once_more(concepts, timed):
     assert seconds[0] == slowest(work, [4, 5])
 
 
+@pytest.mark.nightly
 def test_cfl_trains_at_every_cut_that_a_client_missed(concepts, timed):
     """Clients of the branch that was cut twice are sent back to group 0, before both cuts."""
     settings = ONCE | {"m": 3}

@@ -43,6 +43,7 @@ METHODS = {
         flexcfl, task, local, select, m=2, alpha=3, pretrain="iters:9", eta_g=0.1, detector=None
     ),
 }
+OFTEN = "ifca"  # in every run: its clients choose, send words and have groups
 # client 2 has no data, client 6 one sample
 TABLE = np.array([[1, 4, 2, 9, 13, 0, 7], [5, 3, 8, 2, 11, 6, 10], [12, 0, 9, 5, 1, 2, 3]])
 
@@ -60,7 +61,7 @@ def compiled(method, task, local):
     return jax.jit(go)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=others_nightly(METHODS, [OFTEN]))
 def method(request):
     return request.param
 
@@ -90,17 +91,11 @@ def test_order_of_the_cohort(usual, go, toy, seed):
 
 
 def pairs(*often, rest):
-    """Returns (method, how it is spread): FedAvg and FlexCFL in the ways of `often`, and FlexCFL in
-    all; the rest by night.
-    """
+    """Returns (method, how it is spread): IFCA in the ways of `often`; the rest by night."""
     return [
-        (name, *way) if name in ("fedavg", "flexcfl") else nightly(name, *way)
+        (name, *way) if name == OFTEN and way in often else nightly(name, *way)
         for name in METHODS
-        for way in often
-    ] + [
-        ("flexcfl", *way) if name == "flexcfl" else nightly(name, *way)
-        for name in METHODS
-        for way in rest
+        for way in (*often, *rest)
     ]
 
 
@@ -145,7 +140,7 @@ def by_loss(toy, mlp, local):
     return jax.jit(chosen_by_loss(mlp, local))(KEY, toy)
 
 
-@pytest.mark.parametrize(("devices", "width"), [(1, 3), (4, 4096)])
+@pytest.mark.parametrize(("devices", "width"), [nightly(1, 3), (4, 4096)])
 def test_power_of_choice_on_devices(by_loss, toy, mlp, local, devices, width):
     spread = with_execution(local, mesh=cfl.make_mesh(devices), width=width)
     state, infos = jax.jit(chosen_by_loss(mlp, spread))(KEY, toy)
@@ -174,7 +169,7 @@ def test_power_of_choice_in_a_grid(toy, mlp, local):
         chex.assert_trees_all_close(member, alone(key, toy), **ROUNDING)
 
 
-@pytest.mark.parametrize("method", [nightly("fedavg"), "flexcfl"], indirect=True)
+@pytest.mark.parametrize("method", [OFTEN, nightly("fedavg"), nightly("flexcfl")], indirect=True)
 def test_capacity(usual, go, toy):
     assert_same(go(TABLE, toy.replace(max_client_samples=2 * toy.max_client_samples + 1)), usual)
 
@@ -204,7 +199,7 @@ def shared(data):
     return data.replace(x=pool, sample=jnp.asarray(place[row], jnp.int32)), copies
 
 
-@pytest.mark.parametrize("method", others_nightly(METHODS, ["fedavg", "flexcfl"]), indirect=True)
+@pytest.mark.parametrize("method", others_nightly(METHODS, [OFTEN]), indirect=True)
 def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
     """Each client sees the same samples, but the pool holds them once; to the last bit."""
     indexed, copies = shared(toy)
@@ -252,7 +247,7 @@ def test_places_in_the_pool(usual, go, toy):
 
 
 @pytest.mark.parametrize(
-    "method", [nightly("fedavg"), nightly("qfedavg"), "ifca", "flexcfl"], indirect=True
+    "method", others_nightly(["fedavg", "qfedavg", "ifca", "flexcfl"], [OFTEN]), indirect=True
 )
 def test_a_client_without_data_changes_nothing(method, go, toy, mlp, local):
     """Toy client 2 has none. Stragglers are a share of the cohort, so a method that has

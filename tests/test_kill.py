@@ -117,6 +117,7 @@ def compare(tmp_path, algorithm, rounds, every, kills, seed):
     return survived
 
 
+@pytest.mark.nightly
 def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
     assert compare(tmp_path, "fedavg", rounds=30, every=2, kills=2, seed=0) == 2
 

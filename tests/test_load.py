@@ -7,7 +7,7 @@ from pathlib import Path
 import flax.linen as nn
 import numpy as np
 import pytest
-from conftest import call
+from conftest import call, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
@@ -228,7 +228,7 @@ def test_predict_scores_clients_met_and_new(predict, folder, run, own):
     np.testing.assert_array_equal(found["predicted"][rows], run.predict("cy", arrays["x"][rows]))
 
 
-@pytest.mark.parametrize("kind", ["U", "S"])
+@pytest.mark.parametrize("kind", ["U", nightly("S")])
 def test_predict_knows_classes_by_name(predict, folder, tmp_path, monkeypatch, kind):
     """Text labels, numbered in sorted order: the same run as with 0 and 1."""
     arrays = own_arrays(NAMES)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import shuffled
+from conftest import nightly, shuffled
 
 import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import over_clients
@@ -32,7 +32,9 @@ def reference_stream(count):
         yield batch
 
 
-@pytest.mark.parametrize("count", [1, 3, 6, 9, 10, 22, 40])
+@pytest.mark.parametrize(
+    "count", [nightly(1), 3, nightly(6), nightly(9), nightly(10), 22, nightly(40)]
+)
 def test_stream_of_batches(count):
     local = Local(0.1, 1, BATCH, steps=STEPS, fill_batches=True)
     words = jax.random.bits(jax.random.key(count), (2,))
@@ -50,7 +52,7 @@ def test_stream_of_batches(count):
             assert (0 <= drawn).all() and (drawn < count).all()
 
 
-@pytest.mark.parametrize(("width", "other"), [(1, "dual"), (4, "direct")])
+@pytest.mark.parametrize(("width", "other"), [(1, "dual"), nightly(4, "direct")])
 def test_same_models_however_they_are_trained(width, other):
     sizes = (3, 22, 9, 40, 10, 0)
     rng = np.random.default_rng(1)

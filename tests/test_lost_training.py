@@ -136,6 +136,7 @@ def test_half_a_character_is_refused_before_round_0():
     assert named.client_names is not None and named.client_names.names[0] == "ä"
 
 
+@pytest.mark.nightly
 def test_a_grid_that_cannot_be_compared_has_ended_well(fedjax_cfl, tmp_path, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no LaTeX")
@@ -159,6 +160,7 @@ def test_a_folder_whose_name_is_a_pattern_keeps_checkpoints(name, tmp_path):
     assert not list((tmp_path / "aXbY" / "checkpoints").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_run_in_a_folder_with_brackets_is_read_again(fedjax_cfl, tmp_path):
     words = f"{SMALL} 'run_dir=\"r[1]/lr=[0.1]\"'"
     status, _, error = fedjax_cfl(f"{words} rounds=1")

@@ -199,7 +199,7 @@ def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local
     assert not states[-1].memory.labels.known.any()
 
 
-@pytest.mark.parametrize("cohort", [5, 14])
+@pytest.mark.parametrize("cohort", [5, nightly(14)])
 def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     """Weak: C words up, once a client. Strong: m C words down and 1 up, every time."""
     m, rounds, classes = 3, 4, toy.num_classes

@@ -57,6 +57,7 @@ def run(data, tmp_path_factory):
     return folder, config, task, data, local
 
 
+@pytest.mark.nightly
 def test_pseudo_samples_convince_new_models_of_their_own_group(run):
     folder, config, task, data, local = run
     new = md_icfl_figs.train_new_models(KEY, task, data, local, TURNS)

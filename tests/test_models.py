@@ -7,6 +7,7 @@ import hydra
 import jax
 import numpy as np
 import pytest
+from conftest import nightly
 from flax import nnx
 from omegaconf import OmegaConf
 from test_layers import KEY, close, normal
@@ -73,6 +74,7 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
     ("lenet", (16, 16), 3),
     *((name, (3, 4), 2) for name in ("gru", "lstm", "fedgroup_lstm", "grouprox_gru")),
 ]
+OFTEN = ("mclr", "mlp", "mnist_cnn", "lenet", "gru")  # in every run: one of every kind
 DROPOUT = {"mnist_cnn", "femnist_cnn", "gru", "lstm"}
 
 
@@ -106,7 +108,9 @@ def test_every_conf_file_is_tested():
     assert all(OmegaConf.load(CONF / f"{name}.yaml").name == name for name in files)
 
 
-@pytest.mark.parametrize(("name", "shape", "classes"), SMALL)
+@pytest.mark.parametrize(
+    ("name", "shape", "classes"), [row if row[0] in OFTEN else nightly(*row) for row in SMALL]
+)
 def test_losses_are_per_sample_and_gradients_finite_and_dropout_needs_a_key(name, shape, classes):
     task = as_task(build(name, classes), shape, classes)
     params = started(task)

@@ -87,6 +87,7 @@ def test_fedprox_files_keep_users_and_split(nist):
         )
 
 
+@pytest.mark.nightly
 def test_fedprox_files_run(nist, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already

@@ -78,7 +78,7 @@ def test_a_shell_completion_says_for_which_shell(tmp_path):
         nightly("fedjax-cfl --info | head -1"),
         "fedjax-cfl --help | head -1",
         nightly("fedjax-cfl --help | true"),
-        "fedjax-cfl algorithm=ifca --cfg job | true",
+        nightly("fedjax-cfl algorithm=ifca --cfg job | true"),
     ],
 )
 def test_a_reader_that_goes_is_no_error(line, tmp_path):
@@ -92,7 +92,7 @@ def test_bad_input_with_a_closed_stderr(tmp_path):
 @pytest.mark.parametrize(
     "sink, status, said",
     [
-        ("| true", 0, ""),
+        nightly("| true", 0, ""),
         nightly(">&-", 0, ""),
         (
             ">/dev/full",
@@ -107,7 +107,7 @@ def test_a_run_whose_output_is_lost_writes_its_files(sink, status, said, tmp_pat
     assert {path.name for path in (tmp_path / "run").iterdir()} >= RUN_FILES
 
 
-@pytest.mark.parametrize("grid", ["", " seeds=2"])
+@pytest.mark.parametrize("grid", ["", nightly(" seeds=2")])
 def test_names_that_look_like_markup_are_printed(grid, fedjax_cfl):
     status, out, error = fedjax_cfl(f"{SMALL}{grid} run_dir=run \"dataset.name='[/x]'\"")
     assert status == 0 and error == "" and "fedavg on [/x]: " in out

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, one_line, spent
+from conftest import ledger, nightly, one_line, spent
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as link
 from scipy.spatial.distance import squareform
@@ -71,7 +71,7 @@ def spread(toy):
 
 
 @pytest.mark.parametrize("kind", ["vectors", "principal"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [nightly(1), 2])
 def test_angles_are_those_of_singular_vectors(spread, local, kind, count):
     """Clients of one sample of a class have one vector of it."""
     able = spread.train.size > 0
@@ -103,8 +103,8 @@ def test_directions_of_more_samples_than_features_and_of_fewer_are_the_same():
     ("settings", "groups"),
     [
         ({"m": 9, "threshold": 15.0}, 5),
-        ({"m": 3, "threshold": 12.0}, 3),
-        ({"m": 4, "threshold": None, "linkage": "average", "directions": 1}, 4),
+        nightly({"m": 3, "threshold": 12.0}, 3),
+        nightly({"m": 4, "threshold": None, "linkage": "average", "directions": 1}, 4),
     ],
 )
 def test_slow_twin(spread, linear, local, settings, groups):
@@ -144,7 +144,7 @@ def test_slow_twin(spread, linear, local, settings, groups):
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (18, 18, 0, 0)
 
 
-@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("m", [nightly(1), 3])
 def test_without_a_limit_it_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for more groups changes nothing but rounding."""
     algorithm = pacfl(linear, local, COHORT, m=m, threshold=91.0)
@@ -188,7 +188,7 @@ def place(apart, groups, active, newcomers, threshold):
     return groups, active
 
 
-@pytest.mark.parametrize("threshold", [8.0, None])
+@pytest.mark.parametrize("threshold", [8.0, nightly(None)])
 def test_clients_that_get_samples_later_join_or_found_a_group(spread, linear, local, threshold):
     """Their groups are those of a slow twin; others stay; each sends its vectors once."""
     m = 4 if threshold is None else 13

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import nightly
 from test_paper import CELL, table, verb
 
 import fedjax_cfl as cfl
@@ -19,7 +20,7 @@ __all__ = ["verb"]
 real_command = processes.COMMAND
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
 def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, number):
     code = f"""
         import signal
@@ -69,6 +70,7 @@ def wait_until(condition, seconds: float = 60) -> bool:
     return condition()
 
 
+@pytest.mark.nightly
 def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path):
     """A real SIGKILL, and the processes that users' cells have."""
     (tmp_path / "fake_cell.py").write_text("print('begun', flush=True)\n" + CELL)

@@ -2,6 +2,7 @@
 in the method below.
 """
 
+import functools
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ from conftest import (
     SIZES,
     build,
     matrix,
+    nightly,
     one_line,
     others_nightly,
     run_in_grid_and_alone,
@@ -49,7 +51,7 @@ def pulled(model, center, data, batches, lr, lam):
     return model
 
 
-@pytest.mark.parametrize(("m", "width"), [(1, 1), (3, 4)])
+@pytest.mark.parametrize(("m", "width"), [nightly(1, 1), (3, 4)])
 def test_ditto_equals_its_twin(toy, linear, local, m, width):
     pick = select.uniform(COHORT)
     own = with_execution(local, width=width).replace(personal=ditto(lam=LAM))
@@ -77,7 +79,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca", "fesem"]))
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca"]))
 def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     factory, settings = METHODS[name]
     pick = select.uniform(COHORT)
@@ -90,7 +92,7 @@ def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     assert spent(alone[0], alone[-1]) == spent(over[0], over[-1])
 
 
-@pytest.mark.parametrize("judge", ["template", "own"])
+@pytest.mark.parametrize("judge", [nightly("template"), "own"])
 def test_fedper_equals_its_twin(toy, mlp, local, judge):
     """Over IFCA: clients test the group's layers under their own head, and train both."""
     pick = select.uniform(COHORT)
@@ -118,8 +120,7 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
             model = groups[g]
             epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
             for batch in batches_of(epochs, local.batch_size):
-                slope = jax.grad(lambda p, b=batch: mlp.loss(p, x[b], y[b]).mean())(model)
-                model = jax.tree.map(lambda p, d: p - local.lr * d, model, slope)
+                model = less(model, slope(mlp, model, x[batch], y[batch]), local.lr)
             heads[client] = {"head": model["head"]}
             new[g].append(model["hidden_0"])
         for g in range(2):
@@ -148,6 +149,7 @@ def ce(task, model, x, y):
     return -np.mean(np.take_along_axis(log_softmax(logits, axis=1), y[:, None], 1))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def slope(task, model, x, y):
     """The gradient of the mean loss."""
     return jax.grad(lambda p: task.loss(p, x, y).mean())(model)
@@ -211,7 +213,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", others_nightly(TWINS, [name for name in TWINS if name != "apfl"]))
 def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
     """Whole rounds: who trains what, which part the server averages, who keeps what."""
     method, twin = TWINS[name]
@@ -245,7 +247,9 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
             close(mine, theirs)
 
 
-@pytest.mark.parametrize("method", [ditto(), apfl(), fedper()], ids=["ditto", "apfl", "fedper"])
+@pytest.mark.parametrize(
+    "method", [ditto(), nightly(apfl()), nightly(fedper())], ids=["ditto", "apfl", "fedper"]
+)
 def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
     pick, one = select.uniform(COHORT), local.replace(personal=method)
     expected = play(build(algorithms.ifca, mlp, one, pick, m=2), toy)[-1]
@@ -358,7 +362,7 @@ def test_models_received_and_models_of_their_own_exclude_each_other(mlp, local):
 PARTS = {"fedper": "hidden_0", "fedrep": "hidden_0", "fedbabu": "hidden_0", "lg_fedavg": "head"}
 
 
-@pytest.mark.parametrize("name", ["ditto", "apfl", *PARTS])
+@pytest.mark.parametrize("name", others_nightly(["ditto", "apfl", *PARTS], ["fedper"]))
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, also the clients' own; bytes are those of the part that is sent."""
     line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 local.epochs=2"
@@ -374,6 +378,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     assert 0 <= row["bytes_up"] - sent * row["units_up"] <= 4 * 6 * 4  # and a word for each choice
 
 
+@pytest.mark.nightly
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=ifca model=mlp personal=ditto clients_per_round=6 rounds=2 dataset.clients=12"
     member, alone = run_in_grid_and_alone(fedjax_cfl, line)

@@ -238,6 +238,7 @@ def personal(task, local, select):
     )
 
 
+@pytest.mark.nightly
 def test_new_clients_keep_what_is_their_own(toy, linear, local):
     """Their models are those that they trained in the round in which they were met, from the model
     as the run left it; nothing of the run's own clients changes. The selection may be wrapped.

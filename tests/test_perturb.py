@@ -49,6 +49,7 @@ def test_false_reports_are_permutations_of_so_many_clients(fraction):
     np.testing.assert_allclose(told, expected, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_more_shared_samples_bring_clients_closer():
     pool = make_pool()
     held = partition.dirichlet_per_client(
@@ -200,6 +201,7 @@ def test_elec2_by_time(monkeypatch):
             assert abs(np.asarray(now.train.size + now.test.size) - days / 5).max() <= 1
 
 
+@pytest.mark.nightly
 @real
 def test_sent140_by_date():
     pool = datasets.sent140(min_tweets=100)

@@ -59,7 +59,7 @@ def same(one, other):
             )
 
 
-@pytest.mark.parametrize("name", [nightly("qfedavg"), nightly("ifca"), "fedgroup"])
+@pytest.mark.parametrize("name", [nightly("qfedavg"), "ifca", nightly("fedgroup")])
 def test_rows_clients_and_models_are_those_of_data_on_the_devices(
     name, both, linear, local, monkeypatch
 ):
@@ -150,6 +150,7 @@ def test_the_next_block_is_fetched_while_one_is_in_use(both, linear, local, monk
     assert [count for count, _ in blocks] == [1]
 
 
+@pytest.mark.nightly
 def test_the_command_line_keeps_samples_on_the_host(tmp_path, monkeypatch, capsys):
     line = (
         "algorithm=fedavg dataset.clients=20 model=mclr rounds=3 local.epochs=1 clients_per_round=6"
@@ -242,7 +243,7 @@ def test_a_bad_folder_gets_one_line(name, array, said, tmp_path):
         files.npy(str(tmp_path))
 
 
-@pytest.mark.parametrize("clients", [5, 64, 65, 100_000, 2**20 + 7])
+@pytest.mark.parametrize("clients", [nightly(5), nightly(64), 65, 100_000, nightly(2**20 + 7)])
 def test_a_cohort_of_many_is_drawn_without_repeats_and_evenly(clients):
     count = min(clients, 2000)
     drawn = np.stack([draw_permutation(jax.random.key(seed), clients, count) for seed in range(5)])

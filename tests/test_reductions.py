@@ -78,7 +78,7 @@ def plainly_averaged(toy, linear, local):
     return play(fedavg(linear, local, COHORT, aggregate=uniform_mean), toy)
 
 
-@pytest.mark.parametrize("mu", [0.0, jnp.zeros(())], ids=["number", "array"])
+@pytest.mark.parametrize("mu", [nightly(0.0), jnp.zeros(())], ids=["number", "array"])
 def test_fedprox_without_pull_is_fedavg(toy, linear, local, averaged, mu):
     assert_same(play(fedprox(linear, local, COHORT, mu=mu), toy), averaged)
 
@@ -120,6 +120,7 @@ def test_a_schedule_is_another_step_size_in_every_round(toy, linear, local, meth
     assert_differ(scheduled, play(usual, toy))
 
 
+@pytest.mark.nightly
 def test_a_schedule_is_that_of_the_sample_space_too(toy, mlp, local):
     half = local.replace(schedule=optax.constant_schedule(0.5))
     direct, dual = (
@@ -137,6 +138,7 @@ def test_a_schedule_is_that_of_the_sample_space_too(toy, mlp, local):
     assert_same(direct, play(fedavg(mlp, local.replace(lr=local.lr / 2), COHORT), toy))
 
 
+@pytest.mark.nightly
 def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
     begun, _ = play(plain, toy, 0)
     pulled = jax.jit(
@@ -152,7 +154,7 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
         ("ifca", {"aggregate": "samples"}),
         nightly("ifca", {"aggregate": "samples", "detector": "tv"}),
         nightly("ifca_restarts", {"aggregate": "samples", "restarts": 1, "restart_rounds": 1}),
-        ("feddrift", {}),
+        nightly("feddrift", {}),
         nightly("feddrift_eager", {}),
     ],
 )
@@ -176,11 +178,14 @@ def test_qfedavg_without_fairness_is_the_plain_mean(toy, linear, local, plainly_
     assert_same(play(qfedavg(linear, local, COHORT, q=0.0), toy), plainly_averaged)
 
 
+@pytest.mark.nightly
 def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
     assert_differ(play(qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
 
 
-@pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
+@pytest.mark.parametrize(
+    "batch_size", [nightly(40), 64], ids=["just everything", "more than there is"]
+)
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     whole_set = local.replace(epochs=1, batch_size=batch_size)
     assert_same(
@@ -196,6 +201,7 @@ def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
     assert_same((state, infos), play(fedavg(linear, plain, COHORT, aggregate=uniform_mean), toy))
 
 
+@pytest.mark.nightly
 def test_fedavgm_without_momentum_is_fedavg(toy, linear, local, averaged):
     assert_same(play(fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
 

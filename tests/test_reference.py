@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, shuffled, with_execution
+from conftest import build, ledger, nightly, shuffled, with_execution
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
@@ -192,7 +192,7 @@ def test_gradient_is_that_of_the_task(toy, linear):
         )
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [nightly(1), 4])
 def test_fedavg(toy, linear, local, width):
     pick = select.uniform(COHORT)
     first, last = played(
@@ -212,7 +212,7 @@ def test_ifca(toy, linear, local):
     assert {client: int(last.assignment[client]) for client in choice} == choice
 
 
-@pytest.mark.parametrize("iterations", [2, 11])
+@pytest.mark.parametrize("iterations", [2, nightly(11)])
 def test_flexcfl_start(toy, linear, local, iterations):
     """Groups, directions and models of the founders; 11 steps of batch 5 are more than
     one pass for most.
@@ -399,7 +399,7 @@ def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
     assert ledger(state.traffic).units_up == 6 * (ROUNDS + 2), "late answers are sent all the same"
 
 
-@pytest.mark.parametrize("per_group", [False, True])
+@pytest.mark.parametrize("per_group", [nightly(False), True])
 def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, toy, linear, local):
     """Two groups; clients are online in intervals of their own. One that is offline has no slot;
     one whose interval ends before it has answered sends nothing, and nobody waits for it. A

@@ -13,7 +13,9 @@ from conftest import (
     SIZES,
     build,
     matrix,
+    nightly,
     one_line,
+    others_nightly,
     run_in_grid_and_alone,
     spent,
     stop_and_go_on,
@@ -112,7 +114,7 @@ def close(found, expected, atol=3e-5):
         np.testing.assert_allclose(a.flat(), b.flat(), atol=atol)
 
 
-@pytest.mark.parametrize(("m", "width", "momentum"), [(1, 1, 0.0), (1, 1, 0.5), (3, 4, 0.0)])
+@pytest.mark.parametrize(("m", "width", "momentum"), [nightly(1, 1, 0.0), (1, 1, 0.5), (3, 4, 0.0)])
 def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     """One model for all, and IFCA, whose clients move."""
     pick, rounds = select.uniform(COHORT), 3 if m == 1 else 6
@@ -205,7 +207,7 @@ def test_a_variate_is_about_the_model_of_its_group(toy, linear, local):
     np.testing.assert_array_equal(after.trained, kept)
 
 
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("cut", [True, nightly(False)])
 def test_who_moves_by_its_update_begins_anew(toy, linear, local, cut):
     """Unless it is half of a group that was cut: both halves go on from the group's model."""
 
@@ -294,7 +296,7 @@ def test_what_comes_too_late_changes_nothing(toy, linear, local):
     assert (info.late, info.seconds) == (CLIENTS // 2, 4 * 4 * 24 / 2.0)
 
 
-@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("m", others_nightly([1, 2], [2]))
 def test_lanes_and_devices_change_nothing(toy, mlp, local, m):
     pick, one = select.uniform(COHORT), corrected(local)
     expected = play(build(algorithms.ifca, mlp, one, pick, m=m), toy, 3)[-1]
@@ -330,6 +332,7 @@ def test_models_received_are_refused(linear, local):
     one_line("test_on=received: clients of SCAFFOLD", algorithms.scaffold, linear, local, system)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl):
     """To the last bit; and each run of a grid is what it is alone. FeSEM cuts nothing, moves."""
     line = "algorithm=fesem model=mclr personal=scaffold clients_per_round=6 local.epochs=2"
@@ -337,6 +340,7 @@ def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl):
     stop_and_go_on(fedjax_cfl, line)
 
 
+@pytest.mark.nightly
 def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=scaffold model=mclr clients_per_round=6 rounds=2 dataset.clients=12"
     _, alone = run_in_grid_and_alone(fedjax_cfl, line)

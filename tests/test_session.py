@@ -211,6 +211,7 @@ def test_a_stop_and_a_crash_leave_no_trace(case, fedjax_cfl, tmp_path):
     assert sum(lost[:5]) and sum(lost[5:]), "nothing to get wrong"
 
 
+@pytest.mark.nightly
 def test_a_run_may_go_on_on_other_devices(fedjax_cfl, run_dir, whole):
     """Float32 sums in another order: the numbers of two rounds agree to 1e-4, counts exactly."""
     answer = done(fedjax_cfl(PLAIN.replace("devices=1", "devices=4"), run_dir))
@@ -375,10 +376,10 @@ def test_a_run_whose_directory_goes_away_ends(fedjax_cfl, tmp_path, monkeypatch)
     [
         ("algorithm=fedprox", "(algorithm.name: fedavg there, fedprox here;", PLAIN),
         ("local.lr=0.06", "(local.lr: 0.05 there, 0.06 here)", PLAIN),
-        ("seed=1", "(seed: 0 there, 1 here;", PLAIN),
-        ("faults.nan=0.5", "(faults.nan: 0.0 there, 0.5 here)", PLAIN),
+        nightly("seed=1", "(seed: 0 there, 1 here;", PLAIN),
+        nightly("faults.nan=0.5", "(faults.nan: 0.0 there, 0.5 here)", PLAIN),
         ("dataset=synthetic", "(dataset.name: digits there, synthetic here;", PLAIN),
-        ("algorithm.m=2", "(algorithm.m: 3 there, 2 here)", f"{SMALL} algorithm=ifca"),
+        nightly("algorithm.m=2", "(algorithm.m: 3 there, 2 here)", f"{SMALL} algorithm=ifca"),
     ],
 )
 def test_another_run_is_refused_and_the_difference_named(
@@ -504,6 +505,7 @@ def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, 
     np.testing.assert_equal((clients(run_dir), arrays(run_dir)), (clients(whole), arrays(whole)))
 
 
+@pytest.mark.nightly
 def test_one_process_at_a_time_and_a_second_signal_ends_it(fedjax_cfl, tmp_path):
     line = f"{PLAIN} rounds=1000000 eval_every=1000000"
     with started(line, tmp_path / "run") as process:

@@ -1,5 +1,6 @@
 """The checks of a configuration: what each setting may be, and what is said when it is not."""
 
+import itertools
 from functools import partial
 from typing import Literal
 
@@ -42,11 +43,13 @@ def rules():
     """Returns the rules of every algorithm, partition, drift, concept and source of conf/."""
     found = {}
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        for group in ("algorithm", "partition", "concept", "drift", "dataset", "preset"):
-            for path in sorted((CONF / group).glob("*.yaml")):
-                config = hydra.compose("config", [f"{group}={path.stem}"])
-                OmegaConf.update(config, "dataset.source.path", "x", force_add=True)
-                found |= collect_rules(OmegaConf.to_container(config, resolve=True))
+        groups = ("algorithm", "partition", "concept", "drift", "dataset", "preset")
+        files = [sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in groups]
+        for row in itertools.zip_longest(*files):  # one of each group at a time
+            given = [f"{group}={name}" for group, name in zip(groups, row, strict=True) if name]
+            config = hydra.compose("config", given)
+            OmegaConf.update(config, "dataset.source.path", "x", force_add=True)
+            found |= collect_rules(OmegaConf.to_container(config, resolve=True))
     return found
 
 

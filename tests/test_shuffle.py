@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import shuffled
+from conftest import nightly, shuffled
 from scipy.stats import chi2
 
 from fedjax_cfl.data.shuffle import draw_permutation, permute, put_first, write_table
@@ -42,7 +42,9 @@ def assert_uniform(seen, cells):
     assert np.sum((counts - expected) ** 2 / expected) < chi2.ppf(0.999, cells - 1)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 64, 171])
+@pytest.mark.parametrize(
+    "count", [1, nightly(2), nightly(3), nightly(15), nightly(16), 17, nightly(64), 171]
+)
 def test_is_the_permutation_of_the_twin(count):
     for epoch in (0, 1, 39):
         found = draw_pass(words(count), epoch, jnp.arange(count), count)
@@ -50,7 +52,7 @@ def test_is_the_permutation_of_the_twin(count):
         assert sorted(found.tolist()) == list(range(count))
 
 
-@pytest.mark.parametrize("count", [2**13 + 1000, 2**20])
+@pytest.mark.parametrize("count", [nightly(2**13 + 1000), 2**20])
 def test_long_passes_are_permutations(count):
     one, other = (draw_pass(words(7), epoch, jnp.arange(count), count) for epoch in (0, 1))
     for found in (one, other):
@@ -66,7 +68,7 @@ def test_passes_and_clients_differ():
     assert abs(np.mean(agree) - 1 / 33) < 0.003
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 64, 130])
+@pytest.mark.parametrize("count", [nightly(0), 1, nightly(5), nightly(64), 130])
 def test_a_table_holds_the_same_passes(count):
     table = write_table(words(3), jnp.int32(count), 4, 140)
     expected = permute(words(3), count, jnp.arange(4)[:, None], jnp.arange(count))
@@ -80,7 +82,7 @@ def test_positions_beyond_the_pass_give_samples_within_it(count):
     assert (0 <= found).all() and (found < max(count, 1)).all()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [nightly(2), nightly(3), 4, nightly(5)])
 def test_all_orders_are_equally_likely(count):
     rows = draw_many(count, 400, count, passes=60).reshape(-1, count)
     _, order = np.unique(rows @ count ** np.arange(count), return_inverse=True)
@@ -103,7 +105,7 @@ def test_successive_passes_are_independent():
     assert_uniform(rows[:, :-1, 0] * 5 + rows[:, 1:, 4], 25)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+@pytest.mark.parametrize("count", [nightly(1), nightly(2), 5, 1000])
 def test_a_drawn_permutation_is_the_first_pass(count):
     key = jax.random.key(count)
     whole = draw_permutation(key, count)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, matrix, with_execution
+from conftest import ledger, matrix, nightly, with_execution
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
@@ -86,6 +86,7 @@ def test_a_whole_step_is_fedavg(toy, linear, local, plain):
     assert_differ(*plain)
 
 
+@pytest.mark.nightly
 def test_epsilon_scales_the_step(toy, linear, local):
     """Six clients are selected; client 2 has no samples, so that it depends on the draw
     whether six or five answer.
@@ -106,13 +107,14 @@ def test_epsilon_scales_the_step(toy, linear, local):
 # FedDANE
 
 
-@pytest.mark.parametrize("mu", [0.0, 0.3])
+@pytest.mark.parametrize("mu", [nightly(0.0), 0.3])
 def test_a_lone_client_corrects_nothing(toy, linear, local, mu):
     one = select.rr_then_random(1)
     corrected = play(feddane(linear, local, one, mu=mu, same_set=True), toy)
     assert_same(corrected, play(fedprox(linear, local, one, mu=mu), toy))
 
 
+@pytest.mark.nightly
 def test_equal_clients_correct_nothing(toy_pool, linear, local):
     """All hold the same samples: every gradient is the mean gradient."""
     number, clients = np.arange(20), 8
@@ -153,7 +155,7 @@ def dane_round(model, data, first, second, local, mu):
     return mean(solutions, [len(samples(data, client)) for client in second])
 
 
-@pytest.mark.parametrize(("same_set", "mu"), [(True, 0.0), (False, 0.5)])
+@pytest.mark.parametrize(("same_set", "mu"), [nightly(True, 0.0), (False, 0.5)])
 def test_feddane_twin(toy, linear, local, same_set, mu):
     algorithm = feddane(linear, local, COHORT, mu=mu, same_set=same_set)
     begun, after = (play(algorithm, toy, rounds)[0] for rounds in (0, 1))
@@ -167,7 +169,7 @@ def test_feddane_twin(toy, linear, local, same_set, mu):
     assert_differ((after,), play(fedprox(linear, local, COHORT, mu=mu), toy, 1))
 
 
-@pytest.mark.parametrize(("same_set", "down", "up"), [(True, 2, 2), (False, 3, 2)])
+@pytest.mark.parametrize(("same_set", "down", "up"), [nightly(True, 2, 2), (False, 3, 2)])
 def test_feddane_bill(toy, linear, local, same_set, down, up):
     """4 K if the same clients serve both phases, else 5 K."""
     state, _ = play(feddane(linear, local, COHORT, same_set=same_set), toy, 2)
@@ -278,7 +280,7 @@ def test_trimmed_mean_is_scipys(beta):
     assert count[3] == 0 and not np.any(found["a"][3])
 
 
-@pytest.mark.parametrize("clients", [1, 2, 5, 8])
+@pytest.mark.parametrize("clients", [nightly(1), 2, 5, nightly(8)])
 def test_half_trimmed_is_the_median(clients):
     values = np.random.default_rng(clients).normal(size=(clients, 7)).astype(np.float32)
     everybody = jnp.ones(clients, bool), jnp.zeros(clients, jnp.int32)
@@ -295,7 +297,7 @@ def test_dropped_by_hand(share, count, drop):
     assert count_trimmed(jnp.int32(count), share) == drop
 
 
-@pytest.mark.parametrize("theta", [0.2, 0.5])
+@pytest.mark.parametrize("theta", [0.2, nightly(0.5)])
 def test_one_far_point_gets_no_cluster_of_its_own(theta):
     """Three planted groups of seven; one more point far away, and one of NaN-free
     nonsense that is not known.
@@ -325,6 +327,7 @@ def test_tkm_of_one_group_without_trimming_is_fedavg_with_plain_means(toy, linea
     )
 
 
+@pytest.mark.nightly
 def test_tkm_finds_planted_groups_in_spite_of_a_hostile_client(linear, local):
     """18 clients in three groups of six, one of them sends five times its update the
     wrong way, before the rounds and in them.

@@ -101,6 +101,7 @@ def test_settings_that_hydra_cannot_use_are_refused_in_one_line(fedjax_cfl):
     assert err.startswith("fedjax-cfl: hydra.verbose=[1]: Hydra cannot use it: ")
 
 
+@pytest.mark.nightly
 def test_it_is_said_once_and_every_run_of_a_grid_has_all_of_a_few_clients(own, fedjax_cfl):
     own(5, split=np.arange(200) // 5 % 4 == 0)
     line = "dataset=npz dataset.source.path=own.npz partition=iid dataset.clients=5 rounds=1"

@@ -148,6 +148,7 @@ def test_updates_are_sorted_by_shares(moved):
     np.testing.assert_array_equal(jax.jit(sort)(sent["wide"]), np.sort(sent["wide"], axis=0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING, one_line
+from conftest import VARYING, nightly, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import label_swap, perturb, stream, traces
@@ -72,7 +72,7 @@ def test_the_traces_of_the_paper_consume_ten_intervals(period, rounds, first, mo
 
 @pytest.mark.parametrize(
     ("period", "retained", "shared", "prequential"),
-    [(1, 3, 12, False), (2, 4, 0, False), (3, 20, 12, False), (2, 5, 12, True)],
+    [(1, 3, 12, False), nightly(2, 4, 0, False), nightly(3, 20, 12, False), (2, 5, 12, True)],
 )
 def test_windows_equal_brute_force(period, retained, shared, prequential):
     """Prequential: clients are tested on the interval that comes next, in the end on the last."""
@@ -233,7 +233,7 @@ def test_a_client_of_one_label_swaps_nothing():
     assert not label_swap.label_swap(1.0, 1).apply(KEY, 0, data, (), None)[2].any()
 
 
-@pytest.mark.parametrize("make", [stream.bucket, stream.gradual, stream.rotate])
+@pytest.mark.parametrize("make", [stream.bucket, nightly(stream.gradual), stream.rotate])
 def test_a_window_of_everything_never_moves(make):
     data = make_data(5, square=True)
     made = make(window=stream.Window(intervals=4, period=2, retained=8))
@@ -252,6 +252,7 @@ def test_a_burst_has_its_first_and_its_last_round():
         one_line("no data arrive", stream.burst, begin=begin, end=end, window=window)
 
 
+@pytest.mark.nightly
 def test_static_data_equal_no_drift(toy, linear, local):
     algorithm = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))
     rows = [

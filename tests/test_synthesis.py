@@ -90,6 +90,7 @@ def confidence(task, models, samples, wrong=0):
     return np.asarray(jax.vmap(one)(models, samples))
 
 
+@pytest.mark.nightly
 def test_back_searched_samples_are_classified_by_a_trained_lenet(local):
     images, y = load_digits(return_X_y=True)
     x = np.pad(np.kron(images.reshape(-1, 8, 8), np.ones((3, 3))), ((0, 0), (2, 2), (2, 2)))
@@ -109,6 +110,7 @@ def test_back_searched_samples_are_classified_by_a_trained_lenet(local):
     assert confidence(task, models, samples, wrong=1)[0] > 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "make",
     [nightly(back_search(samples=5)), generator(samples=5, hidden=32, generator_steps=200)],

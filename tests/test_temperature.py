@@ -179,6 +179,7 @@ def test_full_temperature_is_the_weighted_mean():
     )
 
 
+@pytest.mark.nightly
 def test_off_is_off(toy, linear, local):
     """Without temperatures nothing of them is carried; with them the first round is the
     same, for all are at their highest.
@@ -269,6 +270,7 @@ def test_groups_are_founded_anew(linear, local, misplaced):
     assert ledger(report.traffic) == Traffic(0, 0, 0, 0)
 
 
+@pytest.mark.nightly
 def test_fewer_clients_met_than_founders(linear, local, misplaced):
     """Five clients met: they all are founders, nobody else gets a group before it is selected."""
     data, before = misplaced
@@ -281,6 +283,7 @@ def test_fewer_clients_met_than_founders(linear, local, misplaced):
     assert ledger(report.early) == Traffic(5 + 2 * 5, 5, 0, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 import pytest
-from conftest import build, nightly
+from conftest import build, nightly, others_nightly
 from jax import export, lax
 from jax.sharding import PartitionSpec
 
@@ -143,7 +143,7 @@ def test_every_compiler_gets_its_own_options(kind, monkeypatch):
         assert compiler_options(mesh) == {"xla_gpu_graph_min_graph_size": 1}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca"]))
 @pytest.mark.parametrize("width", [nightly(1), 64])
 def test_a_round_lowers_for_gpu_and_tpu(name, width, toy, linear):
     """From shapes alone and with nothing for the host, for four devices."""
@@ -159,6 +159,7 @@ def test_a_round_lowers_for_gpu_and_tpu(name, width, toy, linear):
     assert "callback" not in exported.mlir_module()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="no TPU compiler: pip install 'fedjax-cfl[tpu]'",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger
+from conftest import build, ledger, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
@@ -51,9 +51,9 @@ STATIC = QUICKLY | {"detector": None}  # FedGroup
     ("clients", "method", "expected"),
     [
         (1000, lambda *parts: fedavg(*parts, select.uniform(20)), 12_000),
-        (1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
+        nightly(1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
         (1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
-        (200, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, **STATIC), 13_200),
+        nightly(200, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, **STATIC), 13_200),
         (
             200,
             lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, eta_g=0.1, **STATIC),

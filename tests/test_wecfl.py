@@ -5,6 +5,7 @@ cases; planted groups; the bill.
 import chex
 import jax
 import numpy as np
+import pytest
 from conftest import ledger, matrix, one_line, spent
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
@@ -108,6 +109,7 @@ def test_one_group_of_all_clients_is_fedavg(toy, linear, local):
     chex.assert_trees_all_close(states[-1].groups, expected[-1].groups, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_clients_of_one_size_make_it_fesem(linear, local):
     """FeSEM without a pull, its K-means run as often; other sizes make a difference."""
 
