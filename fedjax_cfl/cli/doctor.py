@@ -16,9 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedjax_cfl.cli.build import use_run_devices
-from fedjax_cfl.data.datasets import celeba, images, sent140
+from fedjax_cfl.data.datasets import images
+from fedjax_cfl.data.datasets.celeba import IMAGES as CELEBA_IMAGES
+from fedjax_cfl.data.datasets.celeba import PLACES as CELEBA
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
+from fedjax_cfl.data.datasets.sent140 import PLACES as SENT140
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.versions import find_version
@@ -48,10 +51,10 @@ FILES: dict[str, tuple[Paths, ...]] = {
     "fashion_mnist": (registered_paths("fashion_mnist"), images.FASHION),
     "femnist": FEMNIST_FILES,
     "femnist_writers": FEMNIST_FILES,
-    "sent140": (*sent140.PLACES, ("sent140/data/",), ("sent140/",)),
+    "sent140": (*SENT140, ("sent140/data/",), ("sent140/",)),
     "cifar10": (images.CIFAR, (images.CIFAR_PART,)),
     "cifar100": (images.CIFAR_100,),
-    "celeba": tuple((*files, *photos) for files in celeba.PLACES for photos in celeba.IMAGES),
+    "celeba": tuple((*files, *photos) for files in CELEBA for photos in CELEBA_IMAGES),
     "elec2": ((ELEC2,),),
     "speech_commands": ((SPEECH_COMMANDS,),),
 }
