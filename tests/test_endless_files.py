@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import threading
 
 import numpy as np
@@ -48,9 +47,7 @@ def replace_by_pipe(path) -> None:
 @pytest.mark.parametrize("name", ["manifest.json", "checkpoint.json", "arrays/_METADATA"])
 def test_a_pipe_in_a_checkpoint_is_refused(name, saved):
     replace_by_pipe(saved / name)
-    said = answer(lambda: checkpoint.restore(saved, TREE, {}))
-    assert re.search(r"cannot be read: .* is not a regular file", said)
-    assert "not a regular file" in answer(lambda: checkpoint.load_arrays(saved))
+    assert "is not a regular file" in answer(lambda: checkpoint.load_arrays(saved))
 
 
 def edit_manifest(saved, change) -> None:
@@ -64,7 +61,7 @@ def edit_manifest(saved, change) -> None:
 def test_a_name_out_of_the_folder_is_refused(name, saved, tmp_path):
     os.mkfifo(tmp_path / "endless")
     edit_manifest(saved, lambda manifest: manifest.update({name: "0"}))
-    said = answer(lambda: checkpoint.restore(saved, TREE, {}))
+    said = answer(lambda: checkpoint.load_arrays(saved))
     assert f"manifest.json names {name!r}, which is not in the folder" in said
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import call, lasting_rows, nightly
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.grid import grid_axes
+from fedjax_cfl.cli.sweep import grid_axes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
 from fedjax_cfl.runs.grid import grid_points

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import lock
+from fedjax_cfl.runs.run_dir import LOCK, lock
 
 
 def fails(number):
@@ -22,8 +22,8 @@ def fails(number):
 
 HOLD = """
 import sys, time
-from fedjax_cfl.runs import lock
-with lock.lock(sys.argv[1]):
+from fedjax_cfl.runs.run_dir import LOCK, lock
+with lock(sys.argv[1]):
     print("held", flush=True)
     time.sleep(100)
 """
@@ -38,32 +38,32 @@ def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
         assert holder.stdout.readline() == "held\n"
         with (
             pytest.raises(InputError, match=f"in use by process {holder.pid} on ") as caught,
-            lock.lock(run_dir),
+            lock(run_dir),
         ):
             pass
         assert str(caught.value).startswith(f"run_dir={run_dir}: ")
     finally:
         holder.kill()
         holder.wait()
-    with lock.lock(run_dir):
-        assert f"process {os.getpid()} on" in (run_dir / lock.LOCK).read_text(), (
+    with lock(run_dir):
+        assert f"process {os.getpid()} on" in (run_dir / LOCK).read_text(), (
             "the dead process's lock is taken over"
         )
     assert list(run_dir.iterdir()) == [], "and nothing is left behind"
 
 
 def test_the_lock_is_not_reentrant_and_ends_with_an_error(tmp_path):
-    with pytest.raises(RuntimeError), lock.lock(tmp_path):
-        with pytest.raises(InputError, match=f"process {os.getpid()}"), lock.lock(tmp_path):
+    with pytest.raises(RuntimeError), lock(tmp_path):
+        with pytest.raises(InputError, match=f"process {os.getpid()}"), lock(tmp_path):
             pass
-        assert (tmp_path / lock.LOCK).exists(), "a refused process leaves the holder's file alone"
+        assert (tmp_path / LOCK).exists(), "a refused process leaves the holder's file alone"
         raise RuntimeError
-    with lock.lock(tmp_path), lock.lock(tmp_path / "other"):
+    with lock(tmp_path), lock(tmp_path / "other"):
         pass
 
 
 def test_a_holder_that_leaves_while_we_wait_takes_its_file_along(tmp_path, monkeypatch):
-    real, path = fcntl.flock, tmp_path / lock.LOCK
+    real, path = fcntl.flock, tmp_path / LOCK
 
     def leave_first(descriptor, how):
         monkeypatch.undo()
@@ -72,18 +72,18 @@ def test_a_holder_that_leaves_while_we_wait_takes_its_file_along(tmp_path, monke
 
     monkeypatch.setattr(fcntl, "flock", leave_first)
     with (
-        lock.lock(tmp_path),
+        lock(tmp_path),
         pytest.raises(InputError, match=f"process {os.getpid()}"),
-        lock.lock(tmp_path),
+        lock(tmp_path),
     ):
         pass
 
 
 def test_a_stale_file_and_a_removed_directory_do_no_harm(tmp_path):
-    (tmp_path / lock.LOCK).write_text("process 1 on some very long name of a machine that is gone")
-    with lock.lock(tmp_path):
-        assert "gone" not in (tmp_path / lock.LOCK).read_text()
-    with lock.lock(tmp_path / "run"):
+    (tmp_path / LOCK).write_text("process 1 on some very long name of a machine that is gone")
+    with lock(tmp_path):
+        assert "gone" not in (tmp_path / LOCK).read_text()
+    with lock(tmp_path / "run"):
         shutil.rmtree(tmp_path / "run")
 
 
@@ -91,12 +91,12 @@ def test_a_directory_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(InputError, match=r"cannot be locked: (File exists|Not a directory)"),
-        lock.lock(tmp_path / "file"),
+        lock(tmp_path / "file"),
     ):
         pass
     monkeypatch.setattr(os, "open", fails(errno.EROFS))
     with (
         pytest.raises(InputError, match="cannot be locked: Read-only file system"),
-        lock.lock(tmp_path),
+        lock(tmp_path),
     ):
         pass

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from reproduce import fedgroup_fig5
 from rich.console import Console
 
-from fedjax_cfl.analysis import plot_bands
+from fedjax_cfl.analysis import plot_costs
 from fedjax_cfl.cli.build import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
@@ -369,7 +369,7 @@ def test_figures_are_drawn(verb, kind):
 
 
 def test_running_mean_leaves_out_what_is_missing():
-    found = plot_bands.smooth(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
+    found = plot_costs.smooth(np.array([1.0, np.nan, 3.0, 5.0, 10.0]), 3)
     np.testing.assert_allclose(found, [1.0, np.nan, 4.0, 6.0, 7.5])
 
 

@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.config_check import check_name, check_settings
-from fedjax_cfl.cli.rules import collect_rules
+from fedjax_cfl.cli.rules import check_name, check_settings, collect_rules
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import (
     NonNegativeFloat,

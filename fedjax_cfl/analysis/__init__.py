@@ -6,7 +6,6 @@ __all__ = [
     "compare_outputs",
     "flows",
     "plot",
-    "plot_bands",
     "plot_costs",
     "plot_found",
     "plot_groups",

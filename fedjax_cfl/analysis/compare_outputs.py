@@ -18,8 +18,7 @@ from fedjax_cfl.analysis.plot import (
     save_figure,
     style_axes,
 )
-from fedjax_cfl.analysis.plot_bands import draw_band, line_styles
-from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, mean_curve
+from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, draw_band, line_styles, mean_curve
 from fedjax_cfl.runs.results import write_csv
 
 # name in the CSV -> heading, factor and decimals of the printed table

@@ -4,7 +4,6 @@ __all__ = [
     "build",
     "choices",
     "conf",
-    "config_check",
     "doctor",
     "download",
     "extras",

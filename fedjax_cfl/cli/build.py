@@ -20,9 +20,8 @@ import fedjax_cfl as cfl
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.config_check import check_sizes
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.rules import PACKAGE, collect_rules, resolve_target
+from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients

@@ -13,6 +13,6 @@ def resolve_config(config: DictConfig) -> dict[str, Any]:
     """Returns the settings of a run as a dict, without those of Hydra: every value instead of
     where it comes from.
     """
-    own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+    own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True)
     return resolved

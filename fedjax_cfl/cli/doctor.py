@@ -17,9 +17,11 @@ from rich.table import Table
 
 from fedjax_cfl.cli.build import use_run_devices
 from fedjax_cfl.data.datasets import images
-from fedjax_cfl.data.datasets.celeba import FOLDERS, IMAGES
+from fedjax_cfl.data.datasets.celeba import IMAGES as CELEBA_IMAGES
+from fedjax_cfl.data.datasets.celeba import PLACES as CELEBA
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
+from fedjax_cfl.data.datasets.sent140 import PLACES as SENT140
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.versions import find_version
@@ -49,19 +51,10 @@ FILES: dict[str, tuple[Paths, ...]] = {
     "fashion_mnist": (registered_paths("fashion_mnist"), images.FASHION),
     "femnist": FEMNIST_FILES,
     "femnist_writers": FEMNIST_FILES,
-    "sent140": tuple(
-        tuple(f"{folder}/{part}" for part in parts)
-        for folder in ("sent140/data", "sent140")
-        for parts in (("train", "test"), ("all_data",), ("train",), ("test",), ("",))
-    ),
+    "sent140": (*SENT140, ("sent140/data/",), ("sent140/",)),
     "cifar10": (images.CIFAR, (images.CIFAR_PART,)),
     "cifar100": (images.CIFAR_100,),
-    "celeba": tuple(
-        (*(f"{folder}/{part}" for part in parts), photos)
-        for folder in FOLDERS
-        for parts in (("train", "test"), ("all_data",))
-        for photos in IMAGES
-    ),
+    "celeba": tuple((*files, *photos) for files in CELEBA for photos in CELEBA_IMAGES),
     "elec2": ((ELEC2,),),
     "speech_commands": ((SPEECH_COMMANDS,),),
 }
@@ -149,24 +142,13 @@ def _data() -> list[Row]:
     try:
         folders = search_dirs()
     except InputError as error:
-        return [
-            (
-                "data folders",
-                str(error),
-                "missing",
-                f"create it, or correct or unset {DATA_ENV_VAR}",
-            )
-        ]
+        remedy = f"create it, or correct or unset {DATA_ENV_VAR}"
+        return [("data folders", str(error), "missing", remedy)]
     rows = []
     for folder in folders:
         found = ("ok", "") if folder.is_dir() else ("note", "made by the first download")
-        rows.append(
-            (
-                "cache folder" if folder == cache_dir() else f"data folder ({DATA_ENV_VAR})",
-                str(folder),
-                *found,
-            )
-        )
+        name = "cache folder" if folder == cache_dir() else f"data folder ({DATA_ENV_VAR})"
+        rows.append((name, str(folder), *found))
     for name in FILES:
         files = find_files(name)
         folder = folders[0] / FILES[name][0][0].partition("/")[0]

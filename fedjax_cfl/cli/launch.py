@@ -27,18 +27,16 @@ from fedjax_cfl.cli.build import (
 )
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
-from fedjax_cfl.cli.grid import grid_axes, run_folders
 from fedjax_cfl.cli.outputs import print_error
-from fedjax_cfl.cli.sweep import INDEX_FILE, write_index
+from fedjax_cfl.cli.sweep import INDEX_FILE, grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
 from fedjax_cfl.runs.identity import digest_data
-from fedjax_cfl.runs.lock import lock
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
-from fedjax_cfl.runs.run_dir import make_dir
+from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.session import make_console, train_run
 from fedjax_cfl.simulation.compiler import use_compile_cache
 from fedjax_cfl.simulation.driver import Snapshot

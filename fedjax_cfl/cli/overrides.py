@@ -17,11 +17,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedjax_cfl.cli import config_check, grid
 from fedjax_cfl.cli.conf import CONF, resolve_config
-from fedjax_cfl.cli.config_check import check_name
-from fedjax_cfl.cli.rules import collect_rules
-from fedjax_cfl.cli.sweep import Sweep, holds_sweep, list_points
+from fedjax_cfl.cli.rules import check_name, check_settings, collect_rules
+from fedjax_cfl.cli.sweep import (
+    SETTINGS,
+    Sweep,
+    grid_axes,
+    holds_sweep,
+    list_points,
+    run_folders,
+)
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
@@ -63,7 +68,7 @@ def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> Request:
         return Request(*_place_sweep(overrides, asked, apart, config["resume"]), composed)
     if not given.cfg:
         folder = Path(str(config["run_dir"]))
-        for path in grid.run_folders(folder, axes) if axes else [folder]:
+        for path in run_folders(folder, axes) if axes else [folder]:
             check_run_dir(str(path), config["resume"])
         if axes and (folder / METRICS_FILE).exists():
             raise InputError(f"run_dir={config['run_dir']}: holds one run; choose another")
@@ -90,7 +95,7 @@ def _check_choices(choices: list[list[str]]) -> tuple[DictConfig, dict, dict[str
     """
     first = [options[0] for options in choices]
     composed, config = compose_checked(first)
-    axes = grid.grid_axes(config)
+    axes = grid_axes(config)
     for number, options in enumerate(choices):
         for other in options[1:]:
             check_overrides([*first[:number], other, *first[number + 1 :]])
@@ -145,9 +150,7 @@ def _values(override: Override, multirun: bool) -> list[str]:
         return [_text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
         together = (
-            f", or vectorize=[{override.key_or_group}]"
-            if override.key_or_group in grid.SETTINGS
-            else ""
+            f", or vectorize=[{override.key_or_group}]" if override.key_or_group in SETTINGS else ""
         )
         raise InputError(
             f"{override.input_line}: several values"
@@ -253,7 +256,7 @@ def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
         reason = str(cause).splitlines()[0]
         raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
     names = [override.key_or_group for override in asked]
-    config_check.check_settings(config, default, collect_rules(config), names)
+    check_settings(config, default, collect_rules(config), names)
     return composed, config
 
 

@@ -20,7 +20,7 @@ from fedjax_cfl.analysis.plot import (
     save_figure,
     style_axes,
 )
-from fedjax_cfl.analysis.plot_bands import average_runs, draw_band, line_styles
+from fedjax_cfl.analysis.plot_costs import average_runs, draw_band, line_styles
 from fedjax_cfl.papers.cells import row_columns
 from fedjax_cfl.papers.report import completed_rows, row_title
 from fedjax_cfl.runs.results import compute_measures, read_metrics

@@ -10,7 +10,6 @@ __all__ = [
     "labels",
     "leaves",
     "load",
-    "lock",
     "record",
     "results",
     "resume",

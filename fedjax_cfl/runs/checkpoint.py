@@ -185,19 +185,6 @@ def read_back(path: Path) -> None:
         ) from None
 
 
-def restore(path: str | Path, like: Any, identity: dict) -> Checkpoint:
-    """Returns one checkpoint, verified. Raises InputError if it is damaged or of a
-    different run.
-
-    `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy,
-    the others on the sharding they name.
-    """
-    found, reason = _attempt(Path(path), like, identity)
-    if found is None:
-        raise InputError(f"checkpoint {path} cannot be read: {reason}")
-    return found
-
-
 def list_steps(folder: str | Path) -> list[int]:
     """Returns the steps of the checkpoints of a folder, the newest last."""
     return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(folder)]
@@ -212,7 +199,8 @@ def restore_latest(
 ) -> Checkpoint | None:
     """Returns the newest checkpoint that can be read, None if there are none.
 
-    Args: `like` and `identity` are those of `restore`; `warn` gets a line per skipped
+    Args: `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy, the
+    others on the sharding they name; `identity` is as in `save`; `warn` gets a line per skipped
     checkpoint; `until` is the latest step that counts, None: any.
     Raises InputError if there are checkpoints and none can be read, or if the newest readable
     one is of a different run.

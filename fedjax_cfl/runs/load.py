@@ -15,6 +15,7 @@ argument, so that reading a directory imports nothing that it names.
 import functools
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,11 +136,8 @@ class LoadedRun(NamedTuple):
         saved, samples = saved or self.final, self.check_samples(x)
         if saved.weights is None:
             raise InputError("clients of this run use one model each; find_model(x, y) chooses one")
-        labels, total = self.check_labels(y, len(samples)), 0.0
-        given = saved.models, saved.label_shares
-        for number, (block, count) in enumerate(_blocks(samples)):
-            own = _pad(labels[number * BLOCK : number * BLOCK + count])
-            total += np.asarray(_sum_parts(self.task, *given, block, own, count), float)
+        labels, given = self.check_labels(y, len(samples)), (saved.models, saved.label_shares)
+        total = _sum_blocks(functools.partial(_sum_parts, self.task, *given), samples, labels)
         return (total / np.sum(total)).astype(np.float32)
 
     def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
@@ -157,10 +155,7 @@ class LoadedRun(NamedTuple):
         if not used.size:
             raise InputError("no client of the run has a model, and none can be chosen")
         models = take_rows(saved.models, used)
-        total = np.zeros(len(used))
-        for number, (block, count) in enumerate(_blocks(samples)):
-            own = _pad(labels[number * BLOCK : number * BLOCK + count])
-            total += np.asarray(_sum_losses(self.task, models, block, own, count), float)
+        total = _sum_blocks(functools.partial(_sum_losses, self.task, models), samples, labels)
         return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
 
     def check_samples(self, x: Any) -> np.ndarray:
@@ -399,6 +394,13 @@ def _blocks(x: np.ndarray):
     for start in range(0, len(x), BLOCK):
         block = x[start : start + BLOCK]
         yield _pad(block), len(block)
+
+
+def _sum_blocks(function: Callable[..., jax.Array], x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the sum of function(samples, labels, how many are real) over blocks."""
+    pairs = zip(_blocks(x), _blocks(y), strict=True)
+    found = (function(block, labels, count) for (block, count), (labels, _) in pairs)
+    return np.asarray(sum(np.asarray(part, float) for part in found))
 
 
 def _pad(block: np.ndarray) -> np.ndarray:

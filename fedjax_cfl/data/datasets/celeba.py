@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.download import locate_first, missing_data_error
 from fedjax_cfl.data.datasets.leaf_json import join_users, read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import report_damage, shorten
@@ -21,8 +21,13 @@ from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, Seed, check_arguments
 
 SIZE = 84  # pixels of a side, as in LEAF's model
-FOLDERS = ("celeba/data", "celeba")
-IMAGES = ("celeba/data/raw/img_align_celeba", "celeba/img_align_celeba")
+# where the JSON files may be, and the images
+PLACES = tuple(
+    tuple(f"{folder}/{part}" for part in parts)
+    for folder in ("celeba/data", "celeba")
+    for parts in (("train", "test"), ("all_data",))
+)
+IMAGES = (("celeba/data/raw/img_align_celeba",), ("celeba/img_align_celeba",))
 LARGEST = 4096  # pixels of a side of an image file; CelebA's have 178 x 218
 
 
@@ -51,19 +56,13 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
 
 def _files() -> tuple[list[Path], Path]:
     """Returns the folders of JSON, those of train and of test or one, and the folder of images."""
-    found = (
-        locate(*(f"{folder}/{name}" for name in names))
-        for folder in FOLDERS
-        for names in (("train", "test"), ("all_data",))
-    )
-    files = next((paths for paths in found if paths), None)
-    images = next((paths[0] for paths in map(locate, IMAGES) if paths), None)
+    files, images = locate_first(PLACES), locate_first(IMAGES)
     if files is None or images is None:
-        absent = "celeba/data/all_data" if files is None else IMAGES[0]
+        absent = "celeba/data/all_data" if files is None else IMAGES[0][0]
         raise missing_data_error(
             "celeba (made by LEAF's scripts from the aligned images, no download)", absent
         )
-    return files, images
+    return files, images[0]
 
 
 def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:

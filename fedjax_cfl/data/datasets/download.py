@@ -98,6 +98,11 @@ def _find(relative: str) -> Path | None:
     )
 
 
+def locate_first(places: Iterable[tuple[str, ...]]) -> list[Path] | None:
+    """Returns where the files of the first of several places are that has all of them."""
+    return next((found for paths in places if (found := locate(*paths))), None)
+
+
 def require(name: str, *relative_paths: str) -> list[Path]:
     """Returns where the files of a data set that is not downloaded are. Raises InputError if one
     is missing.

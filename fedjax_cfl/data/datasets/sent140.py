@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.download import locate, missing_data_error
+from fedjax_cfl.data.datasets.download import locate, locate_first, missing_data_error
 from fedjax_cfl.data.datasets.leaf_json import (
     count_samples,
     describe_value,
@@ -21,7 +21,7 @@ from fedjax_cfl.data.datasets.leaf_json import (
     user_lists,
 )
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import shorten
+from fedjax_cfl.data.datasets.readers import list_folder, shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -33,6 +33,11 @@ WHEN, TEXT, COLUMNS = 1, 4, 5
 POSITIVE, NEGATIVE = ("4", "1"), ("0", "2")
 DATE = re.compile(r"\w{3} (\w{3}) (\d\d) (\d\d):\d\d:\d\d \w+ (\d{4})", re.ASCII)
 MONTHS: tuple[str, ...] = tuple("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split())
+PLACES = tuple(
+    tuple(f"{folder}/{part}" for part in parts)
+    for folder in ("sent140/data", "sent140")
+    for parts in (("train", "test"), ("all_data",), ("train",), ("test",))
+)  # where the files may be
 STAND_IN = "sent140_k30_test_pseudonymised.json"
 STAND_IN_DIVISOR = 10  # the stand-in holds only the test tenth of each user's tweets
 
@@ -102,22 +107,15 @@ def _files() -> list[list[Path]]:
     some names have _train and the others _test, as LEAF's have; else the test tenth
     STAND_IN.
     """
-    for folder in ("sent140/data", "sent140"):
-        for names in (("train", "test"), ("all_data",), ("train",), ("test",)):
-            if found := locate(*(f"{folder}/{name}" for name in names)):
-                return [[path] for path in found]
-    root = next(iter(locate("sent140") or []), None)
-    try:
-        listed = sorted(root.iterdir()) if root is not None and os.path.isdir(root) else []
-    except OSError as error:
-        raise InputError(
-            f"{root}: folder cannot be read ({error.strerror}), expected a readable folder of"
-            " LEAF files"
-        ) from error
+    if found := locate_first(PLACES):
+        return [[path] for path in found]
+    root = next(iter(locate("sent140") or []), Path())
+    inside = root != Path() and os.path.isdir(root)
+    listed = list_folder(root, "a readable folder of LEAF files") if inside else []
     own = [
-        path
-        for path in listed
-        if path.name.endswith((".json", ".json.gz")) and not path.name.startswith(STAND_IN)
+        root / name
+        for name in listed
+        if name.endswith((".json", ".json.gz")) and not name.startswith(STAND_IN)
     ]
     train, test = ([path for path in own if mark in path.name] for mark in ("_train", "_test"))
     if own:
