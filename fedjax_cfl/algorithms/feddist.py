@@ -73,7 +73,10 @@ def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
         step, mass = mean(upload, gid, cohort, client_extra, state)
-        answered = jnp.maximum(jnp.sum(upload.weight > 0), 1)
-        return jax.tree.map(lambda leaf: leaf / answered, step), mass
+
+        def divide(leaf):
+            return leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1)
+
+        return jax.tree.map(divide, step), mass
 
     return aggregate

@@ -14,8 +14,8 @@ from fedjax_cfl.client.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.losses import training_loss
-from fedjax_cfl.clustering.distances import as_rows
 from fedjax_cfl.data.holdout import take_held_out
+from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.hooks import PrepareFn
 from fedjax_cfl.system.reports import make_report
@@ -44,7 +44,13 @@ class Mixture(struct.PyTreeNode):
 
 def l1_norm(tree: Params) -> jax.Array:
     """Returns the sums [n] of the absolute values of `tree` [n, ...]."""
-    return sum((jnp.sum(jnp.abs(row), axis=1) for row in as_rows(tree)), jnp.zeros(()))
+    return sum(
+        (
+            jnp.sum(jnp.abs(leaf).reshape(len(leaf), -1), axis=1)
+            for leaf in jax.tree.leaves(drop_statistics(tree))
+        ),
+        jnp.zeros(()),
+    )
 
 
 def l2_norm(tree: Params) -> jax.Array:
