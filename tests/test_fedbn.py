@@ -58,6 +58,18 @@ def test_normalisations_are_found_as_by_their_types(name):
     assert {path[-1] for path in paths} <= {"scale", "bias", "mean", "var"}
 
 
+def test_normalisations_by_hand():
+    """At any depth; statistics make one, too, without a scale."""
+    model = {
+        "shift": {"bias": 1},
+        "outer": {"inner": {"scale": 2, "bias": 3}, "kernel": 4},
+        "dense": {"kernel": 5, "bias": 6},
+        "batch_stats": {"shift": {"mean": 7, "var": 8}},
+    }
+    own = {"shift": {"bias": 1}, "outer": {"inner": {"scale": 2, "bias": 3}}}
+    assert take_norms(model) == own | {"batch_stats": model["batch_stats"]}
+
+
 def slope(model, x, y):
     """The gradient of the mean loss of a dense layer after batch normalisation, and statistics."""
     norm, dense = model["BatchNorm_0"], model["Dense_0"]
