@@ -80,6 +80,7 @@ def flux(
     warm_up: NaturalInt = 5,
     cluster: Literal["density", "kmeans"] = "density",
     eps: PositiveFloat | None = None,
+    factor: PositiveFloat = 1.0,
     latent: PositiveInt | None = None,
     newcomers: Literal["inputs", "labels"] = "inputs",
     restarts: PositiveInt = 10,
@@ -87,16 +88,19 @@ def flux(
     """FLUX with at most m groups, found in the round after `warm_up` rounds of FedAvg.
 
     Args: `cluster` is density (groups are what is connected by steps of at most `eps`, None: the
-    knee of the distances to the nearest neighbour) | kmeans (FLUX-prior: exactly m groups, the best
-    of `restarts` runs); `latent` are the dimensions L that the model's features are mapped to,
-    None: C, at most as many as there are; `newcomers` are placed by the description of their inputs
-    | of labels, too. A newcomer without training samples is placed by its test inputs.
+    knee of the distances to the nearest neighbour, times `factor`) | kmeans (FLUX-prior: exactly m
+    groups, the best of `restarts` runs); `latent` are the dimensions L that the model's features
+    are mapped to, None: C, at most as many as there are; `newcomers` are placed by a description of
+    their inputs | of labels, too. One without training samples is placed by its test inputs.
+    With few samples a client the knee is too short for whole groups: clients that have none within
+    reach are groups by themselves. Classes that clients lack, and others have, part clients, too.
     Every client describes itself in the clustering round, in 2 L (C + 1) words; a client that is
     not in its cohort gets the model for that. A newcomer gets it, and sends 2 L words.
     """
     check_arguments(flux, locals(), "algorithm")
     describe = describe_clients(task, local, latent)
-    find = partial(find_groups, m=m, cluster=cluster, eps=eps, restarts=restarts)
+    reach = (lambda apart, valid: factor * find_eps(apart, valid)) if eps is None else eps
+    find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)
     hooks = Hooks(
         sgd(task, local),
         start=start_undescribed(task, m, latent),
@@ -181,20 +185,20 @@ def find_groups(
     valid: jax.Array,
     m: int,
     cluster: str,
-    eps: float | None,
+    eps: float | Callable[[jax.Array, jax.Array], jax.Array],
     restarts: int,
 ) -> jax.Array:
     """Returns the groups [K] int32 of clients by scaled descriptions, -1 for others.
 
-    Args: `points` [K, p] are the descriptions, of which `valid` [K] bool count; the others are
-    those of `flux`.
+    Args: `points` [K, p] are the descriptions, of which `valid` [K] bool count; `eps` is the length
+    of a step, or gives it, see `find_eps`; the others are those of `flux`.
     """
     if cluster == "kmeans":
         found = kmeans(key, points, m, restarts, weight=valid.astype(jnp.float32)).labels
         return jnp.where(valid, found, -1)
     apart = jnp.sqrt(squared_euclidean(points, points))
     # DBSCAN where every point with a neighbour is a core: what a tree of single linkage joins
-    return agglomerate(apart, m, "single", valid, find_eps(apart, valid) if eps is None else eps)
+    return agglomerate(apart, m, "single", valid, eps(apart, valid) if callable(eps) else eps)
 
 
 def cluster_descriptions(
