@@ -160,6 +160,16 @@ def test_groups_keep_the_numbers_of_most_clients():
         assert found[known].tolist() == np.repeat([2, 0, 1], [3, 2, 3])[known].tolist()
 
 
+def test_directions_count_by_what_lies_in_them_and_only_known_clients_do():
+    """One group sends twice as much as the other; across lies noise that both share. Six clients
+    that are not known, one of whom had a group, would be a cluster of their own.
+    """
+    points = np.array([[10, 0.1], [10, -0.1], [5, 0.1], [5, -0.1]] + [[0, 0]] * 6)
+    known, old = np.arange(10) < 4, jnp.array([1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
+    found = np.asarray(find_groups(KEY, jnp.asarray(points @ points.T), known, old, 2, 10))
+    assert found[:4].tolist() == [1, 1, 0, 0]
+
+
 @pytest.fixture(scope="module")
 def turned():
     """Digits, each client's turned by a quarter as often as its group says."""

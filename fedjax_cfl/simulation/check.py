@@ -355,8 +355,7 @@ def check_members(trial: Trial) -> Iterator[str]:
         return
     empty = np.asarray(trial.data.train.size) == 0
     several = [state for state in trial.states if int(state.active.sum()) > 1]
-    indices = [np.asarray(trial.algorithm.serve(state).model_index) for state in several]
-    if any((index[empty] >= 0).any() for index in indices):
+    if any((np.asarray(state.assignment)[empty] >= 0).any() for state in several):
         yield (
             "no samples: a client without training samples is in one of several groups; leave -1 in"
             " state.assignment where data.train.size is 0 (finish may not change that)"

@@ -1,0 +1,280 @@
+"""Fenoglio, Li, Barbiero, Lane, Langheinrich, Gjoreski, "Flux: Efficient Descriptor-Driven
+Clustered Federated Learning under Arbitrary Distribution Shifts", NeurIPS 2025,
+https://arxiv.org/abs/2511.22305.
+
+FedAvg runs for some rounds. Then each client describes its data by means and standard deviations
+of what the common model makes of them, of all and of each class, and the server clusters clients
+once by these descriptions, without knowing how many groups there are. Clients that come later are
+placed by the part of the description that needs no labels.
+
+Differs from the authors' code: clustering takes place in a given round, as there with partial
+participation, not when validation accuracy stands still; latent features are mapped by a random
+orthonormal map, where the code takes principal axes of uniform points, and are not shifted; the
+knee of the distances is where they lie furthest below the diagonal, which always exists; at most m
+groups are left, of which the nearest are merged; descriptions get no noise; each round's mean is
+of that round's updates.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from fedjax_cfl.algorithms.flux.describe import (
+    DescribeFn,
+    count_dense_inputs,
+    describe_clients,
+    list_inputs,
+)
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.clustering.distances import divide, squared_euclidean
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.system.traffic import add_traffic, make_traffic
+from fedjax_cfl.tree import group_mean, take_rows
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    ServedModels,
+    State,
+    Task,
+    Upload,
+)
+from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
+
+
+class Descriptions(struct.PyTreeNode):
+    """What newcomers are described with, and compared with; zeros before the clustering. R = 2 (C +
+    1) rows are the mean and the standard deviation of all samples, and of each class.
+    """
+
+    extractor: Params  # [1, ...], the model whose latent features describe
+    low: jax.Array  # [R, 1] float32, least number of a row among the clients that were clustered
+    high: jax.Array  # [R, 1] float32, the greatest
+    centers: jax.Array  # [m, R, L] float32, mean scaled description of each group
+    placed: jax.Array  # [K] int32, groups by the test inputs of those without training samples
+
+
+def flux(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    warm_up: NaturalInt = 5,
+    cluster: Literal["density", "kmeans"] = "density",
+    eps: PositiveFloat | None = None,
+    factor: PositiveFloat = 1.0,
+    latent: PositiveInt | None = None,
+    newcomers: Literal["inputs", "labels"] = "inputs",
+    restarts: PositiveInt = 10,
+) -> Algorithm:
+    """FLUX with at most m groups, found in the round after `warm_up` rounds of FedAvg.
+
+    Args: `cluster` is density (groups are what is connected by steps of at most `eps`, None: the
+    knee of the distances to the nearest neighbour, times `factor`) | kmeans (FLUX-prior: exactly m
+    groups, the best of `restarts` runs); `latent` are the dimensions L that the model's features
+    are mapped to, None: C, at most as many as there are; `newcomers` are placed by a description of
+    their inputs | of labels, too. One without training samples is placed by its test inputs.
+    With few samples a client the knee is too short for whole groups: clients that have none within
+    reach are groups by themselves. Classes that clients lack, and others have, part clients, too.
+    Every client describes itself in the clustering round, in 2 L (C + 1) words; a client that is
+    not in its cohort gets the model for that. A newcomer gets it, and sends 2 L words.
+    """
+    check_arguments(flux, locals(), "algorithm")
+    describe = describe_clients(task, local, latent)
+    reach = (lambda apart, valid: factor * find_eps(apart, valid)) if eps is None else eps
+    find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)
+    hooks = Hooks(
+        sgd(task, local),
+        start=start_undescribed(task, m, latent),
+        migrate=place_newcomers(describe, newcomers, warm_up),
+        assign=keep_groups,
+        regroup=cluster_descriptions(
+            describe, on_every_device(find, local.execution.mesh), warm_up
+        ),
+    )
+    return federated(task, local, system, hooks)._replace(
+        serve=serve_placed, check_data=lambda data: check_model(task, data)
+    )
+
+
+def check_model(task: Task, data: FederatedData) -> None:
+    """Raises InputError for a model without a dense layer."""
+    count_dense_inputs(task, data)
+
+
+def serve_placed(state: State) -> ServedModels:
+    """Serves each client the model of its group, or of the group that it was placed in."""
+    group, placed = state.assignment, state.memory.placed
+    return ServedModels(state.groups, jnp.where(group >= 0, group, placed))
+
+
+def start_undescribed(task: Task, m: int, latent: int | None) -> StartFn:
+    """Starts with all clients in one group, of which nothing is known yet."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        initial, clients = one_active_group(task, m)(key, data), data.num_clients
+        rows = 2 * (data.num_classes + 1)
+        width = min(latent or data.num_classes, count_dense_inputs(task, data))
+        none = jnp.zeros((rows, 1))
+        memory = Descriptions(
+            take_rows(initial.groups, slice(1)),
+            none,
+            none,
+            jnp.zeros((m, rows, width)),
+            jnp.full(clients, -1, jnp.int32),
+        )
+        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
+
+    return start
+
+
+def scale(described: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns descriptions [K, R, L] of which each row was from `low` to `high` [R, 1] as numbers
+    from 0 to 1; 0 where these are equal.
+    """
+    return jnp.where(high > low, (described - low) / jnp.where(high > low, high - low, 1.0), 0.0)
+
+
+def nearest_center(memory: Descriptions, described: jax.Array, active: jax.Array) -> jax.Array:
+    """Returns the group [K] int32 of nearest center, by the first rows of descriptions that
+    `described` [K, <= R, L] has; `active` [m] bool are the groups in use.
+    """
+    rows = described.shape[1]
+    points = scale(described, memory.low[:rows], memory.high[:rows]).reshape(len(described), -1)
+    apart = squared_euclidean(points, memory.centers[:, :rows].reshape(active.size, -1))
+    return jnp.argmin(jnp.where(active, apart, jnp.inf), axis=1).astype(jnp.int32)
+
+
+def find_eps(apart: jax.Array, valid: jax.Array) -> jax.Array:
+    """Returns the distance [] at the knee of the sorted distances of points to their nearest
+    neighbours: both axes scaled to 0 .. 1, where the curve is furthest below the diagonal. It is
+    the greatest of them for up to three points, or if all are equal.
+
+    Args: `apart` [K, K] are the distances of all points; `valid` [K] bool are those that count.
+    """
+    pairs = valid[:, None] & valid & ~jnp.eye(valid.size, dtype=bool)
+    nearest = jnp.sort(jnp.min(jnp.where(pairs, apart, jnp.inf), axis=1))
+    count, place = valid.sum(), jnp.arange(valid.size)
+    least, most = nearest[0], nearest[jnp.maximum(count - 1, 0)]
+    below = place / jnp.maximum(count - 1, 1) - divide(nearest - least, most - least)
+    knee = jnp.argmax(jnp.where(place < count, below, -jnp.inf))
+    return jnp.where((count <= 3) | (most <= least), most, nearest[knee])
+
+
+def find_groups(
+    key: Key,
+    points: jax.Array,
+    valid: jax.Array,
+    m: int,
+    cluster: str,
+    eps: float | Callable[[jax.Array, jax.Array], jax.Array],
+    restarts: int,
+) -> jax.Array:
+    """Returns the groups [K] int32 of clients by scaled descriptions, -1 for others.
+
+    Args: `points` [K, p] are the descriptions, of which `valid` [K] bool count; `eps` is the length
+    of a step, or gives it, see `find_eps`; the others are those of `flux`.
+    """
+    if cluster == "kmeans":
+        found = kmeans(key, points, m, restarts, weight=valid.astype(jnp.float32)).labels
+        return jnp.where(valid, found, -1)
+    apart = jnp.sqrt(squared_euclidean(points, points))
+    # DBSCAN where every point with a neighbour is a core: what a tree of single linkage joins
+    return agglomerate(apart, m, "single", valid, eps(apart, valid) if callable(eps) else eps)
+
+
+def cluster_descriptions(
+    describe: DescribeFn, find: Callable[..., jax.Array], warm_up: int
+) -> RegroupFn:
+    """Clusters the clients that answered in round `warm_up`, and lets all others with samples join
+    the nearest center. All groups go on from the common model.
+
+    Args: `describe` is that of `describe_clients`; `find` is `find_groups`, its settings given.
+    """
+
+    def regroup(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, jax.Array]:
+        def found():
+            able, m = data.train.size > 0, state.active.size
+            extractor = take_rows(state.groups, slice(1))
+            described = describe(extractor, data, able)
+            part = cohort.put(jnp.zeros_like(able), upload.weight > 0)
+            inside = part[:, None, None]
+            low = jnp.min(jnp.where(inside, described, jnp.inf), axis=(0, 2))[:, None]
+            high = jnp.max(jnp.where(inside, described, -jnp.inf), axis=(0, 2))[:, None]
+            points = scale(described, low, high)
+            label = find(key, points.reshape(len(part), -1), part)
+            centers, size = group_mean(part.astype(jnp.float32), label, points, m)
+            active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
+            memory = Descriptions(extractor, low, high, centers, state.memory.placed)
+            group = jnp.where(part, label, nearest_center(memory, described, active))
+            group = jnp.where(able, group, -1).astype(jnp.int32)
+            groups, server = jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
+            )
+            absent = able & ~cohort.put(jnp.zeros_like(able), True)
+            sent = make_traffic(units_down=absent, words_up=able * described[0].size)
+            after = state.replace(
+                groups=groups,
+                server=server,
+                active=active,
+                assignment=cohort.put(group, cohort.take(state.assignment)),
+                memory=memory,
+                traffic=add_traffic(state.traffic, sent),
+            )
+            return after, jnp.maximum(cohort.take(group), 0)
+
+        return lax.cond(state.round == warm_up, found, lambda: (state, gid))
+
+    return regroup
+
+
+def place_newcomers(describe: DescribeFn, newcomers: str, warm_up: int) -> MigrateFn:
+    """Places clients without a group after the clustering, as soon as they have samples, each at
+    the nearest center.
+
+    Args: as those of `flux` and `cluster_descriptions`.
+    """
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        memory, trains = state.memory, data.train.size > 0
+        seen = trains
+        if newcomers == "inputs":
+            seen |= (data.test.size > 0) & (memory.placed < 0)
+        waiting = (state.round > warm_up) & (state.assignment < 0) & seen
+
+        def place():
+            described = describe(memory.extractor, data.replace(train=list_inputs(data)), waiting)
+            if newcomers == "inputs":
+                described = described[:, :2]
+            return nearest_center(memory, described, state.active)
+
+        group = lax.cond(jnp.any(waiting), place, lambda: jnp.zeros_like(state.assignment))
+        assignment = jnp.where(waiting & trains, group, state.assignment)
+        placed = jnp.where(waiting & ~trains, group, memory.placed)
+        rows, width = memory.centers.shape[1:]
+        words = width * (2 if newcomers == "inputs" else rows)
+        sent = make_traffic(units_down=waiting, words_up=waiting * words)
+        state = state.replace(assignment=assignment, memory=memory.replace(placed=placed))
+        return state, make_report(sent, samples=waiting * list_inputs(data).size)
+
+    return migrate
