@@ -85,14 +85,14 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
 def test_a_state_that_changes_its_shape(linear, toy):
     def finish(state, before, cohort, gid, upload):
-        return state.replace(
-            memory={"seen": upload.loss, "sum": state.memory["sum"]}
-        ), make_traffic()
+        memory = {"seen": upload.loss, "sum": state.memory["sum"] / 2}
+        return state.replace(memory=memory), make_traffic()
 
     memory = {"seen": jnp.zeros(0), "sum": jnp.zeros(2, int)}
     names, text = broken_rules(linear, toy, memory=memory, finish=finish)
     assert names == ["shapes"]
-    assert "state.memory['seen']: float32[0] became float32[6]); return every array" in text
+    assert "state.memory['seen']: float32[0] became float32[6]," in text
+    assert " state.memory['sum']: int32[2] became float32[2]); return every array" in text
 
 
 def test_a_number_without_a_type_compiles_twice(linear, toy):

@@ -15,7 +15,6 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_bytes
 from fedjax_cfl.types import FederatedData, State
 
-
 FEWER_ROWS = "fewer clients (dataset.clients), a smaller model, or personal=none"
 
 
