@@ -54,7 +54,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
     def assign(key, state, data, cohort):
         sent = make_traffic(words_up=jnp.full(cohort.ids.shape, -1))
-        return jnp.where(cohort.ids == 3, 7, 0), make_report(sent)
+        return jnp.where(cohort.ids == 3, 2, 0), make_report(sent)
 
     def aggregate(upload, gid, cohort, client_extra, state):
         first = jnp.argmin(cohort.rank)
@@ -73,7 +73,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
     assert names == ["groups", "finite", "traffic", "served", "no samples", "order"]
     assert text.startswith("the method breaks 6 rules of a round:\n- groups: after ")
     for said in (
-        "client 3 is in group 7; let assign, regroup and what changes state.assignment name 0 to 1",
+        "client 3 is in group 2; let assign, regroup and what changes state.assignment name 0 to 1",
         "state.groups['head']['bias'], state.groups['head']['kernel'] is not; a group without",
         "words up; report finite whole numbers from 0 on (make_traffic)",
         "model_index has 2 to 2; of 2 models name 0 to 1",
