@@ -6,6 +6,7 @@ clients) and stay there (resident=host); every size runs in a process of its own
 
     python benchmarks/clients_scaling.py
     python benchmarks/clients_scaling.py --quick      1,000 and 10,000 clients, under two minutes
+    python benchmarks/clients_scaling.py --rows       100,000, each keeps a model: 10 GB (results/host_rows)
 
 `training` is rounds per second, fetching included; `own memory` is the peak of what the
 process itself allocated, without the pages of the mapped files, which the system can

@@ -54,7 +54,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
     def assign(key, state, data, cohort):
         sent = make_traffic(words_up=jnp.full(cohort.ids.shape, -1))
-        return jnp.where(cohort.ids == 3, 7, 0), make_report(sent)
+        return jnp.where(cohort.ids == 3, 2, 0), make_report(sent)
 
     def aggregate(upload, gid, cohort, client_extra, state):
         first = jnp.argmin(cohort.rank)
@@ -73,7 +73,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
     assert names == ["groups", "finite", "traffic", "served", "no samples", "order"]
     assert text.startswith("the method breaks 6 rules of a round:\n- groups: after ")
     for said in (
-        "client 3 is in group 7; let assign, regroup and what changes state.assignment name 0 to 1",
+        "client 3 is in group 2; let assign, regroup and what changes state.assignment name 0 to 1",
         "state.groups['head']['bias'], state.groups['head']['kernel'] is not; a group without",
         "words up; report finite whole numbers from 0 on (make_traffic)",
         "model_index has 2 to 2; of 2 models name 0 to 1",
@@ -85,14 +85,14 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
 def test_a_state_that_changes_its_shape(linear, toy):
     def finish(state, before, cohort, gid, upload):
-        return state.replace(
-            memory={"seen": upload.loss, "sum": state.memory["sum"]}
-        ), make_traffic()
+        memory = {"seen": upload.loss, "sum": state.memory["sum"] / 2}
+        return state.replace(memory=memory), make_traffic()
 
     memory = {"seen": jnp.zeros(0), "sum": jnp.zeros(2, int)}
     names, text = broken_rules(linear, toy, memory=memory, finish=finish)
     assert names == ["shapes"]
-    assert "state.memory['seen']: float32[0] became float32[6]); return every array" in text
+    assert "state.memory['seen']: float32[0] became float32[6]," in text
+    assert " state.memory['sum']: int32[2] became float32[2]); return every array" in text
 
 
 def test_a_number_without_a_type_compiles_twice(linear, toy):

@@ -75,11 +75,31 @@ def test_rows_on_the_host_are_those_on_the_devices(
     if on_host:
         assert host.memory["host_rows"] == sum(leaf.nbytes for leaf in rows)
         assert host.memory["client_memory"] < device.memory["client_memory"]
+        group = np.maximum(host.state.assignment, 0)
+        first = algorithm.first_rows(host.state)
+        begun = host_rows.make_rows(host.state.replace(own=host.state.own.replace(rows=first)))
+        jax.tree.map(
+            lambda made, few: np.testing.assert_array_equal(made, few[group]), begun.own.rows, first
+        )
     models = [
         copy_models(algorithm._replace(first_rows=first), run.state, population)
         for first, run in ((algorithm.first_rows, host), (None, device))
     ]
     jax.tree.map(np.testing.assert_array_equal, *models)
+
+
+def test_as_many_rows_are_lent_as_fit(population, linear, local, monkeypatch):
+    """Rounds and tests of fewer clients at once, where each has a large row."""
+    algorithm, mesh = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5)), cfl.make_mesh(1)
+    given = population, algorithm, jax.random.key(0), 4, 3, mesh
+    monkeypatch.setattr(prefetch, "TEST_BLOCK_BYTES", 2**20)
+    assert prefetch.HostFeed(*given).lent["test"] == 14
+    feed = prefetch.HostFeed(*given, row_bytes=2**18)
+    assert feed.lent["test"] == 4 and sum(part.size for part in feed.tested) == 14
+    assert feed.length == 2 and 5 < feed.lent["train"] <= 10
+    monkeypatch.setattr(prefetch, "LENT_BYTES", 9 * 2**18)  # of one cohort, not of two
+    feed = prefetch.HostFeed(*given, row_bytes=2**18)
+    assert feed.length == 1 and feed.lent["train"] == 5
 
 
 @pytest.mark.nightly

@@ -383,3 +383,9 @@ def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     line = "algorithm=ifca model=mlp personal=ditto clients_per_round=6 rounds=2 dataset.clients=12"
     member, alone = run_in_grid_and_alone(fedjax_cfl, line)
     np.testing.assert_array_equal(member.table["group"], alone.table["group"])
+
+
+@pytest.mark.parametrize("given", [(fedper(), ditto()), [ditto()], ditto, "ditto"])
+def test_one_at_a_time(given, local):
+    """Also what is no personal method at all."""
+    one_line("Several at once are not stacked", local.replace, personal=given)

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.execution import Execution, make_execution
 from fedjax_cfl.data.shuffle import permute, write_table
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Params, Personal
 from fedjax_cfl.validation import (
     BelowOne,
@@ -50,6 +51,12 @@ class Local:
     def __post_init__(self) -> None:
         """Checks the values."""
         check_arguments(Local, vars(self), "local")
+        if not isinstance(self.personal, Personal | None):
+            raise InputError(
+                "local.personal: takes what one function of cfl.personal returns, such as"
+                " cfl.personal.ditto(), or None. Several at once are not stacked: each says what a"
+                " client keeps, what is sent and what the client is tested on"
+            )
 
     def replace(self, **changes: Any) -> "Local":
         """Returns the settings with some of them changed."""
