@@ -187,6 +187,7 @@ def test_the_schedule_is_of_fine_tuning_and_not_of_alpha(toy, linear, local):
         close([found], [trained(start, toy, batches, lr)], 2e-6)
 
 
+@pytest.mark.nightly
 def test_losses_are_of_each_batch_once(toy, linear, local):
     """A client of 7 samples has 4 batches in 2 epochs: of threes the second begins anew."""
     x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)

@@ -208,6 +208,7 @@ def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, loc
     assert (state.memory.count[:, 1] > 0).any()
 
 
+@pytest.mark.nightly
 def test_without_a_cut_auxo_is_fedavg(toy, linear, local):
     key, everyone = jax.random.key(0), select.full_participation()
     one = algorithms.auxo(linear, local, everyone, m=1, explore=0.0)

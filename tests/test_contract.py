@@ -295,6 +295,7 @@ def test_data_may_stream(name, build):
     chex.assert_trees_all_equal_shapes_and_dtypes(*jax.eval_shape(go, jax.random.key(0), data))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", others_nightly(KINDS, ["ifca"]), indirect=True)
 def test_jit_equals_no_jit(case):
     eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)

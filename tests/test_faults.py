@@ -181,6 +181,7 @@ def test_nonsense_is_refused(wrong, linear, local):
         fedavg(linear, local, cfl.System(select.from_table(EVERYBODY), Faults(**wrong)))
 
 
+@pytest.mark.nightly
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
     usual = go(linear, local, toy)
     never = go(
@@ -477,6 +478,7 @@ def test_only_hostile_owners_see_other_labels(toy):
     )
 
 
+@pytest.mark.nightly
 def test_a_straggler_does_less_and_is_kept(linear, local, toy):
     usual, slow = (
         go(linear, local, toy)[2],
@@ -619,6 +621,7 @@ def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
     assert infos.fault_counts.nonfinite.tolist() == [0, 0, 0, 1 + walked]
 
 
+@pytest.mark.nightly
 def test_a_founder_at_fault_stops_the_run(linear, local, toy):
     huge = with_huge_inputs(toy, 5)
     strict = cfl.System(select.uniform(1), Faults(nonfinite="raise"))

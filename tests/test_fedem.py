@@ -353,6 +353,7 @@ def bare():
     return cfl.as_task(cfl.models.MCLR(2), (3,), 2, 0.0)
 
 
+@pytest.mark.nightly
 def test_the_weights_of_a_planted_mixture_are_found(two_concepts, bare, local):
     data, share = two_concepts
     everybody = local.replace(lr=0.5, epochs=1, batch_size=20)
@@ -533,6 +534,7 @@ def test_new_clients_take_one_e_step(toy, linear, local, name, settings):
     jax.tree.map(np.testing.assert_array_equal, new.served.models, state.groups)
 
 
+@pytest.mark.nightly
 def test_hard_fedrc_serves_one_model(toy, linear, local):
     """New clients join by a round, and get the model of their largest weight."""
     few = take_clients(toy, np.arange(10))
@@ -584,6 +586,7 @@ def finished(folder):
     return cfl.load_run(folder / "run")
 
 
+@pytest.mark.nightly
 def test_a_finished_run_predicts_by_its_mixtures(finished, folder):
     own = dict(np.load(folder / "own.npz"))
     weights = finished.final.weights

@@ -207,6 +207,7 @@ def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
     assert (sent.words_down, sent.words_up) == (0, 3 * CLIENTS)
 
 
+@pytest.mark.nightly
 def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task, whole_batches):
     """0 three times, then 1, which is sent the start and the model of 0, then 0 again."""
     pick = from_table(np.array([[0], [0], [0], [1], [0]]))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly
 import scipy.io
+from conftest import nightly
 
 from fedjax_cfl.data import concept, federate, partition
 from fedjax_cfl.data.datasets import cifar10, digit_sources, download, multi_source_digits

@@ -144,6 +144,7 @@ def test_slow_twin(spread, linear, local, settings, groups):
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (18, 18, 0, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("m", [nightly(1), 3])
 def test_without_a_limit_it_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for more groups changes nothing but rounding."""
@@ -250,6 +251,7 @@ def test_a_founded_group_begins_with_the_first_model(spread, linear, local):
         chex.assert_trees_all_equal(one, first)
 
 
+@pytest.mark.nightly
 def test_clients_held_out_join_by_their_angles(turned, local):
     """One of them has labels only in its test samples, and finds no group."""
     task = cfl.as_task(cfl.models.MCLR(10), (8, 8), 10)

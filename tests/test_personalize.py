@@ -127,6 +127,7 @@ def test_only_clients_that_can_be_scored_are_held_out(toy):
         hold_out_clients(toy, 0.99, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [

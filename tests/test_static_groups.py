@@ -45,9 +45,9 @@ def run(method, toy, linear, local, **groups):
 @pytest.mark.parametrize(
     ("method", "m"),
     [
-        nightly("ifca", 3),
+        ("ifca", 3),
         nightly("gradients", 1),
-        ("flexcfl", 3),
+        nightly("flexcfl", 3),
         nightly("founded again", 1),
         nightly("madc", 2),
         nightly("rcc", 3),
@@ -110,6 +110,7 @@ def test_some_of_the_clusters_are_those_of_so_many_alone():
         assert int(some.labels.max()) < used
 
 
+@pytest.mark.nightly
 def test_coincident_points_leave_clusters_empty_whatever_the_room():
     x = jnp.asarray(np.repeat(np.eye(3), 4, axis=0))  # three distinct points
     some = kmeans(KEY, x, 7, used=jnp.int32(5))
