@@ -154,6 +154,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
         np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [nightly(fine_tune(epochs=0)), per_fedavg(alpha=0.0)])
 def test_without_a_step_it_is_the_method_below(toy, linear, local, method):
     """Fine-tuning always; Per-FedAvg where the second of its two batches is all that a client has:

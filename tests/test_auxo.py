@@ -227,6 +227,7 @@ def test_bad_settings_are_refused(linear, local):
         algorithms.auxo(linear, local, select.uniform(3), explore=2)
 
 
+@pytest.mark.nightly
 def test_the_cut_of_ten_clients_is_about_the_best_of_all():
     """Beside all 511 cuts, of 40 groups of random unit vectors."""
     unit = np.random.default_rng(0).normal(size=(40, 10, 30))

@@ -129,6 +129,7 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     ).all()
 
 
+@pytest.mark.nightly
 def test_automatic_thresholds_follow_the_longest_mean_update(concepts, linear, local):
     """eps1 is a tenth of the longest so far: the first cut is where a step is that short."""
     limits = {"warm_up": 2, "eps1": None, "eps2": 0.0}

@@ -27,9 +27,8 @@ ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
 # one of every kind of method; test_choices.py traces a round of all others, and their rounds have
 # twins or reductions in files of their own
-OFTEN = ["auxo", "centralised", "cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem"]
-OFTEN += ["fielding", "flexcfl", "ifca", "known_groups", "md_icfl", "nonfed", "pacfl", "qfedavg"]
-OFTEN += ["scaffold", "tkm"]
+OFTEN = ["cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem", "fielding", "flexcfl", "ifca"]
+OFTEN += ["nonfed", "qfedavg", "scaffold", "tkm"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
@@ -43,8 +42,8 @@ MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send a
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm", "wecfl")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
-# whose lanes are compared in every run: one kind, and two whose clients train otherwise
-LANES = ("flexcfl", "fedem", "fedfomo")
+# whose lanes are compared in every run: one kind, and one whose clients train otherwise
+LANES = ("flexcfl", "fedem")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each

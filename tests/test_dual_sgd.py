@@ -156,6 +156,7 @@ def test_does_not_depend_on_chunk_mates(noise):
     chex.assert_trees_all_close(side_by_side, alone, **CLOSE)
 
 
+@pytest.mark.nightly
 def test_a_pull_that_differs_between_clients(noise):
     """`mu` may come from `client_extra`, here a number of each client."""
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)

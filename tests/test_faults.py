@@ -114,6 +114,7 @@ def mixed(linear, local, toy):
     return go(linear, local, toy, failing=Faults(**MIXED))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("devices", "width"), [nightly(1, 5), (4, 2)])
 def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
     local = with_execution(local, mesh=cfl.make_mesh(devices), width=width)

@@ -282,6 +282,7 @@ def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
 # reductions
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["fedrc"]))
 def test_one_model_is_fedavg_bit_for_bit(toy, linear, local, name):
     local = with_execution(local, first_layer="direct").replace(momentum=0.5, weight_decay=0.01)
@@ -737,6 +738,7 @@ def test_what_trains_on_from_one_model_is_refused(toy, linear, local, models):
     one_line("evaluate.similarity: clients of this method predict", compare_updates, *given)
 
 
+@pytest.mark.nightly
 def test_more_models_than_memory_holds_are_refused(toy, linear, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 2_000_000)
     many = fedem(linear, local, COHORTS, m=4000)

@@ -166,6 +166,7 @@ def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole
             assert np.isfinite(leaf[others]).all()
 
 
+@pytest.mark.nightly
 def test_one_device_reads_the_models_of_others_where_they_lie(five, softmax_task, whole_batches):
     """No array has F models of each client of the round."""
     algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=3)
@@ -226,6 +227,7 @@ def test_what_clients_received_is_no_one_model(softmax_task, whole_batches):
         fedfomo(softmax_task, whole_batches, kept)
 
 
+@pytest.mark.nightly
 def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
     silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))
     algorithm = fedfomo(softmax_task, whole_batches, silent, models=3)

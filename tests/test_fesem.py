@@ -177,6 +177,7 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
 # Reductions
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     alone = build(fesem, linear, local, COHORT, m=1, aggregate="cohort", mu=0.0)
     begun, *_, last = play(alone, toy, 3)

@@ -270,6 +270,7 @@ def test_ablations(drifting, linear, local):
     np.testing.assert_array_equal(after.memory.pending, shifted & ~told)
 
 
+@pytest.mark.nightly
 def test_moments_of_the_server_follow_their_models(toy, drifting, linear, local):
     """A server that keeps its moments as they are has, after an event, those of its clients'
     former groups, in the shares in which the models were mixed.

@@ -235,6 +235,7 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()
 
 
+@pytest.mark.nightly
 def test_a_founded_group_begins_with_the_first_model(spread, linear, local):
     """A threshold of 0 keeps all apart: each newcomer founds a group as long as there is room."""
     algorithm = pacfl(linear, local, COHORT, m=13, threshold=0.0)

@@ -79,7 +79,6 @@ METHODS = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca"]))
 def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     factory, settings = METHODS[name]
@@ -248,6 +247,7 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
             close(mine, theirs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", [ditto(), nightly(apfl()), nightly(fedper())], ids=["ditto", "apfl", "fedper"]
 )

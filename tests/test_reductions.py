@@ -150,6 +150,7 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -99,7 +99,7 @@ def test_some_of_the_clusters_are_those_of_so_many_alone():
     rng = np.random.default_rng(3)
     x = rng.normal(size=(40, 3)) + 4 * rng.integers(0, 3, (40, 1))
     weight = jnp.asarray(rng.random(40) > 0.2, jnp.float32)
-    for used in (1, 2, 5, 8):
+    for used in (1, 3, 8):
         alone = kmeans(KEY, jnp.asarray(x), used, weight=weight)
         some = jax.jit(kmeans, static_argnums=(2,))(
             KEY, jnp.asarray(x), 8, weight=weight, used=used

@@ -138,6 +138,7 @@ def test_planted_groups_are_found(linear, local):
     assert adjusted_rand_score(state.assignment, np.arange(18) % 3) == 1.0
 
 
+@pytest.mark.nightly
 def test_lost_clients_leave_model_and_weight(toy, linear, local):
     silent = cfl.System(COHORT, cfl.Faults(dropout=1.0))
     begun, after = play(wecfl(linear, local, silent, m=2), toy, 1)
