@@ -154,6 +154,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
         np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [nightly(fine_tune(epochs=0)), per_fedavg(alpha=0.0)])
 def test_without_a_step_it_is_the_method_below(toy, linear, local, method):
     """Fine-tuning always; Per-FedAvg where the second of its two batches is all that a client has:
@@ -187,6 +188,7 @@ def test_the_schedule_is_of_fine_tuning_and_not_of_alpha(toy, linear, local):
         close([found], [trained(start, toy, batches, lr)], 2e-6)
 
 
+@pytest.mark.nightly
 def test_losses_are_of_each_batch_once(toy, linear, local):
     """A client of 7 samples has 4 batches in 2 epochs: of threes the second begins anew."""
     x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)

@@ -58,11 +58,15 @@ def test_rounds_are_those_of_fedavg_with_the_twin_s_step_sizes(toy, linear, loca
     one_round, state = jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, toy)
     empty = toy.replace(train=toy.train.replace(size=jnp.zeros_like(toy.train.size)))
     models, step, sent = [], float(local.lr), 0
+
+    @jax.jit
+    def plain(step, state):
+        method = fedavg(linear, local.replace(lr=step), COHORT)
+        begun = method.init(KEY, toy).replace(groups=state.groups, round=state.round)
+        return method.round(KEY, begun, toy)[0].groups
+
     for number in range(6):
-        plain = fedavg(linear, local.replace(lr=step), COHORT)
-        fresh = jax.jit(plain.init)(KEY, toy)
-        fresh = fresh.replace(groups=state.groups, round=state.round)
-        want = jax.jit(plain.round)(KEY, fresh, toy)[0].groups
+        want = plain(step, state)
         if number == 2:
             idle = one_round(KEY, state, empty)[0]
             np.testing.assert_array_equal(idle.memory.scale, state.memory.scale)

@@ -208,6 +208,7 @@ def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, loc
     assert (state.memory.count[:, 1] > 0).any()
 
 
+@pytest.mark.nightly
 def test_without_a_cut_auxo_is_fedavg(toy, linear, local):
     key, everyone = jax.random.key(0), select.full_participation()
     one = algorithms.auxo(linear, local, everyone, m=1, explore=0.0)
@@ -226,6 +227,7 @@ def test_bad_settings_are_refused(linear, local):
         algorithms.auxo(linear, local, select.uniform(3), explore=2)
 
 
+@pytest.mark.nightly
 def test_the_cut_of_ten_clients_is_about_the_best_of_all():
     """Beside all 511 cuts, of 40 groups of random unit vectors."""
     unit = np.random.default_rng(0).normal(size=(40, 10, 30))

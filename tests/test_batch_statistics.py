@@ -101,6 +101,7 @@ def test_nothing_of_a_client_changes_with_other_clients_pixels(measure, others):
     jax.tree.map(np.testing.assert_array_equal, measure(others), expected)
 
 
+@pytest.mark.nightly
 def test_padding_is_not_there(task, models, measure):
     """Against the client's own samples, cut out by hand."""
     steps, (loss, _), tested = measure(1.0)
@@ -224,6 +225,7 @@ def test_a_model_answers_by_its_running_statistics(running):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(still))
 
 
+@pytest.mark.nightly
 def test_no_feature_of_an_update_has_statistics_in_it(running):
     updates = jax.vmap(running.init)(jax.random.split(KEY, 5))
     other = change_statistics(updates, lambda leaf: 9 * leaf - 3)

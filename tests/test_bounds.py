@@ -88,6 +88,7 @@ def test_known_groups_are_fedavg_in_each_group_as_in_a_slow_twin(toy, linear, lo
     assert ledger(begun.traffic).units_down == 0 < taken < 3 * 6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("m", [nightly(1), 3])
 def test_one_known_group_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for groups that the data do not have changes nothing but rounding."""
@@ -134,6 +135,7 @@ def test_known_groups_follow_data_that_clients_exchange(toy, linear, local):
     assert sum(row["migrated_clients"] for row in ran.rows) >= 4
 
 
+@pytest.mark.nightly
 def test_known_groups_take_in_clients_held_out(toy, linear, local):
     """By their true group: without a look at their data, and without traffic."""
 

@@ -129,6 +129,7 @@ def test_planted_groups_are_found_and_then_no_more(concepts, linear, local, cutt
     ).all()
 
 
+@pytest.mark.nightly
 def test_automatic_thresholds_follow_the_longest_mean_update(concepts, linear, local):
     """eps1 is a tenth of the longest so far: the first cut is where a step is that short."""
     limits = {"warm_up": 2, "eps1": None, "eps2": 0.0}
@@ -172,6 +173,7 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
     assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
 
 
+@pytest.mark.nightly
 def test_no_more_cuts_than_there_is_room(concepts, linear, local):
     algorithm = build(cfl, linear, local, select.full_participation(), m=2, **ONCE)
     states = play(algorithm, concepts, 8)
@@ -214,6 +216,7 @@ def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, loc
     assert sum(changed) >= 12 and final.memory.known.all()
 
 
+@pytest.mark.nightly
 def test_clients_that_never_answer_stay_where_they_are(toy, linear, local):
     """Client 2 has no data; half of the others drop out every round."""
     unsure = System(select.full_participation(), Faults(dropout=0.5))

@@ -174,6 +174,7 @@ def test_a_grid_is_not_written_into_a_run(fedjax_cfl, tmp_path):
     assert not (tmp_path / "7" / "0").exists()
 
 
+@pytest.mark.nightly
 def test_rounds_without_updates_have_no_losses(fedjax_cfl, tmp_path):
     line = f"dataset.clients=8 {BARE} rounds=2 run_dir=run local.lr=1e30"
     status, out, _ = fedjax_cfl(line)
@@ -185,6 +186,7 @@ def test_rounds_without_updates_have_no_losses(fedjax_cfl, tmp_path):
     assert [row[name] for row in rows(tmp_path / "run") for name in names] == [None] * 8
 
 
+@pytest.mark.nightly
 def test_simulated_time_is_in_the_results(fedjax_cfl, tmp_path):
     status, out, _ = fedjax_cfl(f"dataset.clients=8 {BARE} rounds=2 run_dir=run clock=fedscale")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -296,6 +298,7 @@ def test_own_data_without_owners_of_any_shape(fedjax_cfl, tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
     (tmp_path / "my_models.py").write_text(
         "import flax.linen as nn\n\n\nclass Tiny(nn.Module):\n    num_classes: int\n    width: int"
@@ -339,6 +342,7 @@ def test_the_process_runs_from_anywhere(tmp_path):
     assert (run_dir / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.nightly
 def test_a_run_ends_well_without_metadata_and_without_a_picture(fedjax_cfl, monkeypatch, tmp_path):
     """From a source tree that nobody installed, and with settings of matplotlib that fail."""
     real = importlib.metadata.version

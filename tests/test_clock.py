@@ -222,6 +222,7 @@ def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local
     assert count_to_int(after.clock_ms) == 7_200_000
 
 
+@pytest.mark.nightly
 def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
     """4 labels are 16 bytes: at 2 bytes a second 8 s, and 3 s of the server."""
     rate = np.full(14, 16.0)

@@ -28,9 +28,8 @@ ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
 # one of every kind of method; test_choices.py traces a round of all others, and their rounds have
 # twins or reductions in files of their own
-OFTEN = ["auxo", "centralised", "cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem"]
-OFTEN += ["fielding", "flexcfl", "ifca", "known_groups", "md_icfl", "nonfed", "pacfl", "qfedavg"]
-OFTEN += ["scaffold", "tkm"]
+OFTEN = ["cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem", "fielding", "flexcfl", "ifca"]
+OFTEN += ["nonfed", "qfedavg", "scaffold", "tkm"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
@@ -44,8 +43,8 @@ MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send a
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm", "wecfl")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
-# whose lanes are compared in every run: one kind, and two whose clients train otherwise
-LANES = ("flexcfl", "fedem", "fedfomo")
+# whose lanes are compared in every run: one kind, and one whose clients train otherwise
+LANES = ("flexcfl", "fedem")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
@@ -282,6 +281,7 @@ def test_data_may_stream(name, build):
     chex.assert_trees_all_equal_shapes_and_dtypes(*jax.eval_shape(go, jax.random.key(0), data))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", others_nightly(KINDS, ["ifca"]), indirect=True)
 def test_jit_equals_no_jit(case):
     eager = case.algorithm.round(jax.random.key(0), case.states[2], case.data)

@@ -337,6 +337,7 @@ def test_pool_all_ignores_who_is_warm():
         assert (now.owner == other.owner).all() and (now.owner != made.owner).any()
 
 
+@pytest.mark.nightly
 def test_hidden_samples_stay_hidden():
     made = random_data(8, 6, 4, 60)
     owner = jnp.where(jnp.arange(60) % 3 == 0, -1, made.owner)

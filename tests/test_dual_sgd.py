@@ -91,6 +91,7 @@ def test_equals_training_the_kernel_with_momentum(noise, hidden, l2, mu):
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hidden", "l2", "mu", "momentum"),
     [nightly((), 0.0, 0.0, 0.0), nightly((7,), 0.01, 0.5, 0.0), ((7, 5), 0.01, 0.5, 0.8)],
@@ -141,6 +142,7 @@ def test_momentum_and_weight_decay_are_those_of_optax(noise, way, momentum, weig
     )
 
 
+@pytest.mark.nightly
 def test_equals_a_fixed_number_of_steps(noise):
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4, l2=0.01)
     direct, other = (trained(task, noise, way, steps=23) for way in ("direct", "dual"))
@@ -154,6 +156,7 @@ def test_does_not_depend_on_chunk_mates(noise):
     chex.assert_trees_all_close(side_by_side, alone, **CLOSE)
 
 
+@pytest.mark.nightly
 def test_a_pull_that_differs_between_clients(noise):
     """`mu` may come from `client_extra`, here a number of each client."""
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)

@@ -244,6 +244,7 @@ def test_discard_rule(toy, linear, local, rule, hidden):
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
 
 
+@pytest.mark.nightly
 def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
     def choose(key, state, data, cohort):
         return jnp.where(cohort.ids == 5, 3, 0), make_report()
@@ -375,6 +376,7 @@ CUT = {"eps1": 9.0, "eps2": 0.0, "min_size": 3, "warm_up": 1}
 TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "options", "everybody"),
     [

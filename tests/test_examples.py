@@ -30,6 +30,7 @@ def test_the_list_is_complete():
     assert scripts == set(SAYS) and set(NOTEBOOKS) <= scripts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(SAYS, ["first_run"]))
 def test_example_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -114,6 +114,7 @@ def mixed(linear, local, toy):
     return go(linear, local, toy, failing=Faults(**MIXED))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("devices", "width"), [nightly(1, 5), (4, 2)])
 def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, linear, local, toy):
     local = with_execution(local, mesh=cfl.make_mesh(devices), width=width)
@@ -181,6 +182,7 @@ def test_nonsense_is_refused(wrong, linear, local):
         fedavg(linear, local, cfl.System(select.from_table(EVERYBODY), Faults(**wrong)))
 
 
+@pytest.mark.nightly
 def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
     usual = go(linear, local, toy)
     never = go(
@@ -477,6 +479,7 @@ def test_only_hostile_owners_see_other_labels(toy):
     )
 
 
+@pytest.mark.nightly
 def test_a_straggler_does_less_and_is_kept(linear, local, toy):
     usual, slow = (
         go(linear, local, toy)[2],
@@ -619,6 +622,7 @@ def test_a_newcomer_with_huge_inputs_walks_the_cuts(linear, local, toy):
     assert infos.fault_counts.nonfinite.tolist() == [0, 0, 0, 1 + walked]
 
 
+@pytest.mark.nightly
 def test_a_founder_at_fault_stops_the_run(linear, local, toy):
     huge = with_huge_inputs(toy, 5)
     strict = cfl.System(select.uniform(1), Faults(nonfinite="raise"))

@@ -181,6 +181,7 @@ def test_clients_whose_labels_were_renamed_open_models(name, toy, steps, linear,
     assert np.isinf(losses[2]).all() and np.isfinite(np.delete(losses, 2, 0)).all()
 
 
+@pytest.mark.nightly
 def test_thresholds_that_are_never_reached_leave_fedavg(toy, steps, linear, local):
     everyone = select.full_participation()
     plain = states_of(algorithms.fedavg(linear, local, everyone), steps[28:])[-1]

@@ -282,6 +282,7 @@ def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
 # reductions
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["fedrc"]))
 def test_one_model_is_fedavg_bit_for_bit(toy, linear, local, name):
     local = with_execution(local, first_layer="direct").replace(momentum=0.5, weight_decay=0.01)
@@ -353,6 +354,7 @@ def bare():
     return cfl.as_task(cfl.models.MCLR(2), (3,), 2, 0.0)
 
 
+@pytest.mark.nightly
 def test_the_weights_of_a_planted_mixture_are_found(two_concepts, bare, local):
     data, share = two_concepts
     everybody = local.replace(lr=0.5, epochs=1, batch_size=20)
@@ -533,6 +535,7 @@ def test_new_clients_take_one_e_step(toy, linear, local, name, settings):
     jax.tree.map(np.testing.assert_array_equal, new.served.models, state.groups)
 
 
+@pytest.mark.nightly
 def test_hard_fedrc_serves_one_model(toy, linear, local):
     """New clients join by a round, and get the model of their largest weight."""
     few = take_clients(toy, np.arange(10))
@@ -584,6 +587,7 @@ def finished(folder):
     return cfl.load_run(folder / "run")
 
 
+@pytest.mark.nightly
 def test_a_finished_run_predicts_by_its_mixtures(finished, folder):
     own = dict(np.load(folder / "own.npz"))
     weights = finished.final.weights
@@ -734,6 +738,7 @@ def test_what_trains_on_from_one_model_is_refused(toy, linear, local, models):
     one_line("evaluate.similarity: clients of this method predict", compare_updates, *given)
 
 
+@pytest.mark.nightly
 def test_more_models_than_memory_holds_are_refused(toy, linear, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 2_000_000)
     many = fedem(linear, local, COHORTS, m=4000)

@@ -292,6 +292,7 @@ def test_a_database_is_only_read(tmp_path):
         database.execute("CREATE TABLE more (a)")
 
 
+@pytest.mark.nightly
 def test_a_run(fedjax_cfl, tmp_path):
     rows = emnist("train", "a", "b", label=0) + emnist("test", "a", "b", label=0)
     write_tff(tmp_path / "mine.sqlite", rows)

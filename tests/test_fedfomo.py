@@ -166,6 +166,7 @@ def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole
             assert np.isfinite(leaf[others]).all()
 
 
+@pytest.mark.nightly
 def test_one_device_reads_the_models_of_others_where_they_lie(five, softmax_task, whole_batches):
     """No array has F models of each client of the round."""
     algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=3)
@@ -219,6 +220,7 @@ def test_words_are_sent_with_updates_that_are_not_used(five, softmax_task, whole
     assert spent(before, after).words_up == 3 * CLIENTS
 
 
+@pytest.mark.nightly
 def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task, whole_batches):
     """0 three times, then 1, which is sent the start and the model of 0, then 0 again."""
     pick = from_table(np.array([[0], [0], [0], [1], [0]]))
@@ -237,6 +239,7 @@ def test_what_clients_received_is_no_one_model(softmax_task, whole_batches):
         fedfomo(softmax_task, whole_batches, kept)
 
 
+@pytest.mark.nightly
 def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
     silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))
     algorithm = fedfomo(softmax_task, whole_batches, silent, models=3)

@@ -177,6 +177,7 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
 # Reductions
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     alone = build(fesem, linear, local, COHORT, m=1, aggregate="cohort", mu=0.0)
     begun, *_, last = play(alone, toy, 3)
@@ -226,6 +227,7 @@ def test_migration_changes_nothing(toy, linear, local):
     )
 
 
+@pytest.mark.nightly
 def test_migration_of_the_selected_follows_centers(linear, local):
     """With estep=selected a client whose data shifted moves, if it does, to the center
     nearest to its stored model, for nothing.
@@ -270,6 +272,7 @@ def test_equal_stored_models_collapse_into_one_group(linear, local):
     assert changed.tolist() == [k == group for k in range(3)]
 
 
+@pytest.mark.nightly
 def test_empty_group_keeps_its_center(linear, local):
     """The same with eq. 10 over all stored models."""
     random = build(fesem, linear, local, COHORT, m=3, start="random_models")
@@ -413,6 +416,7 @@ def inertia(state):
     return np.sum(gaps[np.asarray(state.memory.known)] ** 2)
 
 
+@pytest.mark.nightly
 def test_restarts_find_tighter_groups(toy, linear, local):
     """20 seedings against one, five keys, four groups."""
     found = {}

@@ -310,6 +310,7 @@ def test_celeba_cnn_learns_smiles(faces):
     assert loss(state) < 0.9 * before
 
 
+@pytest.mark.nightly
 def test_pooling_after_a_norm_has_the_same_gradient_compiled():
     """Pooling must not ask which input equals the maximum: a compiler may compute the
     input anew for that, and round another way.

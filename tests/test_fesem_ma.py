@@ -162,6 +162,7 @@ def test_recurrent_models_are_refused(local, module, shape, layer):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_client_that_renames_its_units_does_not_matter():
     """Its update is what it had been, though the model it trained is another one."""
     _, layers, params, orders = network("mlp")

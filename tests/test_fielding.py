@@ -96,6 +96,7 @@ def test_no_drift_no_change_and_an_emptied_group_keeps_its_center():
     np.testing.assert_array_equal(moves.after[2], centers[2])
 
 
+@pytest.mark.nightly
 def test_one_group_never_fires_and_slow_drift_adds_up_only_since_the_last_clustering():
     points = jnp.asarray(shares(np.random.default_rng(0), 4, 3))
     ones, zeros = jnp.ones(4, bool), jnp.zeros(4, jnp.int32)
@@ -144,6 +145,7 @@ def test_pairwise_trigger(printed):
         assert fixed.fires(fixed.update(fixed.init(centers), True, centers), moves) == fires
 
 
+@pytest.mark.nightly
 def test_only_clusters_with_members_are_in_use():
     """Two distinct points, and up to four clusters: no third one waits for clients."""
     points = jnp.asarray(np.repeat(np.eye(3, dtype="f4")[:2], 5, axis=0))
@@ -268,6 +270,7 @@ def test_ablations(drifting, linear, local):
     np.testing.assert_array_equal(after.memory.pending, shifted & ~told)
 
 
+@pytest.mark.nightly
 def test_moments_of_the_server_follow_their_models(toy, drifting, linear, local):
     """A server that keeps its moments as they are has, after an event, those of its clients'
     former groups, in the shares in which the models were mixed.
@@ -351,6 +354,7 @@ def test_the_pairwise_trigger_counts_events_in_which_a_report_has_changed(drifti
     )
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg(toy, linear, local):
     states = run(method(linear, local, m=1, aggregate="samples"), [toy] * 3)
     plain = algorithms.fedavg(linear, local, select_by_group.by_group(6))

@@ -171,6 +171,7 @@ def test_the_distance_needs_all_labels_at_once(fedjax_cfl):
     assert status == 2 and "eval_distance=true" in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_the_servers_seconds_are_a_table(tmp_path, monkeypatch):
     small = {
         "labels": partial(fielding_server.time_label_clustering, 30, 6),

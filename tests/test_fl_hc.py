@@ -72,6 +72,7 @@ def test_fl_hc_uses_no_more_groups_than_it_found(concepts, linear, local):
     assert set(last.assignment.tolist()) == {0}
 
 
+@pytest.mark.nightly
 def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
     algorithm = fl_hc(linear, local, select.uniform(6), m=3, warm_up=2)
     states = play(algorithm, concepts, 4)
@@ -92,6 +93,7 @@ def test_fl_hc_sends_to_everybody_once_more(concepts, linear, local):
     assert one_round._cache_size() == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", ["cosine", nightly("L2")])
 def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clustered_once, metric):
     """Clients 4 and 5 are made to have missed the clustering; each trains once more

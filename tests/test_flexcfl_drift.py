@@ -183,6 +183,7 @@ def test_only_clients_met_pay_for_a_swap(toy):
     assert np.flatnonzero(paying).tolist() == [0, 2, 4]
 
 
+@pytest.mark.nightly
 def test_a_client_trains_in_four_places(toy, linear, local):
     """The start, newcomers, shifted clients, the round: each is compiled for each branch of
     `choose_train`, and compiling is what a short run waits for.

@@ -93,7 +93,8 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
     setting, together = CASES[case]
     assert call(monkeypatch, f"{SMALL} {setting} {together} run_dir={tmp_path / 'grid'}") == 0
     folders = sorted(path for path in (tmp_path / "grid").iterdir() if path.is_dir())
-    for folder in folders[:: len(folders) - 1]:  # the first and the last
+    # of several settings the second run, which has a value of the first one and one of the last
+    for folder in folders[1:2]:
         own = [
             line
             for line in json.loads((folder / "summary.json").read_text())["overrides"]

@@ -189,6 +189,7 @@ def test_what_cannot_be_joined_is_refused(line, said, fedjax_cfl, tmp_path):
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_is_not_there_is_refused(tmp_path):
     """By a process that has not started JAX."""
     clean = {

@@ -93,6 +93,7 @@ def test_a_longer_run_that_was_interrupted_is_not_finished(fedjax_cfl, tmp_path,
         assert ours[name] == theirs[name]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", ["final", nightly("best")])
 def test_models_of_another_run_are_refused(folder, fedjax_cfl, tmp_path):
     for seed in (0, 1):

@@ -78,6 +78,7 @@ def test_fedavg_infers_nothing(toy, moved, timed):
     assert timed(algorithms.fedavg, [toy, moved], EVERYBODY)[0].tolist() == [0, 0]
 
 
+@pytest.mark.nightly
 def test_flexcfl_pretrains_newcomers_and_shifted_clients(toy, moved, timed):
     """11 steps of 5 samples, three times; nobody else waits."""
     size = np.asarray(toy.train.size)

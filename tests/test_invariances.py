@@ -150,6 +150,7 @@ def test_power_of_choice_on_devices(by_loss, toy, mlp, local, devices, width):
     chex.assert_trees_all_close((state, infos), by_loss, **ROUNDING)
 
 
+@pytest.mark.nightly
 def test_power_of_choice_goes_on_where_it_stood(by_loss, toy, mlp, local):
     go = jax.jit(chosen_by_loss(mlp, local), static_argnums=2)
     saved = jax.tree.map(np.asarray, go(KEY, toy, 2)[0])
@@ -157,6 +158,7 @@ def test_power_of_choice_goes_on_where_it_stood(by_loss, toy, mlp, local):
     chex.assert_trees_all_equal(resumed, by_loss[0])
 
 
+@pytest.mark.nightly
 def test_power_of_choice_in_a_grid(toy, mlp, local):
     keys = jax.random.split(KEY, 3)
     mapped = chosen_by_loss(
@@ -207,6 +209,7 @@ def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
     chex.assert_trees_all_equal(go(TABLE, indexed), go(TABLE, copies))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first_layer", [nightly("direct"), "dual"])
 def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
     """Evaluation, the memory plan and a sample of clients read them too."""

@@ -238,6 +238,7 @@ def test_recurrent_layers_equal_a_numpy_loop(layer, slow, reverse):
     close(last, expected[:, 0 if reverse else -1])
 
 
+@pytest.mark.nightly
 def test_bidirectional_model_reads_both_ways():
     x = normal(2, 4, 3)
     task = as_task(BiGRU(2), (4, 3), 2)

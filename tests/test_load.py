@@ -264,6 +264,7 @@ def test_predict_without_labels(predict, folder):
     assert status == 2 and error.endswith("without y none can be chosen\n")
 
 
+@pytest.mark.nightly
 def test_predict_reads_clients_and_split_as_training_does(fedjax_cfl, tmp_path):
     """Ids that a table program has stored as 0.0, 1.0 ...; a split in words is refused by both."""
     rng = np.random.default_rng(0)

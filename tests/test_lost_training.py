@@ -112,6 +112,7 @@ def test_a_run_whose_end_fails_in_every_way_has_its_models_and_summary(
     assert load_run(run).predict(0, np.zeros((2, 8, 8), np.float32)).shape == (2,)
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_whose_groups_were_removed_goes_on(fedjax_cfl, tmp_path):
     run = tmp_path / "run"
     words = f"{SMALL} run_dir={run} checkpoint.every=1"

@@ -199,6 +199,7 @@ def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local
     assert not states[-1].memory.labels.known.any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cohort", [5, nightly(14)])
 def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     """Weak: C words up, once a client. Strong: m C words down and 1 up, every time."""
@@ -257,6 +258,7 @@ def test_groups_start_from_different_models_unless_one_is_asked_for(linear, toy,
     assert (starts(), starts(start=common_model)) == (3, 1)
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg(linear, toy, local):
     method = quick(linear, local, 1)
     average = cfl.algorithms.fedavg(linear, local, full_participation(), aggregate=uniform_mean)
@@ -322,6 +324,7 @@ def test_running_statistics_are_copied_without_noise():
     assert (copied["dense"] != 2.0).all() and (copied["dense"][0] != copied["dense"][1]).all()
 
 
+@pytest.mark.nightly
 def test_a_group_left_by_all_is_refilled_in_the_next_round(linear, toy, local, models):
     """Its old model stays without the rule; everything else is the same until then."""
     methods = [

@@ -77,6 +77,7 @@ def test_pseudo_samples_convince_new_models_of_their_own_group(run):
     assert (shown.distance[4:, 0] < shown.distance[4:, 1:].min(1)).all()
 
 
+@pytest.mark.nightly
 def test_figures_are_drawn_for_finished_cells(run, tmp_path):
     folder, *parts = run
     todo = [Cell("R", "A", 0, folder, []), Cell("R", "B", 0, tmp_path / "unfinished", [])]

@@ -71,6 +71,7 @@ def test_silhouette_finds_the_planted_number_of_clusters(name, planted):
     assert len(pairs) == 4 == len({label for _, label in pairs})
 
 
+@pytest.mark.nightly
 def test_number_of_clusters_is_bounded_by_participants_and_clients(planted):
     points, key = jnp.asarray(planted[0]), jax.random.key(0)
     for participants, alive, most in ((6, 60, 3), (40, 4, 3), (3, 60, 1), (40, 2, 1), (40, 0, 1)):

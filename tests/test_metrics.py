@@ -199,6 +199,7 @@ def test_ari_of_trivial_partitions():
     assert np.isnan(rand_index(one, one - 1, valid))
 
 
+@pytest.mark.nightly
 def test_a_client_may_have_more_samples_than_float32_counts():
     """2^24 ones are as many as a float32 adds up one by one."""
     many = 2**24 + 2**21

@@ -144,6 +144,7 @@ def test_slow_twin(spread, linear, local, settings, groups):
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (18, 18, 0, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("m", [nightly(1), 3])
 def test_without_a_limit_it_is_fedavg(toy, linear, local, m):
     """Bit for bit; room for more groups changes nothing but rounding."""
@@ -234,6 +235,7 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()
 
 
+@pytest.mark.nightly
 def test_a_founded_group_begins_with_the_first_model(spread, linear, local):
     """A threshold of 0 keeps all apart: each newcomer founds a group as long as there is room."""
     algorithm = pacfl(linear, local, COHORT, m=13, threshold=0.0)
@@ -250,6 +252,7 @@ def test_a_founded_group_begins_with_the_first_model(spread, linear, local):
         chex.assert_trees_all_equal(one, first)
 
 
+@pytest.mark.nightly
 def test_clients_held_out_join_by_their_angles(turned, local):
     """One of them has labels only in its test samples, and finds no group."""
     task = cfl.as_task(cfl.models.MCLR(10), (8, 8), 10)

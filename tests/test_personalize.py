@@ -60,6 +60,7 @@ def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
     np.testing.assert_allclose(still.loss, np.asarray(plain.loss), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_updates_are_compared_from_the_mean_of_the_models(toy, linear, local, models):
     """As by hand: each client alone, from the mean over clients."""
     index = np.arange(toy.num_clients) % 4 - 1  # every fourth client has no model
@@ -127,6 +128,7 @@ def test_only_clients_that_can_be_scored_are_held_out(toy):
         hold_out_clients(toy, 0.99, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [

@@ -71,6 +71,7 @@ def test_more_shared_samples_bring_clients_closer():
     assert distances == sorted(distances, reverse=True) and len(set(distances)) == 4
 
 
+@pytest.mark.nightly
 def test_shared_samples_are_in_every_window():
     pool = make_pool()
     held = partition.iid(pool, clients=5, test_fraction=0.2)

@@ -82,6 +82,7 @@ def test_rows_clients_and_models_are_those_of_data_on_the_devices(
     assert host.memory["data"] < device.memory["data"]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     algorithm = methods(linear, local)["ifca"]()
 

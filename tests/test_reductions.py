@@ -83,6 +83,7 @@ def test_fedprox_without_pull_is_fedavg(toy, linear, local, averaged, mu):
     assert_same(play(fedprox(linear, local, COHORT, mu=mu), toy), averaged)
 
 
+@pytest.mark.nightly
 def test_fedprox_without_stragglers_trains_everybody_fully(toy, linear, local, averaged):
     rounds_to_nobody = fedprox(linear, local, COHORT, mu=0.0, drop_fraction=0.01)
     assert_same(play(rounds_to_nobody, toy), averaged)
@@ -97,6 +98,7 @@ def test_stragglers_do_less(toy, linear, local, averaged):
     assert_differ(half, averaged)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     others_nightly([fedavg, fedsgd, qfedavg], [fedavg]),
@@ -148,6 +150,7 @@ def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
     assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -193,6 +196,7 @@ def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     )
 
 
+@pytest.mark.nightly
 def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
     """Toy client 2 has no data: present it divides nothing."""
     gradients = {"solve": "gradient_step", "aggregate": "all_participants"}
@@ -290,6 +294,7 @@ def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
     chex.assert_trees_all_close(still, moving, **SAME)
 
 
+@pytest.mark.nightly
 def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local, plain):
     alone = build(flexcfl, linear, local, COHORT, m=1, alpha=3, detector=None)
     begun, _ = play(alone, toy, 0)

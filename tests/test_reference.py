@@ -244,6 +244,7 @@ def test_flexcfl_start(toy, linear, local, iterations):
     np.testing.assert_allclose(models_of(state.memory.initial)[0].flat(), model.flat(), rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and
     takes the largest cosine.

@@ -153,6 +153,7 @@ def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
     assert "<h2>The run</h2>" in text and "Clients</h3>" not in text and "Who moved" not in text
 
 
+@pytest.mark.nightly
 def test_a_page_that_cannot_be_written(runs, tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         report([runs], runs / "no" / "such" / "report.html")

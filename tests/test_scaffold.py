@@ -136,6 +136,7 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     assert m == 1 or twin.moves > 0
 
 
+@pytest.mark.nightly
 def test_first_round_is_fedavg(toy, linear, local):
     """To the last bit: all variates are 0."""
     direct, pick = with_execution(local, first_layer="direct"), select.uniform(COHORT)
@@ -259,7 +260,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", others_nightly(FAULTS, ["dropped"]))
 def test_a_variate_changes_only_with_an_update_that_is_used(toy, linear, local, name):
     """What is lost is not counted either."""
     pick = select.uniform(COHORT)
@@ -296,6 +297,7 @@ def test_what_comes_too_late_changes_nothing(toy, linear, local):
     assert (info.late, info.seconds) == (CLIENTS // 2, 4 * 4 * 24 / 2.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("m", others_nightly([1, 2], [2]))
 def test_lanes_and_devices_change_nothing(toy, mlp, local, m):
     pick, one = select.uniform(COHORT), corrected(local)

@@ -191,7 +191,7 @@ def run_dir(stopped, tmp_path):
 # continuing
 
 
-@pytest.mark.parametrize("case", others_nightly(CASES, ["flexcfl, incremental"]))
+@pytest.mark.parametrize("case", others_nightly(CASES, ["ifca_mig, swap_part"]))
 def test_a_stop_and_a_crash_leave_no_trace(case, fedjax_cfl, tmp_path):
     line, whole, torn = CASES[case], tmp_path / "whole", tmp_path / "torn"
     done(fedjax_cfl(line, whole))
@@ -225,6 +225,7 @@ def test_a_run_may_go_on_on_other_devices(fedjax_cfl, run_dir, whole):
         np.testing.assert_allclose(row["train_loss"], other["train_loss"], rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole):
     """Blocks of two rounds are another program, so the last bit may differ."""
     done(
@@ -289,6 +290,7 @@ def test_a_log_says_how_far_the_run_is(whole):
     )
 
 
+@pytest.mark.nightly
 def test_models_that_are_not_finite_have_no_accuracy(fedjax_cfl, tmp_path):
     """A step of the server that is near the largest float32."""
     line = f"{SMALL} algorithm=fedadam algorithm.server_lr=3e38 rounds=2"
@@ -325,6 +327,7 @@ def test_a_run_goes_on_from_where_its_rows_still_are(fedjax_cfl, run_dir, whole)
     assert_same(run_dir, whole)
 
 
+@pytest.mark.nightly
 def test_a_damaged_summary_is_written_again(fedjax_cfl, whole, tmp_path):
     run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
     os.truncate(run_dir / "summary.json", 100)
@@ -445,6 +448,7 @@ def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, 
     assert_same(run_dir, whole)
 
 
+@pytest.mark.nightly
 def test_an_update_that_is_not_finite_ends_the_run_every_time(fedjax_cfl, tmp_path):
     line, pattern = (
         f"{PLAIN} checkpoint.every=1 faults.nan=0.02 faults.nonfinite=raise",
@@ -488,6 +492,7 @@ def long(fedjax_cfl, tmp_path_factory):
     return line, run_dir
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGINT)])
 def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, tmp_path):
     (line, whole), run_dir = long, tmp_path / "run"

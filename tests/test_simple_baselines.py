@@ -107,6 +107,7 @@ def test_epsilon_scales_the_step(toy, linear, local):
 # FedDANE
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mu", [nightly(0.0), 0.3])
 def test_a_lone_client_corrects_nothing(toy, linear, local, mu):
     one = select.rr_then_random(1)
@@ -318,6 +319,7 @@ def test_one_far_point_gets_no_cluster_of_its_own(theta):
     np.testing.assert_allclose(matrix(centers), expected, atol=0.2)
 
 
+@pytest.mark.nightly
 def test_tkm_of_one_group_without_trimming_is_fedavg_with_plain_means(toy, linear, local):
     robust = tkm(linear, local, COHORT, m=1, beta=0.0)
     begun, _ = play(robust, toy, 0)
@@ -375,6 +377,7 @@ def score(algorithm, task, local, state, data):
     )
 
 
+@pytest.mark.nightly
 def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     """F_k of client 1 at one model, by hand: cross-entropy and penalty."""
     model = linear.init(jax.random.key(3))

@@ -144,6 +144,7 @@ def test_settings_that_do_not_exist(line, says, monkeypatch, capsys, tmp_path):
     assert says in error and error.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_plans_the_same_memory(toy, linear, local):
     """What the start takes, which it does not compile, is not counted in the summary."""
     fedavg = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(3))

@@ -45,9 +45,9 @@ def run(method, toy, linear, local, **groups):
 @pytest.mark.parametrize(
     ("method", "m"),
     [
-        nightly("ifca", 3),
+        ("ifca", 3),
         nightly("gradients", 1),
-        ("flexcfl", 3),
+        nightly("flexcfl", 3),
         nightly("founded again", 1),
         nightly("madc", 2),
         nightly("rcc", 3),
@@ -99,7 +99,7 @@ def test_some_of_the_clusters_are_those_of_so_many_alone():
     rng = np.random.default_rng(3)
     x = rng.normal(size=(40, 3)) + 4 * rng.integers(0, 3, (40, 1))
     weight = jnp.asarray(rng.random(40) > 0.2, jnp.float32)
-    for used in (1, 2, 5, 8):
+    for used in (1, 3, 8):
         alone = kmeans(KEY, jnp.asarray(x), used, weight=weight)
         some = jax.jit(kmeans, static_argnums=(2,))(
             KEY, jnp.asarray(x), 8, weight=weight, used=used
@@ -110,6 +110,7 @@ def test_some_of_the_clusters_are_those_of_so_many_alone():
         assert int(some.labels.max()) < used
 
 
+@pytest.mark.nightly
 def test_coincident_points_leave_clusters_empty_whatever_the_room():
     x = jnp.asarray(np.repeat(np.eye(3), 4, axis=0))  # three distinct points
     some = kmeans(KEY, x, 7, used=jnp.int32(5))

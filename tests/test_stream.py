@@ -159,6 +159,7 @@ def test_redrawn_samples_follow_the_shares_and_stay_on_their_side():
     assert 5 not in source[~fixed] and set(source) <= set(rows)
 
 
+@pytest.mark.nightly
 def test_redrawn_labels_have_the_shares_of_their_interval():
     x = np.zeros((4000, 1), np.float32)
     pool = Pool(x, np.arange(4000) // 4 % (C - 1), C)  # nobody has the last label

@@ -188,6 +188,7 @@ def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     assert square < weak and plain < weak
 
 
+@pytest.mark.nightly
 def test_a_generator_minds_its_prior_and_its_bound(reader, rotated, trained, local):
     def draw(**settings):
         make = generator(samples=3, hidden=32, generator_steps=200, **settings)
@@ -239,6 +240,7 @@ def test_a_warm_sampler_recovers_from_a_model_that_was_not_finite(
     assert np.isfinite(samples).all()
 
 
+@pytest.mark.nightly
 def test_pseudo_samples_share_no_batch_statistics(toy, local):
     """Of a network that normalises over a client's batch: one device or four, alone or together."""
     task = cfl.as_task(Normalized(10), (8, 8, 1), 10)

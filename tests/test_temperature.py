@@ -199,6 +199,7 @@ def test_off_is_off(toy, linear, local):
     assert with_it[0].memory.temperature.shape == (14,) and with_it[0].memory.temperature.min() < 10
 
 
+@pytest.mark.nightly
 def test_a_cold_start_resets_the_temperature(linear, local):
     """Clients 0 and 1 are met and cool; client 1's labels all change, so that it starts
     cold again.

@@ -192,6 +192,7 @@ def test_hostile_files(change, tmp_path, monkeypatch):
     one_line(HOSTILE[change], tff_hdf5, path)
 
 
+@pytest.mark.nightly
 def test_a_run(fedjax_cfl, tmp_path, monkeypatch):
     write(tmp_path / "mine" / "fed_emnist_train.h5", emnist("a", "b", "c", label=LABELS % 2))
     write(tmp_path / "mine" / "fed_emnist_test.h5", emnist("a", "b", "c", label=LABELS % 2))

@@ -52,7 +52,7 @@ STATIC = QUICKLY | {"detector": None}  # FedGroup
     [
         (1000, lambda *parts: fedavg(*parts, select.uniform(20)), 12_000),
         nightly(1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
-        (1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
+        nightly(1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
         nightly(200, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, **STATIC), 13_200),
         (
             200,
@@ -77,6 +77,7 @@ def test_models_sent_are_those_of_figure_6(clients, method, expected):
     )
 
 
+@pytest.mark.nightly
 def test_ifca_mig_charges_every_swapped_client_met():
     """FlexCFL, Fig. 6a: 24,000 + 3 x 13,920 = 65,760, with 60 swaps in each of 232
     rounds after everybody has been met.

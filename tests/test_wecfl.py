@@ -100,6 +100,7 @@ def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (24, 24, 0, 0)
 
 
+@pytest.mark.nightly
 def test_one_group_of_all_clients_is_fedavg(toy, linear, local):
     everybody = select.full_participation()
     states = play(wecfl(linear, local, everybody, m=1), toy, 2)
@@ -137,6 +138,7 @@ def test_planted_groups_are_found(linear, local):
     assert adjusted_rand_score(state.assignment, np.arange(18) % 3) == 1.0
 
 
+@pytest.mark.nightly
 def test_lost_clients_leave_model_and_weight(toy, linear, local):
     silent = cfl.System(COHORT, cfl.Faults(dropout=1.0))
     begun, after = play(wecfl(linear, local, silent, m=2), toy, 1)
