@@ -74,8 +74,8 @@ def train_grid(
     console.print(f"the first: {format_description(first.data)}, {describe_machine(first.mesh)}")
     print_met_rule(console, first, settings)
     sets = [setup.data for setup in setups]
-    same = [jax.tree.map(np.array_equal, first.data, other) for other in sets[1:]]
-    if jax.tree.all(same):
+    leaves = [jax.tree.leaves(data) for data in sets]
+    if all(all(map(np.array_equal, leaves[0], other)) for other in leaves[1:]):
         sets = sets[:1]
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
