@@ -24,6 +24,11 @@ def test_steps_by_hand():
     expected = [0.1 * 0.005 / (0.002525 + 1e-3), 0.1 * 0.2 / 1e-3, 0.0]
     np.testing.assert_allclose(step["w"], expected, rtol=1e-4)
     np.testing.assert_allclose(state.rise["w"], [0.002475, 3.96, 0.0], rtol=1e-5)
+    memory, state, rng = (np.zeros(5),) * 3, server.init(jnp.zeros(5)), np.random.default_rng(0)
+    for g in 0.1 * rng.normal(size=(6, 5)):
+        step, state = server.update(jnp.float32(-g), state)
+        expected, memory = twin_step(memory, g, 0.1)
+        np.testing.assert_allclose(step, expected, rtol=1e-3)
 
 
 def twin_step(memory, g, lr, b1=0.9, b2=0.99, tau=1e-3):
