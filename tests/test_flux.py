@@ -169,11 +169,11 @@ def test_components_are_those_of_dbscan():
 
 
 def test_the_knee_by_hand():
-    """Of 1, 1.1, 1.2, 5, 9 it is 1.2; of three, or of equal ones, the greatest."""
-    line = np.cumsum([0.0, 1.0, 20.0, 1.1, 30.0, 1.2, 50.0, 5.0, 80.0, 9.0])
+    """Of 1, 1.2, 2, 3.5, 9, each twice, it is 3.5; of three, or of equal ones, the greatest."""
+    line = np.cumsum([0.0, 1.0, 20.0, 1.2, 30.0, 2.0, 50.0, 3.5, 80.0, 9.0])
     apart = np.abs(line[:, None] - line)
     found = find_eps(jnp.asarray(apart), np.ones(10, bool))
-    np.testing.assert_allclose(found, 1.2, rtol=1e-5)
+    np.testing.assert_allclose(found, 3.5, rtol=1e-5)
     assert found == pytest.approx(knee(apart))
     three = find_eps(jnp.asarray(apart), np.arange(10) < 3)
     np.testing.assert_allclose(three, 20.0)
