@@ -140,10 +140,10 @@ def test_clusters_get_the_models_that_cost_least_together():
     to be liked, and clients that are not asked have no say.
     """
     loss = np.array([[1.0, 2.0, 9.0], [1.1, 2.1, 9.1], [0.5, 5.0, 6.0], [0.6, 5.1, 6.1]])
-    loss = np.concatenate([loss, [[0.1, np.nan, 0.0]], [[4.0, 4.0, np.inf]]])
+    loss = np.concatenate([loss, [[0.1, np.nan, 0.0]], [[np.inf, 30.0, 30.0]]])
     asked = np.array([True, True, True, True, False, True])
     found = np.asarray(match_clusters(KEY, jnp.asarray(loss), asked, 10))
-    clusters, held = [[0, 1], [2, 3], [5]], np.where(np.isfinite(loss), loss, 9.1)
+    clusters, held = [[0, 1], [2, 3], [5]], np.where(np.isfinite(loss), loss, 30.0)
 
     def cost(order):
         return sum(held[c, model].sum() for c, model in zip(clusters, order, strict=True))
@@ -157,6 +157,8 @@ def test_clusters_get_the_models_that_cost_least_together():
 
 def test_groups_are_dealt_evenly_whatever_the_slots():
     ids = jnp.arange(12, dtype=jnp.int32)
+    few = np.asarray(deal_groups(KEY, ids, ids % 2 == 0, 3))
+    assert np.bincount(few[::2]).tolist() == [2, 2, 2]
     dealt = ids != 5
     groups = np.asarray(deal_groups(KEY, ids, dealt, 3))
     assert sorted(np.bincount(groups[dealt])) == [3, 4, 4]

@@ -20,7 +20,13 @@ from test_reference import batches_of, mean, models_of, samples, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.flux.describe import count_dense_inputs, dense_inputs
+from fedjax_cfl.algorithms.flux.describe import (
+    Moments,
+    add_samples,
+    count_dense_inputs,
+    dense_inputs,
+    finish_description,
+)
 from fedjax_cfl.algorithms.flux.flux import find_eps, find_groups, flux
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
@@ -169,16 +175,31 @@ def test_components_are_those_of_dbscan():
 
 
 def test_the_knee_by_hand():
-    """Of 1, 1.1, 1.2, 5, 9 it is 1.2; of three, or of equal ones, the greatest."""
-    line = np.cumsum([0.0, 1.0, 20.0, 1.1, 30.0, 1.2, 50.0, 5.0, 80.0, 9.0])
+    """Of 1, 1.2, 2, 3.5, 9, each twice, it is 3.5; of three, or of equal ones, the greatest."""
+    line = np.cumsum([0.0, 1.0, 20.0, 1.2, 30.0, 2.0, 50.0, 3.5, 80.0, 9.0])
     apart = np.abs(line[:, None] - line)
     found = find_eps(jnp.asarray(apart), np.ones(10, bool))
-    np.testing.assert_allclose(found, 1.2, rtol=1e-5)
+    np.testing.assert_allclose(found, 3.5, rtol=1e-5)
     assert found == pytest.approx(knee(apart))
     three = find_eps(jnp.asarray(apart), np.arange(10) < 3)
     np.testing.assert_allclose(three, 20.0)
     even = np.arange(5.0)
     np.testing.assert_allclose(find_eps(jnp.abs(even[:, None] - even), np.ones(5, bool)), 1.0)
+
+
+def test_moments_of_parts_are_those_of_the_whole():
+    """In blocks of 20, some of which lack a class; far from 0, where squares would cancel."""
+    rng = np.random.default_rng(2)
+    z, y = 1000 + rng.normal(size=(100, 3)), np.sort(rng.integers(3, size=100))
+    member = np.stack([np.ones(100), *(y == c for c in range(3))]).astype(np.float32)
+    zeros = jnp.zeros((4, 3))
+    found = Moments(jnp.zeros(4), zeros, zeros)
+    for first in range(0, 100, 20):
+        part = slice(first, first + 20)
+        found = add_samples(found, jnp.asarray(z[part], jnp.float32), member[:, part])
+    whole, *classes = (moments(each) for each in (z, *(z[y == c] for c in range(3))))
+    rows = [*whole, *(one[0] for one in classes), *(one[1] for one in classes)]
+    np.testing.assert_allclose(finish_description(found).reshape(8, 3), rows, rtol=1e-3)
 
 
 def test_latent_features_are_what_the_first_dense_layer_gets():

@@ -24,7 +24,7 @@ from jax import lax
 from fedjax_cfl.algorithms.fesem.matching import solve_assignment
 from fedjax_cfl.algorithms.fielding.represent import project
 from fedjax_cfl.algorithms.fl_hc import join_nearest_direction
-from fedjax_cfl.client.local import Local, Work, count_steps, full_work
+from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
 from fedjax_cfl.clustering.kmeans import kmeans
@@ -227,8 +227,8 @@ def update_criterion(
     criterion, answered = plan.criterion(state.round), upload.weight > 0
     other = answered & (gid != criterion)
     asked = cohort.replace(ids=jnp.where(other, cohort.ids, data.num_clients))
-    work = full_work(jnp.full_like(gid, criterion), local.lr_scale(state.round))
-    aside, _ = train(asked, data, (key, state.groups), work)
+    model = jax.tree.map(lambda leaf: leaf[criterion][None], state.groups)
+    aside, _ = train(key, model, asked, data, local.lr_scale(state.round))
     delta = jax.tree.map(partial(jax.vmap(jnp.where), other), aside.delta, upload.delta)
     return delta, jnp.where(other, aside.weight > 0, answered)
 

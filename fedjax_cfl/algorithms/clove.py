@@ -151,7 +151,8 @@ def match_clusters(
     worst = jnp.max(jnp.where(known, loss, 0.0))
     loss = jnp.where(known, loss, worst)
     found = kmeans(key, loss, m, restarts, weight=asked.astype(jnp.float32)).labels
-    cost = dot(one_hot(found, m, asked).T, loss)  # [cluster, model]
+    # [cluster, model]; all models cost those who are not asked the same
+    cost = dot(one_hot(found, m).T, loss)
     return jnp.where(alone, jnp.argmin(loss, axis=1), solve_assignment(cost)[found])
 
 

@@ -5,6 +5,7 @@ whose data shifted.
 from typing import Protocol
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import ClientFn, over_clients
 from fedjax_cfl.client.local import Local, full_work
@@ -18,10 +19,17 @@ from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Upload
 class TrainFn(Protocol):
     """Trains a cohort, all of it from one `model` [1, ...]. Its report has faults and the
     samples [S] of its steps. The caller adds what is sent.
+
+    Args: `lr_scale` multiplies the step size; the others are those of a round.
     """
 
     def __call__(
-        self, key: Key, model: Params, cohort: Cohort, data: FederatedData
+        self,
+        key: Key,
+        model: Params,
+        cohort: Cohort,
+        data: FederatedData,
+        lr_scale: ArrayLike = 1.0,
     ) -> tuple[Upload, Report]: ...
 
 
@@ -34,8 +42,14 @@ def train_aside(solve: ClientFn, local: Local, system: SystemLike) -> TrainFn:
     guard = Faults(nonfinite=as_system(system).faults.nonfinite)
     train = over_clients(with_faults(guard, solve), local.execution)
 
-    def run(key: Key, model: Params, cohort: Cohort, data: FederatedData) -> tuple[Upload, Report]:
-        work = full_work(jnp.zeros_like(cohort.ids))
+    def run(
+        key: Key,
+        model: Params,
+        cohort: Cohort,
+        data: FederatedData,
+        lr_scale: ArrayLike = 1.0,
+    ) -> tuple[Upload, Report]:
+        work = full_work(jnp.zeros_like(cohort.ids), lr_scale)
         upload, counts = train(cohort, data, ((key, model), (key, ())), work)
         samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps
         return upload, make_report(fault_counts=sum_fault_counts(counts, cohort), samples=samples)
