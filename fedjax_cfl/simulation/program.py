@@ -161,6 +161,18 @@ def lend_test_rows(feed: Any, carry: Carry, first: int | None, shapes: Carry) ->
     return host_rows.lend_rows(carry[0], ids, shapes[0]), carry[1]
 
 
+def plan_run(feed: Any, state: State, programs: dict[str, Any], mesh: Mesh) -> dict[str, int]:
+    """Returns the bytes that each device will hold. Raises InputError for more than there are.
+
+    Args: `feed` brings the data; `state` has shapes; `programs` are compiled, by name.
+    """
+    parts, kept = (state, feed.peak_shapes()), feed.row_bytes * feed.data.num_clients
+    memory.check_memory(memory.plan_memory(*parts, programs.values(), kept), mesh)
+    # without the start, which a run that goes on does not compile: the summary says the same
+    lasting = [program for name, program in programs.items() if name != "begin"]
+    return memory.plan_memory(*parts, lasting, kept)
+
+
 def place_carry(shapes: Carry) -> Carry:
     """Returns the shardings of a carry."""
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -245,11 +257,6 @@ def compile_functions(
         unknown = np.full(index.shape, -1)
         return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 
-    kept = feed.row_bytes * feed.data.num_clients
-    parts = shapes[0], feed.peak_shapes()
-    memory.check_memory(memory.plan_memory(*parts, programs.values(), kept), mesh)
-    # without the start, which a run that goes on does not compile: the summary says the same
-    lasting = [program for name, program in programs.items() if name != "begin"]
-    planned = memory.plan_memory(*parts, lasting, kept)
+    planned = plan_run(feed, shapes[0], programs, mesh)
     counts = {"programs": len(programs), "programs_from_cache": hits()}
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)
