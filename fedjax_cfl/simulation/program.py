@@ -25,7 +25,7 @@ from fedjax_cfl.simulation.compiler import (
 )
 from fedjax_cfl.simulation.rounds import Carry, Plan, carry_shapes, make_functions
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import check_arguments
 
 
@@ -132,6 +132,47 @@ def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: 
     return host_rows.lent_shapes(algorithm, carry, count, mesh)
 
 
+def lend_train_rows(feed: Any, carry: Carry, done: int, count: int, shapes: Carry) -> Carry:
+    """Returns the carry as `count` rounds from round `done` on are given it, see `host_rows`.
+
+    Args: `feed` brings the data; `shapes` are those of `find_shapes`.
+    """
+    if not feed.row_bytes:
+        return carry
+    return host_rows.lend_rows(carry[0], feed.block_clients(done, count), shapes[0]), carry[1]
+
+
+def take_back_rows(feed: Any, carry: Carry, done: int, count: int, after: State) -> State:
+    """Returns the state `after` these rounds as it goes from one block to the next.
+
+    Args: as those of `lend_train_rows`; `carry` is that before the block.
+    """
+    if not feed.row_bytes:
+        return after
+    return host_rows.take_back(carry[0], after, feed.block_clients(done, count))
+
+
+def lend_test_rows(feed: Any, carry: Carry, first: int | None, shapes: Carry) -> Carry:
+    """Returns the carry as the test of the clients from number `first` on is given it."""
+    if not feed.row_bytes:
+        return carry
+    assert first is not None  # of a population on the host
+    ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
+    return host_rows.lend_rows(carry[0], ids, shapes[0]), carry[1]
+
+
+def plan_run(feed: Any, state: State, programs: dict[str, Any], mesh: Mesh) -> dict[str, int]:
+    """Returns the bytes that each device will hold. Raises InputError for more than there are.
+
+    Args: `feed` brings the data; `state` has shapes; `programs` are compiled, by name.
+    """
+    parts, kept = (state, feed.peak_shapes()), feed.row_bytes * feed.data.num_clients
+    memory.check_memory(memory.plan_memory(*parts, programs.values(), kept), mesh)
+    # without the start, which a run that goes on does not compile: the summary says the same
+    lasting = [program for name, program in programs.items() if name != "begin"]
+    return memory.plan_memory(*parts, lasting, kept)
+
+
 def place_carry(shapes: Carry) -> Carry:
     """Returns the shardings of a carry."""
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -200,34 +241,22 @@ def compile_functions(
         return host_rows.make_rows(state) if feed.row_bytes else state, data_state
 
     def step(carry: Carry, data, done: int, count: int):
-        if not feed.row_bytes:
-            state, data_state, infos = train(*given, data, *carry, done, count)
-            return (state, data_state), infos
-        ids = feed.block_clients(done, count)
-        lent = host_rows.lend_rows(carry[0], ids, shapes[0])
-        state, data_state, infos = train(*given, data, lent, carry[1], done, count)
-        return (host_rows.take_back(carry[0], state, ids), data_state), infos
+        lent = lend_train_rows(feed, carry, done, count, shapes)
+        state, data_state, infos = train(*given, data, *lent, done, count)
+        return (take_back_rows(feed, carry, done, count, state), data_state), infos
 
     def test(carry: Carry) -> evaluate.Tested:
         found: Any = nothing
         index: Any = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
-            state = carry[0]
-            if feed.row_bytes:
-                ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
-                state = host_rows.lend_rows(state, ids, tested[0])
-            found, index = jax.block_until_ready(score(*given, data, state, carry[1], found, first))
+            lent = lend_test_rows(feed, carry, first, tested)
+            found, index = jax.block_until_ready(score(*given, data, *lent, found, first))
         if carry[1]:
             return evaluate.Tested(index, found, carry[1].concept, carry[1].train.size)
         unknown = np.full(index.shape, -1)
         return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 
-    kept = feed.row_bytes * feed.data.num_clients
-    parts = shapes[0], feed.peak_shapes()
-    memory.check_memory(memory.plan_memory(*parts, programs.values(), kept), mesh)
-    # without the start, which a run that goes on does not compile: the summary says the same
-    lasting = [program for name, program in programs.items() if name != "begin"]
-    planned = memory.plan_memory(*parts, lasting, kept)
+    planned = plan_run(feed, shapes[0], programs, mesh)
     counts = {"programs": len(programs), "programs_from_cache": hits()}
     return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)
