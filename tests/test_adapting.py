@@ -172,6 +172,7 @@ def test_without_a_step_it_is_the_method_below(toy, linear, local, method):
     assert algorithm.personal_models is None
 
 
+@pytest.mark.nightly
 def test_the_schedule_is_of_fine_tuning_and_not_of_alpha(toy, linear, local):
     def half(round):
         return 0.5**round

@@ -101,6 +101,7 @@ def test_an_accelerator_rounds_matrix_products_only_by_choice(
     assert f"precision = [{asked}, {asked}]" in program
 
 
+@pytest.mark.nightly
 def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
     status, out, _ = fedjax_cfl(f"{SMALL} rounds=1")
     assert status == 0 and "no accuracy yet: discard=rounds" in out

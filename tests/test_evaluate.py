@@ -327,6 +327,7 @@ def test_info_by_numpy(toy, linear, local):
     assert count_to_int(info.steps) == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
 
 
+@pytest.mark.nightly
 def test_clients_are_tested_on_what_they_received(toy, linear, local):
     """By hand, round by round, of a method in which clients migrate; who is in which
     group is that of the method itself.
@@ -376,7 +377,6 @@ CUT = {"eps1": 9.0, "eps2": 0.0, "min_size": 3, "warm_up": 1}
 TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "options", "everybody"),
     [

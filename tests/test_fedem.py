@@ -465,6 +465,7 @@ def test_updates_that_are_not_used_leave_no_trace(toy, linear, local, fault):
         assert (last.assignment == -1).all()
 
 
+@pytest.mark.nightly
 def test_attackers_attack_all_models(toy, linear, local, trained):
     """All turn their updates round: the models take the opposite step."""
     honest = trained[1][:2]
@@ -476,6 +477,7 @@ def test_attackers_attack_all_models(toy, linear, local, trained):
     np.testing.assert_allclose(wrong, -2.0 * step, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_time_counts_all_models_and_the_inference(toy, linear, local):
     """A client of n samples infers m n of them, takes m times the steps, and exchanges 2 m models
     and, in FedRC, 2 m C words. The second answer ends the round.

@@ -430,6 +430,7 @@ def test_restarts_find_tighter_groups(toy, linear, local):
     assert sum(found[20]) < 0.99 * sum(found[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("start", "extra"), [nightly("random_models", 0), ("local", 2 * 100)])
 def test_models_sent(start, extra):
     """FlexCFL Fig. 6: K + K a round, 12,000 in 300 rounds of 20 clients; the start from

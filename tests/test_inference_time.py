@@ -108,6 +108,7 @@ def test_feddrift_infers_every_model_in_use_at_an_event(toy, moved, timed):
     assert seconds[4] == slowest(used[0] * size) and seconds[6] == slowest(used[1] * size)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("represent", "each"), [nightly("labels", 0), ("embedding", 1), nightly("gradient", 3)]
 )

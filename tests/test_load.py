@@ -228,6 +228,7 @@ def test_predict_scores_clients_met_and_new(predict, folder, run, own):
     np.testing.assert_array_equal(found["predicted"][rows], run.predict("cy", arrays["x"][rows]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["U", nightly("S")])
 def test_predict_knows_classes_by_name(predict, folder, tmp_path, monkeypatch, kind):
     """Text labels, numbered in sorted order: the same run as with 0 and 1."""

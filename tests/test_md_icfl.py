@@ -130,6 +130,7 @@ def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, traine
     assert state.assignment.tolist() == truth.tolist()
 
 
+@pytest.mark.nightly
 def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, models):
     """Clients that end in another group than they started from bring their model along."""
     local = local.replace(epochs=30)

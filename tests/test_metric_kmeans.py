@@ -82,6 +82,7 @@ def test_number_of_clusters_is_bounded_by_participants_and_clients(planted):
     assert active.tolist() == [True] and not labels.any()
 
 
+@pytest.mark.nightly
 def test_kmeans_cost_is_that_of_its_labels_and_no_worse_than_one_cluster(planted):
     points, valid = jnp.asarray(planted[0]), jnp.arange(60) % 5 > 0
     costs = []

@@ -419,6 +419,7 @@ def test_somebody_elses_folder_of_checkpoints_is_left_alone(resume, reason, fedj
 # failing
 
 
+@pytest.mark.nightly
 def test_a_full_disk_while_saving_ends_in_one_line(fedjax_cfl, tmp_path, whole, monkeypatch):
     real, run_dir = save, tmp_path / "run"
     # too little room, then a save that fails outright
