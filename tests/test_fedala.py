@@ -1,6 +1,7 @@
 """FedALA: a slow twin in NumPy of whole rounds, and what it leaves as it is."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SIZES, build, matrix, nightly, one_line, spent, stop_and_go_on, with_execution
@@ -10,8 +11,11 @@ from test_personal import play
 from test_reference import KEY, batches_of, passes, samples
 
 from fedjax_cfl import algorithms
+from fedjax_cfl.client.executor import just
+from fedjax_cfl.client.local import Work
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.personal import fedala
+from fedjax_cfl.personal.fedala import Mixing, train_from_mixture
 from fedjax_cfl.simulation.evaluate import used_models
 from fedjax_cfl.system import select
 from fedjax_cfl.validation import INT32_MAX
@@ -104,6 +108,23 @@ def moved(before, after):
 
 def agree(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+
+
+@pytest.mark.parametrize(("group", "fitted", "weight"), [(0, True, 0.3), (1, False, 1.0)])
+def test_who_changes_its_group_fits_anew(group, fitted, weight):
+    seen, one = [], {"head": {"bias": jnp.ones(1)}}
+    row = Mixing(one, {"head": {"bias": jnp.full(1, 0.3)}}, jnp.int32(0), jnp.bool_(True))
+
+    def fit(key, client, data, row, model):
+        seen.append(row)
+        return row.weights
+
+    work = Work(jnp.int32(group), jnp.ones(()), jnp.ones(()), own=row)
+    models = {"head": {"bias": jnp.zeros((2, 1))}}
+    train = train_from_mixture(("head",), fit)
+    train(lambda *given: just(None), jnp.int32(3), None, (jax.random.key(0), models), work)
+    assert bool(seen[0].fitted) == fitted
+    np.testing.assert_allclose(seen[0].weights["head"]["bias"], weight)
 
 
 @pytest.mark.nightly
