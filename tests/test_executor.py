@@ -106,10 +106,10 @@ def test_cases_and_results_without_steps(executor, width):
     np.testing.assert_array_equal(plain, at_once)
 
 
-def test_nobody_at_all():
-    for executor, width in WAYS:
-        found = run(count_up((3, 4)), jnp.zeros(2, bool), executor, width)
-        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(found))
+@pytest.mark.parametrize(("executor", "width"), WAYS)
+def test_nobody_at_all(executor, width):
+    found = run(count_up((3, 4)), jnp.zeros(2, bool), executor, width)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8])

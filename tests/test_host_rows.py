@@ -122,7 +122,7 @@ def test_large_arrays_have_files_of_their_own(tmp_path, monkeypatch):
         like = jax.tree.map(
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), tree
         )
-        found = checkpoint.restore(path, like, {}).tree
+        found = checkpoint.restore_latest(path.parent, like, {}).tree
         jax.tree.map(np.testing.assert_array_equal, found, tree)
         found["rows"][0] = 7  # in place, as a run does
         assert [file.name for file in (path / "large").iterdir()] == [f"{len(tree) - 1}.npy"]

@@ -16,7 +16,7 @@ from fedjax_cfl.papers import cells, report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NOT_BY_PAPER = ("accelerator", "tpu_compile")  # measured by programs of their own
+NOT_BY_PAPER = ("accelerator", "host_rows", "tpu_compile")  # measured by programs of their own
 # mean, deviation, "2 of 3 seeds", "after 35" rounds; a ' marks another machine
 NUMBER = re.compile(r"(-?[\d,.]+)(?: ± ([\d.]+))?(?:, (\d) of \d seeds)?(?: after (\d+))?'?")
 BETWEEN = re.compile(r" / |; | and ")  # several numbers in one cell
