@@ -15,7 +15,7 @@ from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.distances import dissimilarity, gram
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
 from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
-from fedjax_cfl.clustering.kmeans import _init_centers, _move, kmeans
+from fedjax_cfl.clustering.kmeans import _init_centers, kmeans, move_centers
 from fedjax_cfl.errors import InputError
 
 KEY = jax.random.key(0)
@@ -198,7 +198,9 @@ def test_kmeans_ignores_masked_rows_whatever_they_hold():
 def test_kmeans_moves_an_empty_cluster_to_the_farthest_point():
     x = jnp.asarray([[0.0], [0.1], [5.0], [9.0], [100.0]])
     weight = jnp.asarray([1.0, 1, 1, 1, 0])
-    moved = _move(x, weight, jnp.asarray([[0.0], [50.0], [60.0]]), 3)
+    centers = jnp.asarray([[0.0], [50.0], [60.0]])
+    distance = jnp.square(x[:, 0] - centers)
+    moved = move_centers(x, weight, distance, centers, jnp.ones(3, bool))
     np.testing.assert_allclose(moved, [[3.525], [9.0], [5.0]], rtol=1e-6)
 
 
