@@ -26,6 +26,11 @@ The whole catalogue on digits (39 methods), beside the package before programs w
 XLA's older emitters (see simulation/compiler.py), with other work on the machine: compiling takes
 0.55 of the time before (0.43 to 0.82), the whole command 0.59 of the CPU seconds.
 
+On 2026-11-27, 2 CPU cores of an Intel Xeon, beside the package of the day before (59b949a), twice:
+
+    digits, FlexCFL, before                    15.5, 13.0    8.2, 6.6       0.3      0.1     9.7
+    digits, FlexCFL, now                       12.5, 12.1    7.0, 6.5       0.3      0.1     9.5
+
 What is left of compiling is the training loop, which FlexCFL with a shift has in four places
 (`tests/test_flexcfl_drift.py`), the start and three in a round. What fewer would save was measured
 by leaving places out, CPU seconds of XLA: of the digits' programs (4.9 in all) newcomers take 0.3;

@@ -6,19 +6,17 @@ an empty cache of compiled programs.
     python benchmarks/vectorized_sweep.py                 digits (60 rounds), and MNIST-MLP (20 rounds) where the data are
     python benchmarks/vectorized_sweep.py --quick         digits, 2 x 2 runs of 5 rounds, under two minutes
 
-Measured 2026-11-23 on 2 CPU cores (AMD EPYC, AVX-512), Python 3.11, jax 0.10.2; the
-sums of what the runs say they spent, and the mean of their best accuracies:
+Measured 2026-11-27 on 2 CPU cores (Intel Xeon), Python 3.11, jax 0.10.2; the sums of what the runs
+say they spent, and the mean of their best accuracies:
 
                                  runs  seconds  compiling  training  evaluating  accuracy
-    digits, one after another      25    104.5       79.5       2.8         1.3    0.9494
-    digits, one program            25     33.3        9.8       1.3         0.2    0.9494
-    digits: 3.1 times as fast
-    MNIST-MLP, one after another   25    232.9      146.6      23.0         5.1    0.9395
-    MNIST-MLP, one program         25     67.3       13.5      21.5         6.4    0.9395
-    MNIST-MLP: 3.5 times as fast
+    digits, one after another      25    171.5       95.8       8.8         2.6    0.9509
+    digits, one program            25     83.2       12.8       3.0         0.4    0.9509
+    digits: 2.1 times as fast
 
-What is gained is compiling and starting; training itself is as fast, 25 cohorts of 20
-being no better a load than one.
+and 1.3 times with --quick (33.8 and 26.1 s). Most of what is gained is tracing, reading what is
+compiled and starting; importing, tables and pictures cost the same. On 2026-11-23, on AMD EPYC
+cores, it was 3.1 times (104.5 and 33.3 s), and 3.5 times on MNIST-MLP (232.9 and 67.3 s).
 """
 
 import json

@@ -112,7 +112,7 @@ def models_in_turn(algorithm, data):
 def test_clients_end_at_one_model_where_all_losses_together_have_no_slope(toy, linear, local):
     """Whose rows then are minus their gradients there."""
     one = local.replace(epochs=30, batch_size=64, lr=0.3)
-    state = play(algorithms.feddyn(linear, one, EVERYBODY, alpha=0.3), toy, 80)[-1]
+    state = play(algorithms.feddyn(linear, one, EVERYBODY, alpha=0.3), toy, 160)[-1]
     model = models_of(state.groups)[0]
     x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)
     slopes = []
@@ -153,10 +153,10 @@ def test_methods_compare_updates_without_the_linear_term(local):
 
 @pytest.mark.nightly
 def test_terms_change_only_with_updates_that_are_used(toy, linear, local):
-    system = cfl.System(PICK, cfl.Faults(dropout=0.5))
+    system, key = cfl.System(PICK, cfl.Faults(dropout=0.5)), jax.random.key(3)
     algorithm = algorithms.feddyn(linear, local, system)
-    before = jax.jit(algorithm.init)(KEY, toy)
-    after, info = jax.jit(algorithm.round)(KEY, before, toy)
+    before = jax.jit(algorithm.init)(key, toy)
+    after, info = jax.jit(algorithm.round)(key, before, toy)
     changed = (matrix(before.own.rows) != matrix(after.own.rows)).any(1)
     assert 0 < changed.sum() == info.clients < 6
 
