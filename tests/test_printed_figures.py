@@ -268,6 +268,19 @@ PRINTED: dict[str, Sequence[Printed | str]] = {
         )
     ],
     "planted_clusters": [],  # its table stands in a guide
+    "planted_methods": [
+        Printed(
+            columns={
+                "rotate: accuracy": "rotate",
+                "permute: accuracy": "permute",
+                "skew: accuracy": "skew",
+                "worst tenth": ["rotate-worst10", "permute-worst10", "skew-worst10"],
+                "index": ["rotate-ari", "permute-ari"],
+                "MB": "rotate-MB",
+            },
+            across=True,
+        )
+    ],
 }
 # Pages that repeat a folder's table: the page, a label of the table, the folder, the names.
 REPEATED: list[tuple[str, str, str, Printed]] = [
