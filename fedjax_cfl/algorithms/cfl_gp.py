@@ -39,7 +39,7 @@ from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_mean, one_hot, take_rows
+from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -195,9 +195,7 @@ def partition_updates(
             now = jnp.where(known, label, old)
             group = jnp.where(cohort.take(known), cohort.take(now), gid)
             directions, _ = group_mean(sent.astype(jnp.float32), group, delta, plan.m)
-            criterion = jax.tree.map(
-                lambda leaf: leaf[plan.criterion(state.round)][None], state.groups
-            )
+            criterion = take_rows(state.groups, plan.criterion(state.round)[None])
             memory = memory.replace(initial=criterion, directions=directions)
             # the engine stores those of the cohort, and counts who had none before
             others = cohort.put(now, cohort.take(state.assignment))
@@ -227,9 +225,9 @@ def update_criterion(
     criterion, answered = plan.criterion(state.round), upload.weight > 0
     other = answered & (gid != criterion)
     asked = cohort.replace(ids=jnp.where(other, cohort.ids, data.num_clients))
-    model = jax.tree.map(lambda leaf: leaf[criterion][None], state.groups)
+    model = take_rows(state.groups, criterion[None])
     aside, _ = train(key, model, asked, data, local.lr_scale(state.round))
-    delta = jax.tree.map(partial(jax.vmap(jnp.where), other), aside.delta, upload.delta)
+    delta = where_rows(other, aside.delta, upload.delta)
     return delta, jnp.where(other, aside.weight > 0, answered)
 
 

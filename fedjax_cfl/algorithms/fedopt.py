@@ -16,7 +16,7 @@ import optax
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.hooks import AggregateFn, Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
@@ -56,10 +56,18 @@ def adaptive(
 
 
 def with_server(
-    task: Task, local: Local, system: SystemLike, server: optax.GradientTransformation
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    server: optax.GradientTransformation,
+    aggregate: AggregateFn | None = None,
 ) -> Algorithm:
-    """FedAvg with a server optimizer."""
-    hooks = Hooks(sgd(task, local), server=server, start_clients=no_clients)
+    """FedAvg with a server optimizer.
+
+    Args: `aggregate` averages updates, None: weighted by training samples; the others are as in
+    `federated`.
+    """
+    hooks = Hooks(sgd(task, local), server=server, aggregate=aggregate, start_clients=no_clients)
     return federated(task, local, system, hooks)
 
 

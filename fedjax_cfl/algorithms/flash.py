@@ -16,12 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_cfl.algorithms.fedopt import with_server
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
-from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
 from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
@@ -52,13 +49,7 @@ def flash(
     allowed.
     """
     check_arguments(flash, locals(), "algorithm")
-    hooks = Hooks(
-        sgd(task, local),
-        aggregate=uniform_mean,
-        server=follow_drift(server_lr, b1, b2, tau),
-        start_clients=no_clients,
-    )
-    return federated(task, local, system, hooks)
+    return with_server(task, local, system, follow_drift(server_lr, b1, b2, tau), uniform_mean)
 
 
 def follow_drift(

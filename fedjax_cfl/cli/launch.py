@@ -157,12 +157,12 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
     for config, _, _ in described:
         fit_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
     digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
-    members = [
-        make_member(*parts, setup, local.replace(lr=config["local"]["lr"]), digests[config["seed"]])
-        for parts in described
-        for config in (parts[0],)
-        for setup, local in (built[config["seed"]],)
-    ]
+    members = []
+    for config, overrides, folder in described:
+        setup, local = built[config["seed"]]
+        local = local.replace(lr=config["local"]["lr"])  # which members may differ in
+        digest = digests[config["seed"]]
+        members.append(make_member(config, overrides, folder, setup, local, digest))
     config = described[0][0]
     first, local = built[config["seed"]]
 

@@ -1,6 +1,5 @@
 """What the server does with updates before it averages them, and with the average."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_cfl.models.statistics import copy_statistics
-from fedjax_cfl.tree import squared_norms
+from fedjax_cfl.tree import squared_norms, where_rows
 from fedjax_cfl.types import Params, State, Upload
 
 
@@ -30,11 +29,8 @@ def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Uplo
         def from_new_group(delta, sent, groups):
             return delta + sent[upload.start_group] - groups[gid]
 
-        delta = jax.tree.map(
-            partial(jax.vmap(jnp.where), elsewhere),
-            jax.tree.map(from_new_group, upload.delta, sent, groups),
-            upload.delta,
-        )
+        moved = jax.tree.map(from_new_group, upload.delta, sent, groups)
+        delta = where_rows(elsewhere, moved, upload.delta)
         return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
 
     return jax.lax.cond(jnp.any(elsewhere), shift, lambda: upload)
@@ -54,5 +50,5 @@ def apply_server_optimizer(
     # running statistics are averaged, whatever the optimizer does with weights
     updated = copy_statistics(updated, jax.tree.map(jnp.add, state.groups, step))
 
-    keep = partial(jax.vmap(jnp.where), changed)
-    return jax.tree.map(keep, updated, state.groups), jax.tree.map(keep, new_server, state.server)
+    before = state.groups, state.server
+    return where_rows(changed, (updated, new_server), before)

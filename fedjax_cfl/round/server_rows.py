@@ -14,7 +14,7 @@ from fedjax_cfl.round.client_models import put_own, take_own
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import group_models
 from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_mean, take_rows
+from fedjax_cfl.tree import group_mean, take_rows, where_rows
 from fedjax_cfl.types import Cohort, OwnRows, Params, Report, ServerRows, State, Upload
 
 
@@ -97,8 +97,7 @@ def follow_groups(local: Local, state: State) -> State:
         known = (own.group >= 0) & (members >= 0)
         left = ~(known & find_twins(state.groups)[own.group, members])
         fresh = jax.vmap(init)(group_models(state))
-        rows = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(left, new, old), fresh, own.rows)
-        return OwnRows(rows, own.trained & ~left, members)
+        return OwnRows(where_rows(left, fresh, own.rows), own.trained & ~left, members)
 
     changed = jnp.any(state.own.group != members)
     return state.replace(own=lax.cond(changed, begin_anew, lambda own: own, state.own))
