@@ -63,7 +63,7 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local
 
 def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     """Returns what a resolved configuration describes, and how its clients train. Raises InputError
-    for data or sizes that do not fit. `fits`: see `fit_cohort`, not for a cohort that was asked for.
+    for data or sizes that do not fit. `fits`: see `fit_cohort`, not where a cohort was asked for.
     """
     check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
