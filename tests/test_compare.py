@@ -412,6 +412,9 @@ def test_few_sets_are_compared_in_pairs_and_many_with_the_best(sets):
     every = {(str(a), str(b)) for a in range(sets) for b in range(a)}
     wanted = every if sets <= MAX_PAIRED_SETS else {p for p in every if p[0] == str(sets - 1)}
     assert pairs == wanted and len(found) == len(wanted)
+    # a set whose runs have no accuracy is not the best one
+    nobody = groups[0] | {"label": "none", "final_accuracy": (math.nan, math.nan, 0)}
+    assert [one.minus for one in compare_pairs([nobody, *groups], ["n"])][-1] == "none"
 
 
 def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):
