@@ -151,7 +151,7 @@ def _check_texts(path: Path, texts: Any, shown: bool = True) -> None:
     `shown` of False any texts: a list of columns may be long, and a path have any letters.
     """
     if not isinstance(texts, list) or not all(
-        isinstance(text, str) and (not shown or text.isprintable() and len(text) <= 1000)
+        isinstance(text, str) and (not shown or (text.isprintable() and len(text) <= 1000))
         for text in texts
     ):
         raise InputError(
