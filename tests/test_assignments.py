@@ -221,6 +221,15 @@ def test_clients_are_coloured_by_what_is_known():
     assert flows.choose_classes(unknown, groups, None).names == ["group 0", "group 1"]
     many = flows.choose_classes(found._replace(concepts=np.arange(4)[None]), groups, None, most=2)
     assert many.names[-1] == flows.OTHER and many.numbers.tolist() == [[0, 1, 2, 2]]
+    often = found._replace(concepts=np.array([[1, 2, 5, 5]]))
+    assert flows.choose_classes(often, groups, None, most=1).names[0] == "true group 5"
+    alike = np.array([[5, 0]] * 4)  # labels that tell nobody apart
+    assert flows.choose_classes(unknown, groups, alike).names == ["group 0", "group 1"]
+
+
+def test_snapshots_are_the_nearest_to_even_ones():
+    assert flows.choose_snapshots(6, 4).tolist() == [0, 2, 3, 5]
+    assert flows.choose_snapshots(3, 4).tolist() == [0, 1, 2]
 
 
 # drawn

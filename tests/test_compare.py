@@ -15,6 +15,7 @@ from fedjax_cfl.analysis import compare, compare_inputs, pivot, plot
 from fedjax_cfl.analysis.compare import reduce_set
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
 from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
+from fedjax_cfl.analysis.report import report
 from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, compare_pairs
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import name_parts
@@ -128,6 +129,21 @@ def run_with(folder, overrides, accuracy=(0.5,), **fields):
     metrics = "".join(json.dumps(row) + "\n" for row in rows)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return run_of(folder, SUMMARY | {"overrides": overrides} | fields, metrics)
+
+
+def test_settings_of_any_length_and_letters_are_read(tmp_path):
+    """Such as a list of 300 columns, and a path with a space that does not break."""
+    long = ",".join(f"feature_{n}" for n in range(300))
+    for name, columns in (("0", long), ("1", f"{long},more")):
+        path = "dataset.source.path=a\xa0b\udcff.csv"
+        run_with(tmp_path / name, [path, f"dataset.source.columns.x=[{columns}]"])
+    one, other = compare.compare([tmp_path])
+    assert one["label"] != other["label"] and max(len(one["label"]), len(other["label"])) < 150
+    page = report([tmp_path], tmp_path / "page.html").read_text()
+    assert "feature_299,more" in page
+    run_with(tmp_path / "0", ["local.lr=\ud800\x1b"])
+    labels = [one["label"] for one in compare.compare([tmp_path])]
+    assert r"fedavg lr=\ud800\x1b" in labels
 
 
 def test_seeds_are_pooled_wherever_and_however_they_ran(tmp_path):
@@ -412,6 +428,9 @@ def test_few_sets_are_compared_in_pairs_and_many_with_the_best(sets):
     every = {(str(a), str(b)) for a in range(sets) for b in range(a)}
     wanted = every if sets <= MAX_PAIRED_SETS else {p for p in every if p[0] == str(sets - 1)}
     assert pairs == wanted and len(found) == len(wanted)
+    # a set whose runs have no accuracy is not the best one
+    nobody = groups[0] | {"label": "none", "final_accuracy": (math.nan, math.nan, 0)}
+    assert [one.minus for one in compare_pairs([nobody, *groups], ["n"])][-1] == "none"
 
 
 def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):

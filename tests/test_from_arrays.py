@@ -131,6 +131,20 @@ def test_each_mistake_is_one_line(changes, says):
     assert error.startswith("arrays: ") == ("num_classes=0" not in says)
 
 
+@pytest.mark.parametrize(
+    ("labels", "each", "classes"), [(51, 1, False), (50, 1, True), (51, 2, True)]
+)
+def test_whole_numbers_that_hardly_repeat_are_no_classes(labels, each, classes):
+    """As prices are, or years."""
+    y = 1900 + np.repeat(np.arange(labels), each)
+    x = np.ones((len(y), 2))
+    if classes:
+        assert from_arrays(x, y).num_classes == labels
+    else:
+        one_line("51 different values in 51 samples, which looks like a target", from_arrays, x, y)
+        assert from_arrays(x, y, num_classes=2000).num_classes == 2000
+
+
 def test_what_raises_by_itself_is_one_line():
     class Broken:
         def __array__(self, dtype=None, copy=None):

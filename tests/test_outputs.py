@@ -113,6 +113,17 @@ def test_names_that_look_like_markup_are_printed(grid, fedjax_cfl):
     assert status == 0 and error == "" and "fedavg on [/x]: " in out
 
 
+def test_letters_that_an_output_does_not_have_are_spelled_out():
+    code = "from fedjax_cfl.cli.outputs import guard_outputs; guard_outputs(); print('r\\u00fc')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("r\\xfc\n", "")
+
+
 def test_an_output_that_fails_is_not_written_to_again():
     reader, writer = os.pipe()
     output = ForgivingOutput(writer)

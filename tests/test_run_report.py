@@ -189,6 +189,10 @@ def test_an_interval_holds_the_mean_of_resamples():
     # exact quantiles of the mean of 4 draws from {1, 2, 3, 6}
     means = np.stack(np.meshgrid(*[[1, 2, 3, 6]] * 4)).reshape(4, -1).mean(0)
     assert found[1:3] == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.13)
+    values = [0.0, 0.4, 1.3, 2.9, 6.1, 9.7]  # whose means lie closely enough to tell 2.5 from 5 %
+    means = np.stack(np.meshgrid(*[values] * 6)).reshape(6, -1).mean(0)
+    wanted = np.quantile(means, [0.025, 0.975])
+    assert statistics.bootstrap_mean(values)[1:3] == pytest.approx(wanted, abs=0.1)
     assert statistics.bootstrap_mean([2.0])[1:3] == pytest.approx((np.nan, np.nan), nan_ok=True)
     assert statistics.bootstrap_mean([None]).values == 0
 

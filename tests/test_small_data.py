@@ -50,6 +50,15 @@ def test_all_of_a_few_clients_take_part(own, capsys):
     assert config["clients_per_round"] == 20 and not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("more", ["", " seeds=2"])
+def test_as_many_as_the_default_are_refused_where_they_are_asked_for(more, own, fedjax_cfl):
+    own(5)
+    line = "dataset=npz dataset.source.path=own.npz clients_per_round=20 algorithm=fedavg run_dir=r"
+    status, _, err = fedjax_cfl(line + more)
+    assert status == 2 and not Path("r").exists()
+    assert err == "fedjax-cfl: clients_per_round=20: must be at most 5, the number of clients\n"
+
+
 def test_clients_of_one_sample_are_told_why(own):
     ask = own(100, samples=100)
     one_line(

@@ -8,6 +8,7 @@ for all runs on the same data.
 
 import argparse
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ from fedjax_cfl.analysis.compare_outputs import (
 from fedjax_cfl.analysis.pivot import make_pivot, write_pivot
 from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.formatting import escape_markdown, escape_markup
+from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
 from fedjax_cfl.runs.results import write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 
@@ -149,11 +150,17 @@ def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for run in members:
             given = [name for name in swept if name in run["overrides"]]
             extra = " ".join(f"{name}={run['overrides'][name]}" for name in given)
-            said = [f"{short[name]}={run['overrides'][name]}" for name in given]
+            said = [f"{short[name]}={shorten_value(run['overrides'][name])}" for name in given]
             label = " ".join([*(fields[name] for name in varying), *said])
             new = {**fields, "overrides": extra, "label": label, "members": []}
             sets.setdefault((*identity, extra), new)["members"].append(run)
     return [sets[name] for name in sorted(sets)]
+
+
+def shorten_value(value: str) -> str:
+    """Returns a value as labels have it: of a long one its first signs, and a number of its own."""
+    number = zlib.crc32(value.encode(errors="surrogatepass"))
+    return escape_text(value if len(value) <= 200 else f"{value[:100]}... ({number:08x})")
 
 
 def shorten_names(names: Iterable[str]) -> dict[str, str]:

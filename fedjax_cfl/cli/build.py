@@ -61,9 +61,9 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local
     return config, setup.task, setup.data, local
 
 
-def build(config: dict[str, Any]) -> tuple[Setup, cfl.Local]:
+def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     """Returns what a resolved configuration describes, and how its clients train. Raises InputError
-    for data or sizes that do not fit.
+    for data or sizes that do not fit. `fits`: see `fit_cohort`, not where a cohort was asked for.
     """
     check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
@@ -80,7 +80,8 @@ def build(config: dict[str, Any]) -> tuple[Setup, cfl.Local]:
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
-    if (usual := fit_cohort(config, data.num_clients)) and distributed.is_primary():
+    usual = fit_cohort(config, data.num_clients) if fits else None
+    if usual and distributed.is_primary():
         print(
             f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
             " that it is by default"

@@ -59,7 +59,8 @@ def run(config: DictConfig) -> None:
     try:
         use_compile_cache()
         axes = grid_axes(resolved)
-        status = run_grid(config, axes, run_dir) if axes else run_one(resolved, run_dir)
+        fits = OmegaConf.is_interpolation(config, "clients_per_round")  # not one that was asked for
+        status = run_grid(config, axes, run_dir, fits) if axes else run_one(resolved, run_dir, fits)
         if status:
             folder = run_dir if alone else run_dir.parent
             make_console().print(
@@ -101,9 +102,9 @@ def remove_unused(folder: Path) -> None:
         parent.rmdir()
 
 
-def run_one(resolved: dict[str, Any], run_dir: Path) -> int:
+def run_one(resolved: dict[str, Any], run_dir: Path, fits: bool) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
-    setup, local = build(resolved)
+    setup, local = build(resolved, fits)
     inputs = find_inputs(resolved, setup, local)
     digest = digest_data(setup.data)
     member = make_member(resolved, list_overrides(), run_dir, setup, local, digest)
@@ -146,15 +147,15 @@ def list_overrides() -> list[str]:
     return [str(text) for text in asked]
 
 
-def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path) -> int:
+def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, fits: bool) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
     described = list_members(settings, axes, run_dir)
     built: dict[int, tuple[Setup, Local]] = {}  # of each seed
     for config, _, _ in described:
         if config["seed"] not in built:
-            built[config["seed"]] = build(config)
+            built[config["seed"]] = build(config, fits)
     setups = {seed: setup for seed, (setup, _) in built.items()}
-    for config, _, _ in described:
+    for config, _, _ in described if fits else ():
         fit_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
     digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
     members = []

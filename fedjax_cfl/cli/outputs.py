@@ -64,7 +64,7 @@ def guard_outputs() -> dict[str, ForgivingOutput]:
         text = io.TextIOWrapper(
             io.BufferedWriter(guarded[name]),
             stream.encoding,
-            stream.errors,
+            "backslashreplace",  # a name that an ASCII terminal has no letters for ends no run
             # a line on stderr is shown at once
             line_buffering=stream.line_buffering or stream.write_through or name == "stderr",
         )

@@ -14,7 +14,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
-MOST_LIKELY_CLASSES = 1000  # more, in few samples each, are no classes
+# (labels, samples of each): more labels, each in fewer samples, are no classes
+UNLIKELY_CLASSES = ((1000, 10), (50, 2))
 OPTIONAL = ("client", "split", "concept", "time")
 CHECK_BYTES = 2**27  # bytes checked at once
 
@@ -258,7 +259,7 @@ def _close_gaps(
         return y, None  # `check_pool` says what is wrong
     labels = np.unique(y)
     continuous = (labels != np.floor(labels)).any()
-    if continuous or labels.size > max(MOST_LIKELY_CLASSES, y.size // 10):
+    if continuous or any(labels.size > max(n, y.size // each) for n, each in UNLIKELY_CLASSES):
         kind = "numbers that are not whole" if continuous else f"{labels.size:,} different values"
         raise InputError(
             f"{path}: y has {kind} in {y.size:,} samples, which looks like a target to regress;"
