@@ -33,9 +33,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import no_clients, random_groups
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
 from fedjax_cfl.types import (
     Algorithm,

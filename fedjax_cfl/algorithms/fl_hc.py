@@ -21,20 +21,17 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import is_cold, keep_groups
+from fedjax_cfl.clustering.assign import TrainFn, is_cold, keep_groups, train_aside
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.sharding import flatten_updates, on_every_device
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, select_everybody
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, membership_weights
 from fedjax_cfl.types import (
     Algorithm,

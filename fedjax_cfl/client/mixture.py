@@ -15,7 +15,7 @@ from jax import lax
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range
 from fedjax_cfl.client.executor import Loop
-from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.types import FederatedData, Params, Task
 

@@ -25,7 +25,7 @@ from fedjax_cfl.data.federated import (
     train_label_counts,
     update_client_index,
 )
-from fedjax_cfl.data.shuffle import draw_permutation, put_first
+from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, check_arguments
 

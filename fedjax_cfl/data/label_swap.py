@@ -10,7 +10,7 @@ from jax import lax
 
 from fedjax_cfl.data.drift import Drift, keep_nothing
 from fedjax_cfl.data.federated import train_label_counts
-from fedjax_cfl.data.shuffle import draw_permutation
+from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 

@@ -21,8 +21,8 @@ from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.personal.scaffold import restore_updates
+from fedjax_cfl.tree import copy_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 

@@ -26,7 +26,7 @@ from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
 

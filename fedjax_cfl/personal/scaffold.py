@@ -16,8 +16,7 @@ from fedjax_cfl.client.local import Local, Training, Work
 from fedjax_cfl.client.objective import Objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import copy_statistics
-from fedjax_cfl.tree import squared_norms
+from fedjax_cfl.tree import copy_statistics, squared_norms
 from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task, Upload
 
 

@@ -13,14 +13,12 @@ from jax import lax
 from fedjax_cfl.client.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.data.holdout import take_held_out
-from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.client_models import take_models
 from fedjax_cfl.round.hooks import PrepareFn
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.sharding import take_models
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.tree import drop_statistics, take_rows
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task
 
 

@@ -14,15 +14,15 @@ from jax import lax
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients
 from fedjax_cfl.client.executor import Loop, then
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
 from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Key, Task, Traffic
 from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
 

@@ -40,9 +40,8 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.tree import group_mean, take_rows
 from fedjax_cfl.types import (
     Algorithm,
