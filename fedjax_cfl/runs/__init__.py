@@ -8,7 +8,6 @@ __all__ = [
     "finish",
     "grid",
     "labels",
-    "leaves",
     "load",
     "record",
     "results",
@@ -16,7 +15,6 @@ __all__ = [
     "run_dir",
     "scoring",
     "session",
-    "signals",
     "trackers",
     "versions",
 ]  # modules, imported by name
