@@ -49,7 +49,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_shapes
 from fedjax_cfl.simulation import memory, program, vectorize
 from fedjax_cfl.simulation.compiler import compiler_options
-from fedjax_cfl.simulation.rounds import Plan, Setup, make_functions
+from fedjax_cfl.simulation.rounds import Plan, make_functions
+from fedjax_cfl.simulation.setup import Setup
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 METHODS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))

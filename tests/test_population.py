@@ -16,7 +16,8 @@ from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.driver import Snapshot, drive
 from fedjax_cfl.simulation.program import compile_run
-from fedjax_cfl.simulation.rounds import Plan, Setup, state_shapes
+from fedjax_cfl.simulation.rounds import Plan, state_shapes
+from fedjax_cfl.simulation.setup import Setup
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 

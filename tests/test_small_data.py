@@ -16,7 +16,8 @@ from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
 from fedjax_cfl.simulation.program import compile_run
-from fedjax_cfl.simulation.rounds import Plan, Setup
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 
 
 @pytest.fixture

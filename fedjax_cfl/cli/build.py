@@ -32,7 +32,8 @@ from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
 from fedjax_cfl.simulation.program import Inputs, check_data
-from fedjax_cfl.simulation.rounds import Plan, Setup
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings

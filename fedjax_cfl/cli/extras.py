@@ -23,7 +23,7 @@ from fedjax_cfl.simulation.personalize import (
     hold_out_clients,
     next_key,
 )
-from fedjax_cfl.simulation.rounds import Setup
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData, ServedModels
 
 

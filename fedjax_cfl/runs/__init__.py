@@ -7,6 +7,7 @@ __all__ = [
     "display",
     "finish",
     "grid",
+    "identity",
     "labels",
     "load",
     "record",
@@ -15,6 +16,7 @@ __all__ = [
     "run_dir",
     "scoring",
     "session",
+    "signals",
     "trackers",
     "versions",
 ]  # modules, imported by name

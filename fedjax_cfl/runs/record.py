@@ -21,12 +21,14 @@ from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
+from fedjax_cfl.runs.identity import digest_identity
 from fedjax_cfl.runs.results import METRICS_FILE
-from fedjax_cfl.runs.settings import RunSettings, digest_identity
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.simulation.evaluate import each_its_own, used_models
 from fedjax_cfl.simulation.host_rows import collect_models
-from fedjax_cfl.simulation.rounds import Setup, has_host_rows
+from fedjax_cfl.simulation.rounds import has_host_rows
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, BEST, FINAL, LOG_FILE = "checkpoints", "best", "final", "run.log"

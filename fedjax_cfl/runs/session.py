@@ -4,11 +4,8 @@ values; knows nothing of Hydra.
 
 import contextlib
 import functools
-import os
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +17,20 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup
+from fedjax_cfl.runs import signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.finish import Member, finish_run
+from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
 from fedjax_cfl.runs.results import SUMMARY_FILE
 from fedjax_cfl.runs.scoring import describe_met_rule
-from fedjax_cfl.runs.settings import RunSettings, run_identity
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
-from fedjax_cfl.simulation.rounds import Plan, Setup
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 
 
 def train_run(member: Member, setup: Setup, inputs: Inputs, start: Snapshot | None) -> int:
@@ -101,7 +101,7 @@ def train_members(
     """
     plan, run_dir = members[0].settings.plan, members[0].run_dir
     try:
-        with catch_signals() as asked:
+        with signals.catch_signals() as asked:
             program = compile_program(plan)
             found = record_rounds(members, setups, program, plan, starts, asked)
             done = int(found[0].state.round)
@@ -207,44 +207,3 @@ def gather_snapshots(snapshots: Snapshots) -> Snapshots:
         return snapshots
     taken = [locate() for locate in snapshots]
     return [functools.partial(lambda snapshot: snapshot, snapshot) for snapshot in taken]
-
-
-@contextlib.contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Yields a list that the first SIGTERM or SIGINT is put into; a second one ends the
-    process at once.
-
-    A thread listens, because Python's own handlers have to wait until a compiled block
-    of rounds returns.
-    """
-    asked: list[int] = []
-    listening, waking = os.pipe()
-    os.set_blocking(waking, False)
-
-    def listen():
-        while number := os.read(listening, 1):
-            if number[0] not in (signal.SIGINT, signal.SIGTERM):
-                continue
-            if asked:
-                os._exit(128 + number[0])
-            asked.append(number[0])
-            print(
-                "fedjax-cfl: stopping after this block of rounds; once more stops at once",
-                file=sys.stderr,
-            )
-
-    before = {
-        number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    descriptor = signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        yield asked
-    finally:
-        signal.set_wakeup_fd(descriptor)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(waking)
-        listener.join()
-        os.close(listening)

@@ -22,8 +22,9 @@ from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.program import Program, compile_run
-from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, Setup, make_init, make_rounds_fn
+from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 

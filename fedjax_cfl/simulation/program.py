@@ -23,7 +23,8 @@ from fedjax_cfl.simulation.compiler import (
     count_cache_hits,
     parallel_compiler,
 )
-from fedjax_cfl.simulation.rounds import Carry, Plan, Setup, carry_shapes, make_functions
+from fedjax_cfl.simulation.rounds import Carry, Plan, carry_shapes, make_functions
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import check_arguments
 

@@ -16,18 +16,9 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.keys import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on, split_sharding
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import PositiveInt
-
-
-class Setup(NamedTuple):
-    """What a run is made of, apart from its key and its `Plan`."""
-
-    algorithm: Algorithm
-    task: Task
-    data: FederatedData
-    drift: Drift
-    mesh: Mesh
 
 
 class DataState(NamedTuple):

@@ -19,7 +19,8 @@ from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation.program import Program, check_data, check_plan, compile_functions
-from fedjax_cfl.simulation.rounds import Plan, Setup, make_functions, state_shapes
+from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
 
 
