@@ -223,8 +223,7 @@ def hand_out_own(
     if parts.local.personal is None:
         return state, work, log
     met = state.replace(assignment=cohort.put(state.assignment, work.group))
-    if not parts.hooks.own_models:
-        met = withhold_groups(state, met, data)
+    met = withhold_groups(state, met, data)  # with `own_models` nothing is kept
     own, work, reports = give_rows(parts.local, met, cohort, work)
     return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
 
