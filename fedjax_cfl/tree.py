@@ -32,6 +32,11 @@ def put_part(model: Params, part: Params) -> Params:
     return unflatten_dict({**flatten_dict(model), **flatten_dict(part)})
 
 
+def repeat_first(tree: Any) -> Any:
+    """Returns the first row of every leaf [m, ...] in all rows."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), tree)
+
+
 def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
     """Returns the `new` tree [S, ...] in the rows of `mask` [S] bool, the `old` one elsewhere."""
     return jax.tree.map(partial(jax.vmap(jnp.where), mask), new, old)

@@ -167,8 +167,6 @@ def remember_losses(
 ) -> tuple[State, Traffic]:
     """Stores the losses of the models that clients of the cohort received: what later losses
     are compared with (a `FinishFn`).
-
-    Args: as those of `FinishFn`.
     """
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
     best = cohort.put(state.memory.best, upload.loss, known)

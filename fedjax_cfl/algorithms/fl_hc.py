@@ -32,7 +32,7 @@ from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, select_everybody
-from fedjax_cfl.tree import group_mean, membership_weights
+from fedjax_cfl.tree import group_mean, membership_weights, repeat_first
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -149,9 +149,7 @@ def cluster_updates(
         largest = jnp.argmax(size).astype(jnp.int32)
         if newcomers == "largest":
             gid = jnp.where(gid < 0, largest, gid)
-        groups, server = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
-        )
+        groups, server = repeat_first((state.groups, state.server))
         initial = jax.tree.map(lambda leaf: leaf[:1], groups)
         memory = GroupDirections(initial, directions, largest)
         active = (size > 0) | (jnp.arange(m) == largest)
@@ -163,10 +161,7 @@ def cluster_updates(
 def zero_step(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
     mass = membership_weights(upload.weight, gid, state.active.size).sum(0)
     return jax.tree.map(jnp.zeros_like, state.groups), mass
 

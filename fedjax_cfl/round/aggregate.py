@@ -34,20 +34,14 @@ from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
 def weighted_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group, weighted by training samples (FedAvg).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages the updates of each group, weighted by training samples (FedAvg)."""
     return group_mean(upload.weight, gid, upload.delta, state.active.size)
 
 
 def uniform_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group's clients whose update is used, unweighted (IFCA, FeSEM).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages the updates of each group's clients whose update is used, unweighted (IFCA, FeSEM)."""
     return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 
@@ -56,8 +50,6 @@ def first_client(
 ) -> tuple[Params, jax.Array]:
     """Takes only the update of each group's first selected client, times L / (L + 1e-5)
     for L clients: the "simple average" of the FlexCFL code (D4).
-
-    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
@@ -71,8 +63,6 @@ def cohort_mean(
 ) -> tuple[Params, jax.Array]:
     """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
     of IFCA (Algorithm 1, option I).
-
-    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)

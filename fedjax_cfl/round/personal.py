@@ -26,7 +26,7 @@ from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.select import groups_of
 from fedjax_cfl.system.system import System, group_models
-from fedjax_cfl.tree import group_mean, put_part, take_rows, where_rows
+from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where_rows
 from fedjax_cfl.types import (
     Cohort,
     FederatedData,
@@ -74,8 +74,7 @@ def init_own(personal: Personal, state: State) -> State:
     """
     groups = state.groups
     if personal.sent_part is not None:
-        first = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), groups)
-        groups = put_part(first, personal.sent_part(groups))
+        groups = put_part(repeat_first(groups), personal.sent_part(groups))
     state = state.replace(groups=groups)
     rows = take_rows(jax.vmap(personal.init)(groups), groups_of(state))
     group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()

@@ -67,8 +67,6 @@ def stored_mean(
 
     Of the cohort the models of this round count: its stored ones are masked out and the
     new ones added. That is one matrix product with the memory, which is not copied.
-
-    Args: as those of `AggregateFn`.
     """
     m, memory = state.active.size, state.memory
     fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)

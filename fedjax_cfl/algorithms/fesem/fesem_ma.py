@@ -79,8 +79,6 @@ def recount(
 ) -> tuple[State, jax.Array]:
     """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
     have changed.
-
-    Args: as those of `RegroupFn`.
     """
     new = cohort.take(train_label_counts(data))
     counts = cohort.put(state.memory.counts, new, upload.weight > 0)

@@ -101,8 +101,6 @@ def cluster_by_madc(
 ) -> jax.Array:
     """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7;
     a `MeasureFn`).
-
-    Args: as those of `MeasureFn`.
     """
     gram = distances.gram(upload.delta)[rows][:, rows]
     return agglomerate(features.madc(gram, valid), groups.used, "complete", valid)
@@ -111,10 +109,7 @@ def cluster_by_madc(
 def one_founder_each(
     key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
 ) -> jax.Array:
-    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`).
-
-    Args: as those of `MeasureFn`.
-    """
+    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`)."""
     return jnp.arange(rows.size) % groups.used
 
 
