@@ -55,11 +55,11 @@ def run_arguments(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
-    from fedjax_cfl.cli.flags import parse_flags, shows_only
+    from fedjax_cfl.cli.flags import INFO_FLAGS, parse_flags
 
     given, flags = parse_flags(arguments)
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
-    if shows_only(given):
+    if any(getattr(given, flag) for flag in INFO_FLAGS):  # shows something instead of running
         sys.argv[1:] = flags + given.overrides
     else:
         from fedjax_cfl.cli.overrides import precheck

@@ -23,6 +23,7 @@ from fedjax_cfl.client import executor, lanes
 from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Work, full_work
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params
 
@@ -142,6 +143,18 @@ def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax
         jnp.where(client < data.num_clients, data.train.size[clamped], 0),
         data.train.start[clamped],
     )
+
+
+def read_block(
+    client: jax.Array, data: FederatedData, held: tuple[jax.Array, jax.Array], number: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (x [B, ...], y [B], owner [B]) of a block of B = `SAMPLE_BLOCK` training samples of a
+    client: `owner` is its number, -1 for padding. `held` is its `client_range`.
+    """
+    count, first = held
+    place = number * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
+    x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
+    return x, y, jnp.where(place < count, client, -1)
 
 
 def balance_over_devices(

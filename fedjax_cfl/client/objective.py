@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task
@@ -82,6 +81,11 @@ class Objective(struct.PyTreeNode):
 def erm(task: Task) -> Objective:
     """Returns the empirical risk: the loss of the task."""
     return Objective(task.sample_loss or task.loss, task.penalty)
+
+
+def find_objective(solve: Any) -> Any:
+    """Returns what a client minimises that trains by `solve`, of `sgd` or `change_steps`."""
+    return solve.args[0]
 
 
 def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
@@ -171,17 +175,14 @@ def training_loss(
         return cross_entropy(task.predict(model, x, owner), y)
 
     def client_loss(client, data: FederatedData, models, client_inputs):
-        count, start = client_range(client, data)
+        count, first = client_range(client, data)
         if personal is not None and personal.judge is not None:
             models = jax.vmap(personal.judge, (None, 0))(client_inputs, models)
 
         def block(b, total):
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            rows = data.train.order[start + jnp.minimum(place, count - 1)]
-            x, y = gather(data, rows)
-            owner = jnp.where(place < count, client, -1)
+            x, y, owner = read_block(client, data, (count, first), b)
             each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
-            return total + jnp.sum(jnp.where(place < count, each, 0.0), axis=1)
+            return total + jnp.sum(jnp.where(owner >= 0, each, 0.0), axis=1)
 
         num_models = jax.tree.leaves(models)[0].shape[0]
         return Loop(

@@ -85,7 +85,8 @@ def counts_as_samples(
     A renaming of labels does not count as a shift, another number of samples does.
     """
     # both sides of eq. 9 times C, so that they are whole numbers
-    return jnp.sum(_sorted_gaps(counts, reference), axis=1) > threshold * initial_size
+    gaps = jnp.abs(jnp.sort(counts, axis=1) - jnp.sort(reference, axis=1)).astype(jnp.float32)
+    return jnp.sum(gaps, axis=1) > threshold * initial_size
 
 
 def total_variation(counts: jax.Array, reference: jax.Array) -> jax.Array:
@@ -108,10 +109,6 @@ def _of_clients_with_data(distance, counts, reference):
     """
     distance = jnp.where(reference.sum(axis=1) > 0, distance, jnp.inf)
     return jnp.where(counts.sum(axis=1) > 0, distance, 0.0)
-
-
-def _sorted_gaps(counts, reference):
-    return jnp.abs(jnp.sort(counts, axis=1) - jnp.sort(reference, axis=1)).astype(jnp.float32)
 
 
 class ShiftReference(struct.PyTreeNode):

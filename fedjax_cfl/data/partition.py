@@ -131,10 +131,7 @@ def dirichlet(
     Args: `alpha` > 0, the larger the more even; the others are those of all partitions.
     """
     rng = dealing.check_partition(dirichlet, locals())
-    dealing.check_range("min_samples", min_samples, 0, len(pool.y))
-    dealing.check_clients(
-        clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client"
-    )
+    _check_least(pool, clients, min_samples)
     samples = [rng.permutation(part) for part in dealing.by_class(pool)]
     best = 0
     for _ in range(MAX_REDRAWS):
@@ -150,6 +147,13 @@ def dirichlet(
         f" and {clients} clients: the smallest client had {best} at best; lower it or"
         " partition.clients, or raise partition.alpha"
     )
+
+
+def _check_least(pool: Pool, clients: int, min_samples: int) -> None:
+    """Raises InputError if there are too few samples for `min_samples` of every client."""
+    dealing.check_range("min_samples", min_samples, 0, len(pool.y))
+    what = f"{min_samples} samples per client"
+    dealing.check_clients(clients, len(pool.y) // max(min_samples, 1), what)
 
 
 def _dirichlet_cuts(
@@ -214,10 +218,7 @@ def quantity_skew(
     Args: `sigma` > 0, the larger the more uneven; the others are those of all partitions.
     """
     rng = dealing.check_partition(quantity_skew, locals())
-    dealing.check_range("min_samples", min_samples, 0, len(pool.y))
-    dealing.check_clients(
-        clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client"
-    )
+    _check_least(pool, clients, min_samples)
     props = np.cumsum(rng.lognormal(0, sigma, clients))
     spare = len(pool.y) - clients * min_samples
     cuts = np.round(props / props[-1] * spare).astype(int) + min_samples * np.arange(1, clients + 1)

@@ -41,7 +41,7 @@ def weighted_mean(
 def uniform_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group's clients whose update is used, unweighted (IFCA, FeSEM)."""
+    """Averages the updates of each group that are used, unweighted (IFCA, FeSEM)."""
     return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 

@@ -19,7 +19,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.availability import Presence, PresenceFn
 from fedjax_cfl.system.reports import add_counts, make_count, slot_bytes
 from fedjax_cfl.system.select import groups_of
-from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Report, Selection, State, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Poll, Report, State, Upload
 
 TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
 
@@ -117,12 +117,6 @@ class RoundEnd(NamedTuple):
     gone: jax.Array  # [S] bool, offline before it could answer
 
 
-def start_clock(clock: Clock | None, num_groups: int) -> jax.Array:
-    """Returns the time before round 0: [2], or [m, 2] with a clock for each group."""
-    each = clock is not None and clock.per_group
-    return make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
-
-
 def clock_of(clock: Clock, gid: jax.Array) -> jax.Array:
     """Returns the number of the clock [...] that times group `gid` [...]."""
     return gid if clock.per_group else jnp.zeros_like(gid)
@@ -134,29 +128,6 @@ def find_presence(clock: Clock | None, state: State) -> Presence | None:
         return None
     times = state.clock_ms.reshape(-1, 2)
     return clock.presence(times[clock_of(clock, groups_of(state))])
-
-
-def choose_clients(
-    clock: Clock | None, select: Selection, key: Key, state: State, data: FederatedData
-) -> tuple[jax.Array, Poll | None]:
-    """Returns the selected clients [k], all of them online, and what clients did before the
-    selection (None: nothing).
-
-    To the selection, an offline client is one without samples. If the selection takes it all
-    the same, its place in the cohort stays empty.
-
-    Args: `clock` says who is online, None: all clients are; `key` is the round's for the
-    selection.
-    """
-    here, clients = find_presence(clock, state), data.num_clients
-    if here is not None:
-        size = jnp.where(here.stay > 0, data.train.size, 0)
-        data = data.replace(train=data.train.replace(size=size))
-    ids = select.select(key, state.selection, state, data)
-    poll = select.poll(key, state, data) if select.poll else None
-    if here is not None:
-        ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
-    return ids, poll
 
 
 def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:

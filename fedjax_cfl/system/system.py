@@ -20,6 +20,7 @@ from fedjax_cfl.system.reports import (
     add_reports,
     add_traffic,
     count_arrived,
+    make_count,
     make_report,
     make_traffic,
     no_faults,
@@ -85,7 +86,8 @@ class System(NamedTuple):
 
     def start_time(self, num_groups: int) -> jax.Array:
         """Returns the time before round 0, see `State.clock_ms`."""
-        return clocks.start_clock(self.clock, num_groups)
+        each = self.clock is not None and self.clock.per_group
+        return make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
 
     def init_received(self, state: State) -> State:
         """Returns the state with the models that clients are tested on before they take part, if
@@ -104,8 +106,20 @@ class System(NamedTuple):
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
         """Returns the clients [k] that the selection takes, only such as are online, and what
         any did before that.
+
+        To the selection, an offline client is one without samples. If the selection takes it all
+        the same, its place in the cohort stays empty.
         """
-        return clocks.choose_clients(self.clock, self.select, keys[SELECT], state, data)
+        key, select, clients = keys[SELECT], self.select, data.num_clients
+        here = clocks.find_presence(self.clock, state)
+        if here is not None:
+            size = jnp.where(here.stay > 0, data.train.size, 0)
+            data = data.replace(train=data.train.replace(size=size))
+        ids = select.select(key, state.selection, state, data)
+        poll = select.poll(key, state, data) if select.poll else None
+        if here is not None:
+            ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
+        return ids, poll
 
     def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
         """Returns the work that each client completes: stragglers take fewer steps."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop, then
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import cross_entropy
@@ -86,12 +86,11 @@ def embedding(
     def make(task: Task, local: Local) -> Representation:
 
         def client_mean(client, data, shared, work):
-            count, start = client_range(client, data)
+            count, first = client_range(client, data)
 
             def block(b, total):
-                place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-                x, _ = gather(data, data.train.order[start + jnp.minimum(place, count - 1)])
-                seen = jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0)
+                x, _, owner = read_block(client, data, (count, first), b)
+                seen = jnp.where((owner >= 0)[:, None], hidden_layer(shared, x), 0.0)
                 return total + jnp.sum(seen, axis=0)
 
             def end(total):

@@ -110,13 +110,8 @@ def flux(
         ),
     )
     return federated(task, local, system, hooks)._replace(
-        serve=serve_placed, check_data=lambda data: check_model(task, data)
+        serve=serve_placed, check_data=partial(count_dense_inputs, task)
     )
-
-
-def check_model(task: Task, data: FederatedData) -> None:
-    """Raises InputError for a model without a dense layer."""
-    count_dense_inputs(task, data)
 
 
 def serve_placed(state: State) -> ServedModels:
