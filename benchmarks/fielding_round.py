@@ -39,7 +39,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.data import drift, stream
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
-from fedjax_cfl.system import select_by_group
+from fedjax_cfl.system import select
 
 PERIOD, MU = 10, 0.01
 
@@ -78,10 +78,10 @@ def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> Non
     data = drift.bound_client_samples(data, shift)
     task = cfl.as_task(model, (FEATURES,), CLASSES)
     local = cfl.Local(0.05, 1, 20, steps=20, execution=cfl.make_execution(mesh))
-    select, zoo = select_by_group.by_group(COHORT), cfl.algorithms
+    by_group, zoo = select.by_group(COHORT), cfl.algorithms
     sides = [
-        begin(zoo.fedprox(task, local, select, mu=MU), shift, data),
-        begin(zoo.fielding(task, local, select, m=10, mu=MU), shift, data),
+        begin(zoo.fedprox(task, local, by_group, mu=MU), shift, data),
+        begin(zoo.fielding(task, local, by_group, m=10, mu=MU), shift, data),
     ]
     table = np.empty((rounds, 2))  # milliseconds
     for round in range(rounds):

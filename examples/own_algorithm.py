@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import over_clients
-from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import every_round, met_groups
 from fedjax_cfl.data.drift import Drift

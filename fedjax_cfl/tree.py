@@ -1,4 +1,13 @@
-"""Sums and means of pytrees with a leading client axis, by group."""
+"""Models and updates as pytrees: rows, sums and means by group, and running statistics of batch
+normalisation.
+
+Running statistics are part of a model: sent, averaged and counted in bytes like everything else.
+But they are no weights: nothing descends along their gradient, no penalty pulls them, and no
+norm, cosine or distance of updates counts them. A client updates them by each batch it trains on.
+So that objectives, gradients and solvers need no second result, a training loss has a term of
+value 0 whose gradient with respect to the statistics is (old - new): `move_statistics` subtracts
+it.
+"""
 
 from functools import partial
 from typing import Any
@@ -8,8 +17,9 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.types import Params
+
+STATISTICS = "batch_stats"  # their place in a model's parameters, and Flax's collection
 
 
 def take_rows(tree: Any, rows: Any) -> Any:
@@ -20,6 +30,11 @@ def take_rows(tree: Any, rows: Any) -> Any:
 def put_part(model: Params, part: Params) -> Params:
     """Returns a model with the leaves of `part`, a part of it, in their places."""
     return unflatten_dict({**flatten_dict(model), **flatten_dict(part)})
+
+
+def repeat_first(tree: Any) -> Any:
+    """Returns the first row of every leaf [m, ...] in all rows."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), tree)
 
 
 def where_rows(mask: jax.Array, new: Any, old: Any) -> Any:
@@ -81,8 +96,53 @@ def inner_products(
     ...]; `paired`: those [A] of a_i with b_i.
 
     Arrays keep their axes: as rows of a matrix, those that devices split by two axes (see
-    `client_models`) would have to be put together first.
+    `sharding`) would have to be put together first.
     """
     axes, rows = tuple(range(1, a.ndim)), (0,) if paired else ()
     dimensions = ((axes, axes), (rows, rows))
     return lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
+
+
+def drop_statistics(tree: Params) -> Params:
+    """Returns a model, or an update, without its running statistics."""
+    if STATISTICS not in _keys(tree):
+        return tree
+    return {name: leaf for name, leaf in tree.items() if name != STATISTICS}
+
+
+def as_variables(params: Params) -> dict:
+    """Returns what Flax applies a module to. No gradient gets into the statistics."""
+    if STATISTICS not in _keys(params):
+        return {"params": params}
+    return {"params": drop_statistics(params), STATISTICS: lax.stop_gradient(params[STATISTICS])}
+
+
+def pull_statistics(params: Params, new: Params) -> jax.Array:
+    """Returns 0 [], whose gradient with respect to the statistics of `params` is (old - new)."""
+    gaps = jax.tree.map(lambda old, to: old - lax.stop_gradient(to), params[STATISTICS], new)
+    total = sum((jnp.sum(jnp.square(gap)) for gap in jax.tree.leaves(gaps)), jnp.zeros(()))
+    return (total - lax.stop_gradient(total)) / 2
+
+
+def copy_statistics(params: Params, other: Params) -> Params:
+    """Returns `params` with the running statistics of `other`."""
+    if STATISTICS not in _keys(params):
+        return params
+    return {**params, STATISTICS: other[STATISTICS]}
+
+
+def move_statistics(params: Params, old: Params, gradient: Params) -> Params:
+    """Returns `params`, after a step, with the statistics that the step's gradient asks for."""
+    if STATISTICS not in _keys(params):
+        return params
+    moved = jax.tree.map(jnp.subtract, old[STATISTICS], gradient[STATISTICS])
+    return {**params, STATISTICS: moved}
+
+
+def has_statistics(params: Params) -> bool:
+    """Returns whether a model has running statistics."""
+    return STATISTICS in _keys(params)
+
+
+def _keys(tree: Params) -> tuple:
+    return tuple(tree) if isinstance(tree, dict) else ()

@@ -204,7 +204,7 @@ class Traffic(struct.PyTreeNode):
     """Communication: whole models (unit u = one model), and 4-byte words of everything else.
 
     It is a total, or that of each slot of a cohort. A count is two uint32, (high, low):
-    exact up to 2^64, see `system/counts.py`.
+    exact up to 2^64, see `system/reports.py`.
     """
 
     units_down: jax.Array  # [2] or [S, 2] uint32

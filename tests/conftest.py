@@ -43,8 +43,7 @@ from fedjax_cfl.cli.main import main
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.compiler import use_compile_cache
-from fedjax_cfl.system.counts import count_to_int
-from fedjax_cfl.system.traffic import add_traffic
+from fedjax_cfl.system.reports import add_traffic, count_to_int
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
 # what is imported stays: tracing makes so many objects that looking through all of them takes a

@@ -10,7 +10,7 @@ from fedjax_cfl.algorithms.adaptive_fedavg import Movement, adaptive_fedavg, mov
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system import select
-from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import count_to_int
 
 KEY = jax.random.key(5)
 COHORT = select.uniform(6)

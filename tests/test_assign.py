@@ -17,10 +17,8 @@ from fedjax_cfl.clustering.assign import (
     nearest_direction,
     random_group,
 )
-from fedjax_cfl.system import traffic
-from fedjax_cfl.system.counts import make_count
-from fedjax_cfl.system.faults import no_faults
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system import reports
+from fedjax_cfl.system.reports import make_count, make_report, no_faults
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)
@@ -36,7 +34,7 @@ def met(models, assignment, active=None, memory=()):
         server=(),
         active=active,
         assignment=jnp.array(assignment, jnp.int32),
-        traffic=traffic.make_traffic(),
+        traffic=reports.make_traffic(),
         memory=memory,
         selection=(),
         clock_ms=make_count(0),
@@ -171,14 +169,14 @@ def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
     state = met(models, [-1] * 14)
 
     def choose(key, state, data, cohort):
-        each = make_report(traffic.make_traffic(units_up=1, words_up=jnp.array([5, 6, 0])))
+        each = make_report(reports.make_traffic(units_up=1, words_up=jnp.array([5, 6, 0])))
         return jnp.zeros(3, jnp.int32), each
 
     def choose_silently(key, state, data, cohort):
         return jnp.zeros(3, jnp.int32), make_report()
 
     loud, silent = (
-        ledger(traffic.add_traffic(wrap(one)(KEY, state, toy, cohort)[1].traffic))
+        ledger(reports.add_traffic(wrap(one)(KEY, state, toy, cohort)[1].traffic))
         for one in (choose, choose_silently)
     )
     assert loud.words_up - silent.words_up == 11 and loud.units_up - silent.units_up == 1

@@ -15,7 +15,7 @@ from fedjax_cfl.algorithms.auxo import scores as auxo_scores
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.system import select, select_by_group
+from fedjax_cfl.system import select
 
 auxo = importlib.import_module("fedjax_cfl.algorithms.auxo.auxo")  # the name of the function, too
 
@@ -190,7 +190,7 @@ def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, loc
         algorithms.auxo,
         linear,
         local,
-        select_by_group.by_group(14),
+        select.by_group(14),
         m=2,
         split="fixed",
         split_rounds=[6],

@@ -16,17 +16,15 @@ from fedjax_cfl.algorithms.fedfomo.mix import l1_norm
 from fedjax_cfl.algorithms.fesem.fesem import nearest_center
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work
-from fedjax_cfl.client.losses import cross_entropy, training_loss
-from fedjax_cfl.client.objective import erm, proximal, pull_back
+from fedjax_cfl.client.objective import cross_entropy, erm, proximal, pull_back, training_loss
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.distances import gram, manhattan
 from fedjax_cfl.clustering.features import edc, edc_randomized
 from fedjax_cfl.models import BatchNorm, CelebaCNN, GroupNorm, count_params, model_bytes
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system.faults import guard_nonfinite
 from fedjax_cfl.system.select import full_participation
-from fedjax_cfl.tree import squared_norms
+from fedjax_cfl.tree import drop_statistics, squared_norms
 from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels, Upload
 
 SHAPE, BATCH, CLIENT = (4, 5, 3), 10, 1  # CLIENT is the one looked at

@@ -21,8 +21,7 @@ from fedjax_cfl.simulation.check import (
     take_few,
     try_rounds,
 )
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_report, make_traffic
 
 
 def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):

@@ -13,12 +13,11 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
-from fedjax_cfl.system import availability, power_of_choice, select, select_by_group, timing
+from fedjax_cfl.system import availability, power_of_choice, select
+from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import devices as device_clock
 from fedjax_cfl.system.clock import CohortSizes, device_profiles, find_duration
-from fedjax_cfl.system.counts import count_to_int
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import count_to_int, make_report, make_traffic
 from fedjax_cfl.types import Cohort, Traffic
 
 
@@ -153,8 +152,8 @@ def test_a_clock_does_not_stop_short_of_a_return():
     rng = np.random.default_rng(0)
     wait = np.concatenate([rng.integers(1, top, 250) for top in (2**23, 10**9)])
     clock = jnp.arange(500)
-    duration = timing.until_online(jnp.asarray(wait / 1000, jnp.float32), clock, 500)
-    passed = timing.advance_clock(counts_of([0] * 500), duration)
+    duration = clocks.until_online(jnp.asarray(wait / 1000, jnp.float32), clock, 500)
+    passed = clocks.advance_clock(counts_of([0] * 500), duration)
     late = np.array([count_to_int(count) for count in passed]) - wait
     assert (late >= 0).all() and (late <= 1 + wait * 1e-6).all() and not late[wait < 2**21].any()
 
@@ -199,7 +198,7 @@ def test_clients_of_a_table_serve_all(tmp_path):
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
 
 
-@pytest.mark.parametrize("selection", [select_by_group.by_group, nightly(select.uniform)])
+@pytest.mark.parametrize("selection", [select.by_group, nightly(select.uniform)])
 def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local):
     """Five are online by day, of whom one has no samples; a night without anybody passes at
     once, so that the next round is in the morning.
@@ -270,7 +269,7 @@ def test_groups_wait_for_their_own_reports_unless_all_are_clustered_again():
     words = make_traffic(words_up=jnp.array([1, 2, 0, 4, 1]))
     for reclustered, wanted in ((0, [8 + 3, 16 + 3]), (1, [16 + 3, 16 + 3])):
         report = make_report(words, reclustered=reclustered)
-        np.testing.assert_allclose(timing.wait_before(clock, GROUPS, report, None, 100), wanted)
+        np.testing.assert_allclose(clocks.wait_before(clock, GROUPS, report, None, 100), wanted)
 
 
 def test_a_small_group_waits_for_one_answer():
@@ -278,7 +277,7 @@ def test_a_small_group_waits_for_one_answer():
     clock = device_profiles(np.ones(5), np.ones(5), wait_for=2)._replace(per_group=True)
     ids, seconds = jnp.arange(5), jnp.array([5.0, 3.0, 4.0, 6.0, 7.0])
     gid = jnp.array([0, 0, 0, 0, 1])
-    end = timing.end_round(
+    end = clocks.end_round(
         clock, GROUPS, None, Cohort(ids, ids), gid, jnp.ones(5, bool), seconds, jnp.zeros(2)
     )
     # group 0: 2 * 4 // 5 = 1 answer
@@ -293,7 +292,7 @@ def test_a_round_without_answers_is_no_shorter_than_the_time_before_training(sta
     clock = device_profiles(np.ones(5), np.ones(5))._replace(presence=lambda now: here)
     data = SimpleNamespace(train=SimpleNamespace(size=jnp.ones(5)))
     ids, everybody = jnp.arange(5), jnp.ones(5, bool)
-    end = timing.end_round(
+    end = clocks.end_round(
         clock,
         GROUPS.replace(clock_ms=counts_of([0])[0]),
         data,
@@ -363,10 +362,10 @@ def test_clocks_of_groups_equal_a_twin():
             ]
             waits += [] if fresh else [times[k]]
             wanted.append(max(waits, default=max(times[active], default=0)))
-        found = timing.merge_clocks(clock, before, after, int(reclustered))
+        found = clocks.merge_clocks(clock, before, after, int(reclustered))
         assert [count_to_int(each) for each in found.clock_ms] == wanted, case
         seen.add(tuple(wanted) == tuple(times))
-    same = timing.merge_clocks(clock._replace(per_group=False), before, after, 1)
+    same = clocks.merge_clocks(clock._replace(per_group=False), before, after, 1)
     assert same is after and seen == {True, False}
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import build, matrix, nightly, one_line
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms
+from fedjax_cfl import algorithms, sharding
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.analysis.relative import time_to_keep
@@ -22,7 +22,6 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import RunError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.round import client_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
@@ -30,8 +29,7 @@ from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.simulation.rows import discards_accuracy
 from fedjax_cfl.system import select
-from fedjax_cfl.system.counts import count_to_int
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import count_to_int, make_report
 from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)
@@ -83,11 +81,11 @@ def test_predictions_are_those_of_a_loop_over_clients(
 def test_each_client_is_tested_on_its_own_model(toy, linear, monkeypatch, devices):
     """Where clients have models of their own, devices hold those of their blocks alone."""
     monkeypatch.setattr(evaluate, "EVAL_BLOCK", 4)
-    monkeypatch.setattr(client_models, "MIN_SPLIT_BYTES", 1)
+    monkeypatch.setattr(sharding, "MIN_SPLIT_BYTES", 1)
     mesh, index = cfl.make_mesh(devices), jnp.array([*range(12), -1, 13])
     models = jax.vmap(linear.init)(jax.random.split(KEY, 14))
     expected = answers(linear, models, index, toy)
-    places = jax.tree.map(lambda leaf: client_models.split_sharding(leaf, mesh), models)
+    places = jax.tree.map(lambda leaf: sharding.split_sharding(leaf, mesh), models)
     held = jax.device_put(models, places)
     predict = jax.jit(
         lambda models: evaluate.predict_test_samples(linear, mesh, ServedModels(models, index), toy)

@@ -7,7 +7,7 @@ from conftest import others_nightly
 from scipy.stats import wasserstein_distance
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.clustering.shift_detection import counts_as_samples
+from fedjax_cfl.clustering.migrate import counts_as_samples
 from fedjax_cfl.papers import cells
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -35,11 +35,9 @@ from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import count_groups, random_groups
 from fedjax_cfl.simulation.rows import raise_if_nonfinite
 from fedjax_cfl.system import faults, power_of_choice, select
-from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.system.oort import OortMemory, remember
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import count_to_int, make_report, make_traffic, no_faults
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -410,7 +408,7 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
 
 
 def test_raise_names_numbers_beside_the_model(linear):
-    counts = faults.no_faults().replace(first_nonfinite=jnp.array([[-1, -1], [7, 2]]))
+    counts = no_faults().replace(first_nonfinite=jnp.array([[-1, -1], [7, 2]]))
     groups = jax.eval_shape(jax.vmap(linear.init), jax.random.split(KEY, 1))
     strict = SimpleNamespace(nonfinite="raise")
     with pytest.raises(NonFiniteUpdate, match=r"^round 6: client 7 sent numbers beside its model "):

@@ -35,8 +35,8 @@ from fedjax_cfl.simulation.personalize import (
 )
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.system.devices import asking_seconds
+from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.types import ServedModels
 
 TABLE = np.array([[1, 7, 9, 2], [3, 1, 11, 6], [7, 13, 0, 3]])  # client 2 has no samples

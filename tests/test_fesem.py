@@ -27,7 +27,7 @@ from fedjax_cfl.algorithms.fesem.fesem import (
 )
 from fedjax_cfl.algorithms.fesem.start import ClientModels, embed_deltas
 from fedjax_cfl.client.local import full_work
-from fedjax_cfl.clustering.shift_detection import tv
+from fedjax_cfl.clustering.migrate import tv
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key

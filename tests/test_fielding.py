@@ -14,7 +14,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.clustering import distances, metric_kmeans, recluster
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system import select_by_group
+from fedjax_cfl.system import select
 
 __all__ = ["planted"]
 
@@ -209,8 +209,8 @@ SETTINGS = {"m": 3, "cluster": "k_center", "trigger": "center_shift"}
 
 
 def method(linear, local, quota=6, **settings):
-    select = select_by_group.by_group(quota)
-    return build(algorithms.fielding, linear, local, select, **(SETTINGS | settings))
+    by_group = select.by_group(quota)
+    return build(algorithms.fielding, linear, local, by_group, **(SETTINGS | settings))
 
 
 def test_a_drift_event_by_hand(toy, drifting, linear, local):
@@ -357,7 +357,7 @@ def test_the_pairwise_trigger_counts_events_in_which_a_report_has_changed(drifti
 @pytest.mark.nightly
 def test_one_group_is_fedavg(toy, linear, local):
     states = run(method(linear, local, m=1, aggregate="samples"), [toy] * 3)
-    plain = algorithms.fedavg(linear, local, select_by_group.by_group(6))
+    plain = algorithms.fedavg(linear, local, select.by_group(6))
     start = jax.jit(plain.init)(jax.random.key(0), toy).replace(groups=states[0].groups)
     last = run(plain, [toy] * 3, start=start)[-1]
     chex.assert_trees_all_close(states[-1].groups, last.groups, rtol=1e-5, atol=1e-6)

@@ -14,8 +14,9 @@ from test_clock import SimpleState
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
-from fedjax_cfl.data.holdout import hold_out_samples, take_held_out
-from fedjax_cfl.system import select, timing
+from fedjax_cfl.algorithms.fedfomo.mix import hold_out_samples, take_held_out
+from fedjax_cfl.system import clock as clocks
+from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import make_report
@@ -206,5 +207,5 @@ def test_what_is_inferred_before_a_round_counts_without_traffic():
     )
     state = SimpleState(jnp.zeros(4, jnp.int32), jnp.ones(1, bool), jnp.zeros(2, jnp.uint32))
     report = make_report(samples=jnp.array([0, 5, 3, 0]))
-    waited = timing.wait_before(clock, state, report, None, 4)
+    waited = clocks.wait_before(clock, state, report, None, 4)
     assert waited.tolist() == [slowest(np.array([0, 5, 3, 0]))]

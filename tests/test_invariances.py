@@ -25,8 +25,8 @@ from fedjax_cfl.data.federated import gather
 from fedjax_cfl.simulation.choose_k import draw_clients
 from fedjax_cfl.simulation.vectorize import stack_data
 from fedjax_cfl.system import select
-from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.system.power_of_choice import rpow_d
+from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(5)

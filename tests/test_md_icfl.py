@@ -27,8 +27,8 @@ from fedjax_cfl.keys import REGROUP, derive_keys
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.simulation.metrics import ari
+from fedjax_cfl.system.reports import count_bytes
 from fedjax_cfl.system.select import full_participation, uniform
-from fedjax_cfl.system.traffic import count_bytes
 
 KEY = jax.random.key(3)
 QUICK = {"samples": 4, "search_steps": 20}

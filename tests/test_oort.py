@@ -9,9 +9,9 @@ import pytest
 from conftest import ledger, nightly
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
-from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system import oort, power_of_choice, select_by_group
+from fedjax_cfl.system import oort, power_of_choice, select
 from fedjax_cfl.types import Cohort
 
 CLIENTS, SLOTS = 40, 9
@@ -201,7 +201,7 @@ def test_quotas():
         (2, [3, 3, 3], [1, 1, 0]),
         (5, [0, 0], [0, 0]),
     ):
-        assert select_by_group.share_quotas(slots, jnp.array(members)).tolist() == wanted
+        assert select.share_quotas(slots, jnp.array(members)).tolist() == wanted
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -209,10 +209,10 @@ def test_the_highest_scores_of_each_group_are_selected(groups):
     rng = np.random.default_rng(groups)
     size, data, group, state = population(rng, groups)
     score = rng.integers(5, size=CLIENTS).astype("f4")
-    selection = select_by_group.by_group(SLOTS, lambda key, state, data: jnp.asarray(score))
+    selection = select.by_group(SLOTS, lambda key, state, data: jnp.asarray(score))
     ids = np.asarray(selection.select(jax.random.key(0), (), state, data))
     candidates = size > 0
-    quota = select_by_group.share_quotas(
+    quota = select.share_quotas(
         SLOTS, jnp.asarray(np.bincount(group[candidates], minlength=groups))
     )
     for g in range(groups):
@@ -227,7 +227,7 @@ def grouped(toy, models):
 
 def test_nearest_to_center(toy, models):
     state = grouped(toy, models)
-    selection = select_by_group.nearest_to_center(6)
+    selection = select.nearest_to_center(6)
     ids = np.asarray(jax.jit(lambda key: selection.select(key, (), state, toy))(jax.random.key(0)))
     counts = np.zeros((14, 4))
     rows = np.asarray(toy.train.order)
@@ -240,7 +240,7 @@ def test_nearest_to_center(toy, models):
         center = shares[mine].mean(0)
         wanted += sorted(mine, key=lambda i: np.abs(shares[i] - center).sum())[:2]
     assert sorted(ids) == sorted(wanted)
-    soft = select_by_group.nearest_to_center(6, temperature=100.0)
+    soft = select.nearest_to_center(6, temperature=100.0)
     drawn = {int(i) for n in range(20) for i in soft.select(jax.random.key(n), (), state, toy)}
     assert drawn > set(wanted)
 

@@ -30,7 +30,7 @@ from fedjax_cfl.simulation.personalize import (
     hold_out_clients,
     split_clients,
 )
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.types import Selection, ServedModels
 
 LINE = (

@@ -10,8 +10,8 @@ from conftest import VARYING, build, call, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.datasets import files
-from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.driver import Snapshot, drive

@@ -23,7 +23,7 @@ from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.system import select
-from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import count_to_int
 
 KEY = jax.random.key(3)
 COHORT, ROUND_ROBIN = select.uniform(6), select.rr_then_random(6)

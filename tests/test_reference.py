@@ -24,9 +24,8 @@ from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.availability import online_by_intervals
 from fedjax_cfl.system.clock import device_profiles, find_duration
-from fedjax_cfl.system.counts import count_to_int
 from fedjax_cfl.system.power_of_choice import draw_candidates, rpow_d
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import count_to_int, make_report
 from fedjax_cfl.system.system import System
 
 KEY = jax.random.key(2)

@@ -43,10 +43,10 @@ from fedjax_cfl.personal import ditto, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start
-from fedjax_cfl.round.server_rows import find_members, follow_groups
+from fedjax_cfl.round.personal import find_members, follow_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
 
 COHORT, CLIENTS = 6, len(SIZES)
 

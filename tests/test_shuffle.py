@@ -9,7 +9,7 @@ import pytest
 from conftest import nightly, shuffled
 from scipy.stats import chi2
 
-from fedjax_cfl.data.shuffle import draw_permutation, permute, put_first, write_table
+from fedjax_cfl.keys import draw_permutation, permute, put_first, write_table
 
 
 def words(seed):

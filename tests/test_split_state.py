@@ -15,18 +15,18 @@ from conftest import build, nightly, with_execution
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_cfl as cfl
+from fedjax_cfl import sharding
 from fedjax_cfl.clustering.distances import gram
-from fedjax_cfl.round import client_models
-from fedjax_cfl.round.client_models import (
+from fedjax_cfl.runs.checkpoint import restore_latest, save
+from fedjax_cfl.sharding import (
     find_split,
     flatten_updates,
+    mesh_over,
     put_models,
     split_by_parameter,
     split_sharding,
     take_models,
 )
-from fedjax_cfl.runs.checkpoint import restore_latest, save
-from fedjax_cfl.sharding import mesh_over
 from fedjax_cfl.simulation.driver import Snapshot, drive
 from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan, state_shapes
@@ -85,7 +85,7 @@ MOVED = {"wide": (6, 10), "bias": (10,), "odd": (5,)}  # split 2 x 2, 2 with 2 b
 @pytest.fixture
 def moved(monkeypatch):
     """Models [24, ...], new ones [8, ...], their rows, one of them nobody's, and a mesh."""
-    monkeypatch.setattr(client_models, "MIN_SPLIT_BYTES", 1)
+    monkeypatch.setattr(sharding, "MIN_SPLIT_BYTES", 1)
     mesh, rng = cfl.make_mesh(4), np.random.default_rng(0)
     models, new = (
         {name: rng.normal(size=(count, *shape)).astype("f") for name, shape in MOVED.items()}
@@ -160,7 +160,7 @@ def test_updates_are_sorted_by_shares(moved):
 )
 def test_a_split_state_is_the_same_run(name, mlp, toy, local, monkeypatch, tmp_path):
     """One device, two, and two from where one stood after the first round."""
-    monkeypatch.setattr(client_models, "MIN_SPLIT_BYTES", 1)
+    monkeypatch.setattr(sharding, "MIN_SPLIT_BYTES", 1)
 
     def keep(row, snapshot):
         if row["round"] == 1:

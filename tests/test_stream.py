@@ -9,7 +9,7 @@ import pytest
 from conftest import VARYING, nightly, one_line
 
 import fedjax_cfl as cfl
-from fedjax_cfl.data import label_swap, perturb, stream, traces
+from fedjax_cfl.data import drift, perturb, stream, traces
 from fedjax_cfl.data.federated import federate, gather, label_counts
 from fedjax_cfl.data.stream import Window, find_oldest
 from fedjax_cfl.errors import InputError
@@ -202,14 +202,14 @@ def test_arrivals_of_an_interval_are_turned_alike():
 
 def test_label_swap_equals_brute_force():
     data, period = make_data(4), 3
-    made = label_swap.label_swap(0.5, period)
+    made = drift.label_swap(0.5, period)
     y, owner = np.asarray(data.y).copy(), np.asarray(data.owner)
     before = y.copy()
     chosen = 0
     for round, (now, shifted, _) in enumerate(follow(made, data, 7)):
         if round and round % period == 0:
             have = data.replace(y=jnp.asarray(y))
-            who, pairs = label_swap.draw_label_pairs(KEY, round - 1, have, 0.5)
+            who, pairs = drift.draw_label_pairs(KEY, round - 1, have, 0.5)
             np.testing.assert_array_equal(shifted, who)
             for k in np.flatnonzero(who):
                 a, b = np.asarray(pairs)[k]
@@ -231,7 +231,7 @@ def test_a_client_of_one_label_swaps_nothing():
     pool = Pool(np.zeros((6, 1), np.float32), np.array([0, 0, 1, 1, 1, 0]), 2)
     test = np.array([0, 0, 0, 0, 0, 1], bool)
     data = federate(pool, Partition(np.arange(6), np.array([0, 0, 1, 1, 1, 1]), test))
-    assert not label_swap.label_swap(1.0, 1).apply(KEY, 0, data, (), None)[2].any()
+    assert not drift.label_swap(1.0, 1).apply(KEY, 0, data, (), None)[2].any()
 
 
 @pytest.mark.parametrize("make", [stream.bucket, nightly(stream.gradual), stream.rotate])
@@ -306,7 +306,7 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
             "drift.prequential=true: all drift.intervals=2 are in the window",
         ),
         (lambda: stream.rotate(p=2), "drift.p=2: must be a number between"),
-        (lambda: label_swap.label_swap(period=0), "drift.period=0: must be a whole number"),
+        (lambda: drift.label_swap(period=0), "drift.period=0: must be a whole number"),
         (
             lambda: cfl.drift.bound_client_samples(make_data(), stream.rotate()),
             "drift=stream_rotate: samples have shape .* expected square images",

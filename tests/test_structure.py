@@ -28,9 +28,19 @@ FLOORS = (
     ("round",),
     ("system",),
     ("client",),
-    ("data", "tree"),
+    ("data",),
     ("models",),
-    ("types", "errors", "validation", "sharding", "distributed", "formatting", "decompose", "keys"),
+    (
+        "types",
+        "errors",
+        "validation",
+        "sharding",
+        "distributed",
+        "formatting",
+        "decompose",
+        "keys",
+        "tree",
+    ),
 )
 LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`

@@ -24,7 +24,7 @@ from fedjax_cfl.algorithms.flexcfl.founding import (
     train_steps,
 )
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.pretrain import train_aside
+from fedjax_cfl.clustering.assign import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import MIGRATE, derive_key
 from fedjax_cfl.round.aggregate import weighted_mean

@@ -22,8 +22,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec
 
 import fedjax_cfl as cfl
-from fedjax_cfl.round.client_models import flatten_updates
-from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.simulation.compiler import COMMAND_BUFFERS, QUICK, compiler_options
 
 PROGRAM = Path(__file__).resolve().parent.parent / "benchmarks" / "tpu_compile.py"

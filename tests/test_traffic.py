@@ -13,7 +13,8 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import add_founding
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.system import counts, select, timing, traffic
+from fedjax_cfl.system import clock as clocks
+from fedjax_cfl.system import reports, select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import add_reports, add_to_report, count_arrived, make_report
@@ -91,20 +92,20 @@ def test_ifca_mig_charges_every_swapped_client_met():
 def test_bytes_are_right_up_to_1e15():
     """50 models to each of 100,000 clients a round, a thousand rounds: 5e9 models down."""
     clients, rounds, model_bytes = 100_000, 1_000, 200_000
-    one_round = traffic.make_traffic(
+    one_round = reports.make_traffic(
         units_down=jnp.full(clients, 50), units_up=jnp.full(clients, 10), words_up=7
     )
 
     @jax.jit
     def played():
         def add(total, _):
-            return traffic.add_traffic(total, one_round), None
+            return reports.add_traffic(total, one_round), None
 
-        return jax.lax.scan(add, traffic.make_traffic(words_down=2**31 - 1), length=rounds)[0]
+        return jax.lax.scan(add, reports.make_traffic(words_down=2**31 - 1), length=rounds)[0]
 
     sent = played()
     assert ledger(sent) == Traffic(5 * 10**9, 10**9, 2**31 - 1, 7_000)
-    assert traffic.count_bytes(sent, model_bytes) == (10**15 + 4 * (2**31 - 1), 2 * 10**14 + 28_000)
+    assert reports.count_bytes(sent, model_bytes) == (10**15 + 4 * (2**31 - 1), 2 * 10**14 + 28_000)
 
 
 def test_every_way_to_add_counts_is_exact():
@@ -115,44 +116,44 @@ def test_every_way_to_add_counts_is_exact():
     drawn = [int(n) for n in np.random.default_rng(0).integers(0, 2**62, 52)]
     numbers = edges + drawn
     table = jnp.array([divmod(n, 2**32) for n in numbers], jnp.uint32)  # [60, 2]
-    assert [counts.count_to_int(row) for row in table] == numbers
-    pairs = jax.jit(jax.vmap(jax.vmap(counts.add_counts, (None, 0)), (0, None)))(table, table)
+    assert [reports.count_to_int(row) for row in table] == numbers
+    pairs = jax.jit(jax.vmap(jax.vmap(reports.add_counts, (None, 0)), (0, None)))(table, table)
     for row, one in zip(np.asarray(pairs), numbers, strict=True):
-        found = [counts.count_to_int(count) for count in row]
+        found = [reports.count_to_int(count) for count in row]
         assert found == [(one + other) % 2**64 for other in numbers]
-    total = jax.jit(counts.sum_counts)(table.reshape(4, 15, 2))
-    assert counts.count_to_int(total) == sum(numbers) % 2**64
-    by_row = jax.jit(jax.vmap(counts.sum_counts))(table.reshape(4, 15, 2))
+    total = jax.jit(reports.sum_counts)(table.reshape(4, 15, 2))
+    assert reports.count_to_int(total) == sum(numbers) % 2**64
+    by_row = jax.jit(jax.vmap(reports.sum_counts))(table.reshape(4, 15, 2))
     expected = [sum(numbers[first : first + 15]) % 2**64 for first in (0, 15, 30, 45)]
-    assert [counts.count_to_int(count) for count in by_row] == expected
-    np.testing.assert_allclose(counts.count_to_float(table), np.array(numbers, float), rtol=1e-6)
-    assert counts.count_to_int(counts.sum_counts(jnp.zeros((0, 2), jnp.uint32))) == 0
+    assert [reports.count_to_int(count) for count in by_row] == expected
+    np.testing.assert_allclose(reports.count_to_float(table), np.array(numbers, float), rtol=1e-6)
+    assert reports.count_to_int(reports.sum_counts(jnp.zeros((0, 2), jnp.uint32))) == 0
 
 
 def test_counts_are_made_of_any_whole_numbers():
     for value in (3, np.int64(3), jnp.int32(3), jnp.array(True), True):
-        assert counts.count_to_int(counts.make_count(value)) == int(value)
-    assert counts.make_count(jnp.arange(6).reshape(2, 3)).shape == (2, 3, 2)
-    assert counts.count_to_int(counts.make_count(2**31 - 1)) == 2**31 - 1
+        assert reports.count_to_int(reports.make_count(value)) == int(value)
+    assert reports.make_count(jnp.arange(6).reshape(2, 3)).shape == (2, 3, 2)
+    assert reports.count_to_int(reports.make_count(2**31 - 1)) == 2**31 - 1
 
 
 def test_bytes_of_each_slot():
-    entry = traffic.make_traffic(
+    entry = reports.make_traffic(
         units_down=jnp.array([1, 3, 0]),
         units_up=jnp.array([1, 0, 0]),
         words_up=jnp.array([0, 2, 5]),
     )
-    assert traffic.slot_bytes(entry, 100).tolist() == [200, 308, 20]
-    assert traffic.slot_bytes(traffic.make_traffic(units_up=7), 100).tolist() == 0
-    mixed = entry.replace(units_up=counts.make_count(9))  # of the whole step: of no slot
-    assert traffic.slot_bytes(mixed, 100).tolist() == [100, 308, 20]
+    assert reports.slot_bytes(entry, 100).tolist() == [200, 308, 20]
+    assert reports.slot_bytes(reports.make_traffic(units_up=7), 100).tolist() == 0
+    mixed = entry.replace(units_up=reports.make_count(9))  # of the whole step: of no slot
+    assert reports.slot_bytes(mixed, 100).tolist() == [100, 308, 20]
     assert ledger(entry) == Traffic(4, 1, 0, 7)
 
 
 def test_reports_add_up():
     total = add_reports(
-        make_report(traffic.make_traffic(units_down=1, units_up=2), migrated=2),
-        make_report(traffic.make_traffic(units_up=3), migrated=5),
+        make_report(reports.make_traffic(units_down=1, units_up=2), migrated=2),
+        make_report(reports.make_traffic(units_up=3), migrated=5),
     )
     assert int(total.migrated) == 7
     sent = ledger(total.traffic)
@@ -161,24 +162,24 @@ def test_reports_add_up():
 
 def test_what_is_of_a_whole_step_belongs_to_no_slot():
     """It arrives, whosever update is lost, and takes no client's time."""
-    whole = make_report(traffic.make_traffic(units_up=7), samples=1000)
-    report = add_to_report(whole, traffic.make_traffic(units_up=jnp.array([1, 2, 4])))
+    whole = make_report(reports.make_traffic(units_up=7), samples=1000)
+    report = add_to_report(whole, reports.make_traffic(units_up=jnp.array([1, 2, 4])))
     arrived = count_arrived(report, jnp.array([False, True, False]))
     assert ledger(add_reports(arrived).traffic) == Traffic(0, 9, 0, 0)
     clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
     cohort, steps = Cohort(jnp.arange(3), jnp.arange(3)), SimpleNamespace(steps=jnp.zeros(3))
-    seconds = timing.client_seconds(clock, cohort, steps, [report], 8, 3)
+    seconds = clocks.client_seconds(clock, cohort, steps, [report], 8, 3)
     assert seconds.tolist() == [8, 16, 32]
 
 
 def test_groups_that_are_founded_again_take_nobody_any_time():
     """Two clients take time to move; the 1000 models of the founding take none."""
-    sent = traffic.make_traffic(units_down=jnp.array([0, 3, 5]))
+    sent = reports.make_traffic(units_down=jnp.array([0, 3, 5]))
     moves = make_report(sent, samples=jnp.array([0, 20, 10]))
-    both = add_founding(moves, make_report(traffic.make_traffic(units_down=1000), reclustered=0))
+    both = add_founding(moves, make_report(reports.make_traffic(units_down=1000), reclustered=0))
     assert ledger(add_reports(both).traffic) == Traffic(1008, 0, 0, 0)
     clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
     state = SimpleNamespace(
         clock_ms=jnp.zeros(2, jnp.uint32), assignment=jnp.zeros(3, jnp.int32), active=jnp.ones(1)
     )
-    assert timing.wait_before(clock, state, both, None, 8).tolist() == [50]
+    assert clocks.wait_before(clock, state, both, None, 8).tolist() == [50]

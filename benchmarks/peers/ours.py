@@ -11,7 +11,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.models.convolution import Conv, max_pool
 from fedjax_cfl.models.layers import add_channel_axis, dense, flatten
 from fedjax_cfl.sharding import replicated_sharding
-from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import count_to_int
 from peers import Trained
 
 

@@ -16,13 +16,12 @@ from flax import struct
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks, Start, StartFn
 from fedjax_cfl.round.start import no_clients, random_groups
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

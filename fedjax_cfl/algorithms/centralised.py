@@ -14,14 +14,13 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.data.shuffle import put_first
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import put_first
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.select import stateless
 from fedjax_cfl.system.system import System, SystemLike, as_system
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     ClientIndex,

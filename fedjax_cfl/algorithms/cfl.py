@@ -23,19 +23,16 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import met_groups
+from fedjax_cfl.clustering.assign import TrainFn, met_groups, train_aside
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
-from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.system.faults import add_fault_counts
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.sharding import flatten_updates, put_models
+from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,

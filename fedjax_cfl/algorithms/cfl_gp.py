@@ -26,9 +26,9 @@ from fedjax_cfl.algorithms.fielding.represent import project
 from fedjax_cfl.algorithms.fl_hc import join_nearest_direction
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import TrainFn, train_aside
 from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
@@ -36,9 +36,8 @@ from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, RegroupFn, Sta
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,

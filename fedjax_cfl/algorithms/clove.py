@@ -23,20 +23,19 @@ from jax.typing import ArrayLike
 from fedjax_cfl.algorithms.fesem.matching import solve_assignment
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import training_loss
+from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import take_own
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
+from fedjax_cfl.round.personal import take_own
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments

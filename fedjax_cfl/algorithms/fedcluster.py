@@ -18,7 +18,7 @@ from jax import lax
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, start_undivided
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.pretrain import train_aside
+from fedjax_cfl.clustering.assign import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks

@@ -20,9 +20,8 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.system import faults
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import (
     Algorithm,

@@ -23,8 +23,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import refuse_own_judge, training_loss
-from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.objective import erm, proximal, refuse_own_judge, training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
@@ -34,9 +33,8 @@ from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -169,8 +167,6 @@ def remember_losses(
 ) -> tuple[State, Traffic]:
     """Stores the losses of the models that clients of the cohort received: what later losses
     are compared with (a `FinishFn`).
-
-    Args: as those of `FinishFn`.
     """
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
     best = cohort.put(state.memory.best, upload.loss, known)

@@ -33,9 +33,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import no_clients, random_groups
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -255,10 +254,7 @@ def one_after_another(objective: Any, training: Training, data: FederatedData) -
 def mean_of_cohort(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages each model's updates over the cohort, weighted by training samples.
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages each model's updates over the cohort, weighted by training samples."""
     mean, mass = group_mean(upload.weight, jnp.zeros_like(gid), upload.delta, 1)
     return take_rows(mean, 0), jnp.broadcast_to(mass, state.active.shape)
 
@@ -266,10 +262,7 @@ def mean_of_cohort(
 def mean_of_all(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages as if all clients had taken part, those that did not with updates of 0.
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages as if all clients had taken part, those that did not with updates of 0."""
     share = jnp.where(upload.weight > 0, client_extra.share, 0.0)
     step = take_rows(group_sum(share[:, None], upload.delta), 0)
     return step, jnp.broadcast_to(upload.weight.sum(), state.active.shape)

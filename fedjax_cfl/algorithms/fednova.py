@@ -23,15 +23,13 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_sum, membership_weights
+from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

@@ -136,10 +136,7 @@ def fedyogi(
     b2: BelowOne = 0.99,
     tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
-    """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2).
-
-    Args: as those of `fedadam`.
-    """
+    """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2). Its settings are those of `fedadam`."""
     check_arguments(fedyogi, locals(), "algorithm")
     return with_server(task, local, system, yogi(server_lr, b1, b2, tau))
 

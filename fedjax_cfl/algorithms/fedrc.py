@@ -18,7 +18,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import serve_assigned
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, ServedModels, State, Task
+from fedjax_cfl.types import Algorithm, Task
 from fedjax_cfl.validation import PositiveFloat, PositiveInt, check_arguments
 
 
@@ -50,9 +50,6 @@ def fedrc(
     algorithm = federated_mixture(task, local, system, m, "FedRC", least_count=least_count)
     if hard:
         return algorithm._replace(serve=serve_assigned)
-    return algorithm if newcomers_use_shares else algorithm._replace(serve=serve_without_shares)
-
-
-def serve_without_shares(state: State) -> ServedModels:
-    """Serves each client its mixture; new clients do not divide likelihoods by R."""
-    return serve_mixture(state)._replace(label_shares=None)
+    if newcomers_use_shares:
+        return algorithm
+    return algorithm._replace(serve=lambda state: serve_mixture(state)._replace(label_shares=None))

@@ -21,21 +21,18 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import is_cold, keep_groups
+from fedjax_cfl.clustering.assign import TrainFn, is_cold, keep_groups, train_aside
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.clustering.pretrain import TrainFn, train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import flatten_updates
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.sharding import flatten_updates, on_every_device
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, select_everybody
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_mean, membership_weights
+from fedjax_cfl.tree import group_mean, membership_weights, repeat_first
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -152,9 +149,7 @@ def cluster_updates(
         largest = jnp.argmax(size).astype(jnp.int32)
         if newcomers == "largest":
             gid = jnp.where(gid < 0, largest, gid)
-        groups, server = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
-        )
+        groups, server = repeat_first((state.groups, state.server))
         initial = jax.tree.map(lambda leaf: leaf[:1], groups)
         memory = GroupDirections(initial, directions, largest)
         active = (size > 0) | (jnp.arange(m) == largest)
@@ -166,10 +161,7 @@ def cluster_updates(
 def zero_step(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
     mass = membership_weights(upload.weight, gid, state.active.size).sum(0)
     return jax.tree.map(jnp.zeros_like, state.groups), mass
 

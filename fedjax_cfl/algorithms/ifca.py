@@ -17,29 +17,32 @@ from jax import lax
 
 from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import training_loss
-from fedjax_cfl.client.objective import Objective, erm, proximal
+from fedjax_cfl.client.objective import Objective, erm, proximal, training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import best_model, every_round
+from fedjax_cfl.clustering.assign import best_model, every_round, train_aside
 from fedjax_cfl.clustering.migrate import (
     ChargeFn,
+    DetectFn,
     ShiftReference,
     charge_detected,
     init_reference,
     on_shift,
+    tv,
 )
-from fedjax_cfl.clustering.pretrain import train_aside
-from fedjax_cfl.clustering.shift_detection import DetectFn, tv
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start, StartFn
 from fedjax_cfl.round.start import count_groups, no_clients, random_groups
-from fedjax_cfl.system.faults import add_fault_counts, sum_rounds
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import (
+    add_fault_counts,
+    add_traffic,
+    make_report,
+    make_traffic,
+    sum_rounds,
+)
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments

@@ -16,13 +16,12 @@ from fedjax_cfl.client.cohort import ClientFn, reads_in_place
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.round.client_models import put_models, take_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.sharding import put_models, take_models
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, select_everybody
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

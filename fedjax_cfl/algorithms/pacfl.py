@@ -33,9 +33,8 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task, Traffic
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments

@@ -25,17 +25,15 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import BYZANTINE, START, derive_key
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
-from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated, withhold_groups
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system import faults
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic, sum_fault_counts
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
-from fedjax_cfl.tree import take_rows, where_rows
+from fedjax_cfl.tree import drop_statistics, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
 
@@ -122,7 +120,7 @@ def local_erm(
         known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
         answers = data.num_clients - counts.dropped.sum()
         sent = make_traffic(units_down=data.num_clients, units_up=answers)
-        report = make_report(sent, fault_counts=faults.sum_fault_counts(counts, cohort))
+        report = make_report(sent, fault_counts=sum_fault_counts(counts, cohort))
         return jax.tree.map(jnp.add, start, delta), known, report
 
     return learn

@@ -46,7 +46,7 @@ from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, sp
 from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, copy_largest, new_models
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client import sgd
-from fedjax_cfl.clustering import distances, metric_kmeans, recluster, shift_detection
+from fedjax_cfl.clustering import distances, metric_kmeans, migrate, recluster
 from fedjax_cfl.clustering.assign import nearest_direction
 from fedjax_cfl.clustering.migrate import charge_detected, charge_swapped
 from fedjax_cfl.round import aggregate
@@ -77,10 +77,10 @@ class Maker(NamedTuple):
 
 MEANS = {"uniform": aggregate.uniform_mean, "samples": aggregate.weighted_mean}
 DETECTORS = {
-    "tv": shift_detection.tv,
-    "any_change": shift_detection.any_change,
-    "label_w1": shift_detection.label_w1,
-    "counts_as_samples": shift_detection.counts_as_samples,
+    "tv": migrate.tv,
+    "any_change": migrate.any_change,
+    "label_w1": migrate.label_w1,
+    "counts_as_samples": migrate.counts_as_samples,
 }
 IFCA = {
     "start": {

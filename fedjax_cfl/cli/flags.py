@@ -38,11 +38,6 @@ def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return given, [argument for argument in arguments if argument not in given.overrides]
 
 
-def shows_only(given: argparse.Namespace) -> bool:
-    """Returns whether the flags ask to show something instead of running."""
-    return any(getattr(given, flag) for flag in INFO_FLAGS)
-
-
 def _refuse_flag(message: str):
     raise InputError(
         f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE"

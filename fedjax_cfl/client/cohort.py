@@ -5,6 +5,11 @@ A solver (`sgd`) is written for ONE client and returns its loop (`executor`); `o
 adds the cohort axis, here and nowhere else. On a CPU core clients train one after another, each
 with its weights in the cache, on an accelerator side by side (`lanes`). Devices split the
 cohort.
+
+Many runs train as one: a `vmap` over runs of local training itself would waste work, since a
+mapped `lax.switch` runs every branch, and a mapped loop runs as long as the longest run needs.
+Instead the axis of the runs joins the cohort axis. The clients of all runs train as one cohort,
+each with its own branch and its own number of steps; the rest of a round is mapped.
 """
 
 from collections.abc import Callable
@@ -12,12 +17,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from fedjax_cfl.client import executor, lanes
 from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Work, full_work
-from fedjax_cfl.client.runs_as_one import CohortFn, over_clients_of_runs
+from fedjax_cfl.data.federated import gather
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params
 
@@ -38,13 +44,23 @@ class ClientFn(Protocol):
     ) -> Program: ...
 
 
+class CohortFn(Protocol):
+    """Applies a function of one client to a whole cohort: `client_inputs` [S, ...] and the
+    result [S, ...] have its axis, `shared` is the same for all.
+    """
+
+    def __call__(
+        self, cohort: Cohort, data: FederatedData, shared: Any, client_inputs: Any = ()
+    ) -> Any: ...
+
+
 CostFn = Callable[[jax.Array], jax.Array]  # samples [k] -> cost [k] of such clients, in any unit
 
 
 def make_int_array(numbers: list[int]) -> jax.Array:
     """Returns the numbers [n] int32 as an array that the compiled program makes.
 
-    A branch that captures constants cannot be mapped over runs, see `runs_as_one`.
+    A branch that captures constants cannot be mapped over runs, see `over_clients_of_runs`.
     """
     return jnp.stack([jnp.full((), number, jnp.int32) for number in numbers])
 
@@ -60,7 +76,7 @@ def over_clients(client_fn: Callable[..., Any], execution: Execution) -> CohortF
     a function closes over cannot be mapped over runs.
     """
     if execution.runs_as_one:
-        return over_clients_of_runs(client_fn, execution, run_clients)
+        return over_clients_of_runs(client_fn, execution)
 
     def block(shared, client_inputs):
         (data, shared), (clients, own) = shared, client_inputs
@@ -92,7 +108,7 @@ def run_clients(solve: Callable[[jax.Array], Any], real: jax.Array, execution: E
 def reads_in_place(execution: Execution) -> bool:
     """Returns whether a client's solver can read rows of models [K, ...] of all clients where
     they lie: on one device. Several devices each hold a part of every row
-    (`client_models.split_sharding`), and the runs of a grid would copy their K rows for each
+    (`sharding.split_sharding`), and the runs of a grid would copy their K rows for each
     client.
     """
     return execution.mesh.size == 1 and not execution.runs_as_one
@@ -127,6 +143,18 @@ def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax
         jnp.where(client < data.num_clients, data.train.size[clamped], 0),
         data.train.start[clamped],
     )
+
+
+def read_block(
+    client: jax.Array, data: FederatedData, held: tuple[jax.Array, jax.Array], number: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (x [B, ...], y [B], owner [B]) of a block of B = `SAMPLE_BLOCK` training samples of a
+    client: `owner` is its number, -1 for padding. `held` is its `client_range`.
+    """
+    count, first = held
+    place = number * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
+    x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
+    return x, y, jnp.where(place < count, client, -1)
 
 
 def balance_over_devices(
@@ -190,3 +218,95 @@ def map_clients(
     points = over_clients(client_fn, execution)(cohort, data, shared, work)
     points = jnp.where(jnp.isfinite(points), points, 0.0)
     return cohort.put(jnp.zeros((clients, points.shape[1])), points)
+
+
+class RunView:
+    """The array [n, ...] of one run within the stack [D, n, ...] of all runs' arrays.
+
+    It can be indexed, and nothing is copied.
+    """
+
+    def __init__(self, stack: jax.Array, run: jax.Array) -> None:
+        self.flat, self.run = stack.reshape(-1, *stack.shape[2:]), run
+        self.shape, self.size = stack.shape[1:], stack.size // stack.shape[0]
+
+    def __getitem__(self, at: jax.Array) -> jax.Array:
+        rows = self.shape[0]
+        return self.flat[self.run * rows + jnp.clip(jnp.where(at < 0, at + rows, at), 0, rows - 1)]
+
+
+def over_clients_of_runs(client_fn: Callable[..., Any], execution: Execution) -> CohortFn:
+    """Returns what `over_clients` returns, in a form that can be mapped over runs:
+    D runs cost what their clients cost.
+    """
+    partial_fn = client_fn if isinstance(client_fn, Partial) else Partial(client_fn)
+    fixed, structure = jax.tree.flatten(partial_fn)
+    devices = execution.mesh.size
+
+    def block(stacks, client_inputs):
+        data, rest = stacks
+        clients, (data_index, rest_index), own = client_inputs
+        num_clients = data.train.size.shape[1]
+
+        def solve(slot):
+            client, data_at, rest_at, mine = jax.tree.map(
+                lambda a: a[slot], (clients, data_index, rest_index, own)
+            )
+            fixed, shared = jax.tree.map(lambda stack, run: stack[run], rest, rest_at)
+            return structure.unflatten(fixed)(
+                client, jax.tree.map(RunView, data, data_at), shared, mine
+            )
+
+        return run_clients(solve, clients < num_clients, execution)
+
+    mapped = over_devices(block, execution.mesh)
+
+    @jax.custom_batching.custom_vmap
+    def joined(stacks, clients, index, own):
+        return mapped(stacks, (clients, index, own))
+
+    @joined.def_vmap
+    def _(count, batched, stacks, clients, index, own):
+        stacks, *each = join_runs(count, batched, stacks, (clients, index, own))
+        folded = jax.tree.map(lambda leaf: fold(leaf, devices), each)
+        out = jax.tree.map(lambda leaf: unfold(leaf, count, devices), joined(stacks, *folded))
+        return out, jax.tree.map(lambda _: True, out)
+
+    def run(cohort: Cohort, data: FederatedData, shared: Any, client_inputs: Any = ()) -> Any:
+        stacks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (data, (fixed, shared)))
+        index = jax.tree.map(lambda _: jnp.zeros_like(cohort.ids), stacks)
+        return joined(stacks, cohort.ids, index, client_inputs)
+
+    return run
+
+
+def join_runs(count: int, batched: Any, stacks: Any, each: tuple) -> tuple:
+    """Returns the stacks of `count` runs as one stack, and what each client has, (clients,
+    index, inputs) [count, S, ...], with indices into that stack.
+    """
+    stacks_batched, *each_batched = batched
+
+    def give_axis(is_batched, leaf):
+        return leaf if is_batched else jnp.broadcast_to(leaf, (count, *leaf.shape))
+
+    def offset_index(is_batched, stack, index):
+        return index + jnp.arange(count)[:, None] * stack.shape[1] if is_batched else index
+
+    def flatten(is_batched, leaf):
+        return leaf.reshape(-1, *leaf.shape[2:]) if is_batched else leaf
+
+    clients, index, own = jax.tree.map(give_axis, tuple(each_batched), each)
+    index = jax.tree.map(offset_index, stacks_batched, stacks, index)
+    return jax.tree.map(flatten, stacks_batched, stacks), clients, index, own
+
+
+def fold(leaf: jax.Array, devices: int) -> jax.Array:
+    """Returns `leaf` [D, S, ...] of D runs as [D * S, ...]; slots stay on their device."""
+    count, rest = leaf.shape[0], leaf.shape[2:]
+    return leaf.reshape(count, devices, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
+
+
+def unfold(leaf: jax.Array, count: int, devices: int) -> jax.Array:
+    """Returns the [D, S, ...] that `fold` was given, from its result, for D = `count`."""
+    rest = leaf.shape[1:]
+    return leaf.reshape(devices, count, -1, *rest).swapaxes(0, 1).reshape(count, -1, *rest)

@@ -22,7 +22,7 @@ class Execution(NamedTuple):
     # how a dense first layer is trained: direct | dual (in sample space) | auto (the cheaper one,
     # for each client)
     first_layer: Literal["auto", "direct", "dual"]
-    # under `vmap` over runs, the cohorts of all runs are trained as one, see `runs_as_one`
+    # under `vmap` over runs, the cohorts of all runs are trained as one, see `cohort`
     runs_as_one: bool = False
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import core, lax
 
-from fedjax_cfl.data.shuffle import put_first
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import put_first
 
 Carry = Any
 

@@ -10,8 +10,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.execution import Execution, make_execution
-from fedjax_cfl.data.shuffle import permute, write_table
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import permute, write_table
 from fedjax_cfl.types import Key, Params, Personal
 from fedjax_cfl.validation import (
     BelowOne,

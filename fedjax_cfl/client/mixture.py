@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
 from fedjax_cfl.client.executor import Loop
-from fedjax_cfl.client.losses import cross_entropy
-from fedjax_cfl.data.federated import gather
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.types import FederatedData, Params, Task
 
 LEAST_WEIGHT = 1e-30  # of a model, in a logarithm: what has lost all weight can get it back
@@ -87,9 +86,7 @@ def share_samples(task: Task) -> Any:
         count, first = client_range(client, data)
 
         def block(b, found):
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
-            owner = jnp.where(place < count, client, -1)
+            x, y, owner = read_block(client, data, (count, first), b)
             parts = explain_samples(task, models, label_shares, weights, x, y, owner)
             return Responsibilities(
                 lax.dynamic_update_slice(found.each, parts, (0, b * SAMPLE_BLOCK)),

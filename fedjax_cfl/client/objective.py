@@ -1,6 +1,6 @@
-"""What a client minimises: an Objective, called as (params, start, client_extra, x [B,
-...], y [B], key, owner [B]) -> [B].
+"""What a client minimises, and losses of models on its samples.
 
+An Objective is called as (params, start, client_extra, x [B, ...], y [B], key, owner [B]) -> [B].
 `owner` is as in `Task`, `start` is the model the client received, `client_extra` what
 `prepare` computed for it. The same function serves gradient and metric. Any function of
 these arguments can be used. An Objective also says which part of it depends on the model alone:
@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.types import Key, Params, Task
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
+from fedjax_cfl.client.executor import Loop
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.tree import drop_statistics
+from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task
 
 ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
 PenaltyFn = Callable[..., ArrayLike]  # (params, start, client_extra) -> []
@@ -79,6 +83,11 @@ def erm(task: Task) -> Objective:
     return Objective(task.sample_loss or task.loss, task.penalty)
 
 
+def find_objective(solve: Any) -> Any:
+    """Returns what a client minimises that trains by `solve`, of `sgd` or `change_steps`."""
+    return solve.args[0]
+
+
 def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
     """Returns the two parts of an objective: what depends on samples, a function as the
     objective itself, and the penalty, (params, start, client_extra) -> [], None if there is none.
@@ -130,3 +139,57 @@ def project(direction: Params, params: Params, start: Params) -> jax.Array:
         *(drop_statistics(tree) for tree in (direction, params, start)),
     )
     return jax.tree.reduce(jnp.add, terms)
+
+
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the cross-entropy [B] of logits [B, C] and labels y [B]."""
+    return (
+        jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
+    )
+
+
+def refuse_own_judge(local: Local, name: str) -> None:
+    """Raises InputError where clients would judge models with parts of their own: `name` tests the
+    models of groups as they are.
+    """
+    if local.personal is not None and local.personal.judge is not None:
+        raise InputError(
+            f"personal.judge=own: {name} tests the models of groups as they are; use template"
+        )
+
+
+def training_loss(
+    task: Task, with_l2: bool = False, personal: Personal | None = None
+) -> Callable[..., Loop]:
+    """Returns a function of one client: the mean loss [m] of each model over the client's
+    whole training set.
+
+    It is (client, data, models [m, ...], row) -> a Loop with the result [m], for `over_clients`.
+    The loss is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
+    code does (D10). `personal` may say that a client judges models with its own part, `row`.
+    """
+
+    def sample_loss(model, x, y, owner):
+        if with_l2:
+            return task.loss(model, x, y, None, owner)
+        return cross_entropy(task.predict(model, x, owner), y)
+
+    def client_loss(client, data: FederatedData, models, client_inputs):
+        count, first = client_range(client, data)
+        if personal is not None and personal.judge is not None:
+            models = jax.vmap(personal.judge, (None, 0))(client_inputs, models)
+
+        def block(b, total):
+            x, y, owner = read_block(client, data, (count, first), b)
+            each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
+            return total + jnp.sum(jnp.where(owner >= 0, each, 0.0), axis=1)
+
+        num_models = jax.tree.leaves(models)[0].shape[0]
+        return Loop(
+            -(-count // SAMPLE_BLOCK),
+            jnp.zeros(num_models),
+            block,
+            lambda total: total / jnp.maximum(count, 1),
+        )
+
+    return client_loss

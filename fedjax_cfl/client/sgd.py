@@ -25,8 +25,7 @@ from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_ste
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import has_statistics, move_statistics
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
 from fedjax_cfl.types import FederatedData, Params, Task, Upload
 
 

@@ -8,7 +8,5 @@ __all__ = [
     "kmeans",
     "metric_kmeans",
     "migrate",
-    "pretrain",
     "recluster",
-    "shift_detection",
 ]  # modules, imported by name

@@ -9,8 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.tree import inner_products
+from fedjax_cfl.tree import drop_statistics, inner_products
 from fedjax_cfl.types import Params
 
 

@@ -234,8 +234,6 @@ def k_center(key: Key, points: jax.Array, valid: jax.Array, m: int, metric: Metr
     a `ClusterFn`). It is a 2-approximation of the smallest radius (Gonzalez 1985).
 
     The first center is the first valid point. Fewer distinct points give fewer clusters.
-
-    Args: as those of `ClusterFn`.
     """
 
     def add(i, carry):

@@ -43,26 +43,6 @@ def rowwise(metric: MetricFn, a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, y: metric(x[None], y[None])[0, 0])(a, b)
 
 
-def move_to_nearest(
-    points: jax.Array,
-    moving: jax.Array,
-    labels: jax.Array,
-    centers: jax.Array,
-    active: jax.Array,
-    metric: MetricFn,
-) -> jax.Array:
-    """Returns the labels [K] int32 after every client that is `moving` has joined the nearest
-    center in use. Centers do not move meanwhile, so that the order of the clients does not
-    matter.
-
-    Args: `points` [K, p] represent the clients; `moving` [K] bool; `labels` [K] int32 are their
-    groups before; `centers` [m, p] are those of the groups; `active` [m] bool are the groups in
-    use.
-    """
-    distance = jnp.where(active[:, None], metric(centers, points), jnp.inf)
-    return jnp.where(moving, jnp.argmin(distance, axis=0), labels).astype(jnp.int32)
-
-
 def apply_moves(
     points: jax.Array,
     valid: jax.Array,
@@ -76,14 +56,16 @@ def apply_moves(
     that has lost, gained or kept one of them (Algorithm 2, lines 1-3). Returns what the moves
     have done.
 
-    An empty group keeps its center and may be joined again.
+    Centers do not move meanwhile, so that the order of the clients does not matter. An empty
+    group keeps its center and may be joined again.
 
     Args: `points` [K, p] represent the clients; `valid` [K] bool are those with data; `moving`
     [K] bool are the drifted ones; `old` [K] int32 are the groups before; `centers` [m, p] are
     those of the groups; `active` [m] bool are the groups in use.
     """
     m = active.size
-    labels = move_to_nearest(points, moving, old, centers, active, metric)
+    distance = jnp.where(active[:, None], metric(centers, points), jnp.inf)
+    labels = jnp.where(moving, jnp.argmin(distance, axis=0), old).astype(jnp.int32)
     groups = jnp.arange(m)
     affected = (old[:, None] == groups) | (labels[:, None] == groups)
     touched = jnp.any(affected & moving[:, None], axis=0)

@@ -13,15 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from fedjax_cfl.data.dealing import (
-    by_class,
-    check_partition,
-    check_range,
-    draw_by_class,
-    draw_proportions,
-    draw_test_mask,
-    join_clients,
-)
+from fedjax_cfl.data import dealing
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -68,7 +60,7 @@ def rotated_groups(
     classes; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is for testing where the
     pool has no test split.
     """
-    rng = check_partition(rotated_groups, locals())
+    rng = dealing.check_partition(rotated_groups, locals())
     check_square(pool.x, "partition=rotated_groups")
     maps = np.tile(np.arange(pool.num_classes, dtype=np.int32), (TURNS, 1))
     if swap_labels:
@@ -79,7 +71,7 @@ def rotated_groups(
             )
         for group, row in enumerate(maps):
             row[[2 * group + 1, 2 * group + 2]] = row[[2 * group + 2, 2 * group + 1]]
-    mask = draw_test_mask(rng, pool, test_fraction)
+    mask = dealing.draw_test_mask(rng, pool, test_fraction)
     concept = _deal_clients(TURNS, clients_per_group, seed)
     held = _draw_group(rng, pool, mask, len(concept), samples_per_client, test_samples, alpha)
     return _encode(held, concept, maps)
@@ -113,8 +105,8 @@ def source_groups(
             " (dataset=multi_source_digits) or another partition"
         )
     groups = int(pool.source.max()) + 1
-    rng = check_partition(source_groups, locals())
-    mask = draw_test_mask(rng, pool, test_fraction)
+    rng = dealing.check_partition(source_groups, locals())
+    mask = dealing.draw_test_mask(rng, pool, test_fraction)
     concept = _deal_clients(groups, clients_per_group, seed)
     amounts = samples_per_client, test_samples, alpha
     parts = []
@@ -122,7 +114,7 @@ def source_groups(
         clients = int(np.sum(concept == source))
         parts.append(_draw_group(rng, pool, mask, clients, *amounts, pool.source == source))
     train, test = ([part for side in parts for part in side[i]] for i in (0, 1))
-    return join_clients(train, test)._replace(concept=concept)
+    return dealing.join_clients(train, test)._replace(concept=concept)
 
 
 def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 0) -> Partition:
@@ -134,12 +126,12 @@ def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 
     test samples, cut the same way, belong to 400 machines without training data; here
     they are dealt to the clients, so that each counts once for every rotation.
     """
-    rng = check_partition(ifca_rotations, locals())
+    rng = dealing.check_partition(ifca_rotations, locals())
     check_square(pool.x, "partition=ifca_rotations")
     if pool.test is None:
         raise InputError("partition=ifca_rotations: the dataset has no test split, expected one")
     train, test = (np.flatnonzero(pool.test == side) for side in (False, True))
-    check_range("samples_per_client", samples_per_client, 1, len(train))
+    dealing.check_range("samples_per_client", samples_per_client, 1, len(train))
     clients = len(train) // samples_per_client
     held = [], []
     for _ in range(TURNS):
@@ -163,16 +155,16 @@ def _draw_group(
     """Returns the training and the test samples of each of `clients` clients, of those
     that are to be kept [N] bool.
     """
-    parts, tests = by_class(pool, ~mask & keep), np.flatnonzero(mask & keep)
+    parts, tests = dealing.by_class(pool, ~mask & keep), np.flatnonzero(mask & keep)
     present = np.array([len(part) > 0 for part in parts])
     if not present.any() or not len(tests):
         raise InputError("partition: a group has no training or no test samples, expected both")
     count = len(tests) if test_samples is None else test_samples
-    check_range("test_samples", count, 1, len(tests))
+    dealing.check_range("test_samples", count, 1, len(tests))
     train, test = [], []
     for _ in range(clients):
-        props = draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
-        train.append(draw_by_class(rng, parts, samples, props))
+        props = dealing.draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
+        train.append(dealing.draw_by_class(rng, parts, samples, props))
         test.append(np.sort(rng.permutation(tests)[:count]))
     return train, test
 
@@ -197,7 +189,7 @@ def _encode(
     """Returns the partition of clients that see their samples turned as many times as their
     group `concept` [K] says, through its row of `label_maps`, or the only one.
     """
-    holdings = join_clients(*held)
+    holdings = dealing.join_clients(*held)
     turn = concept[holdings.owner]
     code = turn + TURNS * turn if len(label_maps) > 1 else turn
     return holdings._replace(concept=concept, code=code, label_maps=label_maps)

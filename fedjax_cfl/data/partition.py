@@ -16,19 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedjax_cfl.data import dealing
 from fedjax_cfl.data.by_group import ifca_rotations, rotated_groups, source_groups
-from fedjax_cfl.data.dealing import (
-    by_class,
-    check_clients,
-    check_partition,
-    check_range,
-    draw_by_class,
-    draw_proportions,
-    draw_test_mask,
-    group_places,
-    join_clients,
-    split_train_test,
-)
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -63,13 +52,13 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
         )
     clients = int(pool.client.max()) + 1
     check_value("partition.clients", clients, COUNT)
-    rng = check_partition(by_user, locals())
-    held = group_places(pool.client, clients)
+    rng = dealing.check_partition(by_user, locals())
+    held = dealing.group_places(pool.client, clients)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
     if test is None:
-        return split_train_test(held, rng, test_fraction)._replace(**own)
+        return dealing.split_train_test(held, rng, test_fraction)._replace(**own)
     sides = ([part[test[part] == side] for part in held] for side in (False, True))
-    return join_clients(*sides)._replace(**own)
+    return dealing.join_clients(*sides)._replace(**own)
 
 
 def auto(
@@ -93,10 +82,10 @@ def auto(
 
 def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
-    rng = check_partition(iid, locals())
-    check_clients(clients, len(pool.y), "at least 1 sample per client")
+    rng = dealing.check_partition(iid, locals())
+    dealing.check_clients(clients, len(pool.y), "at least 1 sample per client")
     dealt = np.array_split(rng.permutation(len(pool.y)), clients)
-    return split_train_test(dealt, rng, test_fraction)
+    return dealing.split_train_test(dealt, rng, test_fraction)
 
 
 def shards(
@@ -112,16 +101,16 @@ def shards(
 
     Args: K x `shards_per_client` is at most N; the others are those of all partitions.
     """
-    rng = check_partition(shards, locals())
-    check_range("shards_per_client", shards_per_client, 1, len(pool.y))
+    rng = dealing.check_partition(shards, locals())
+    dealing.check_range("shards_per_client", shards_per_client, 1, len(pool.y))
     what = f"{shards_per_client} shards of at least 1 sample per client"
-    check_clients(clients, len(pool.y) // shards_per_client, what)
+    dealing.check_clients(clients, len(pool.y) // shards_per_client, what)
     order = rng.permutation(len(pool.y))
     by_label = order[np.argsort(pool.y[order], kind="stable")]
     pieces = np.array_split(by_label, clients * shards_per_client)
     rows = rng.permutation(len(pieces)).reshape(clients, shards_per_client)
     dealt = [np.concatenate([pieces[i] for i in row]) for row in rows]
-    return split_train_test(dealt, rng, test_fraction)
+    return dealing.split_train_test(dealt, rng, test_fraction)
 
 
 def dirichlet(
@@ -141,10 +130,9 @@ def dirichlet(
 
     Args: `alpha` > 0, the larger the more even; the others are those of all partitions.
     """
-    rng = check_partition(dirichlet, locals())
-    check_range("min_samples", min_samples, 0, len(pool.y))
-    check_clients(clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client")
-    samples = [rng.permutation(part) for part in by_class(pool)]
+    rng = dealing.check_partition(dirichlet, locals())
+    _check_least(pool, clients, min_samples)
+    samples = [rng.permutation(part) for part in dealing.by_class(pool)]
     best = 0
     for _ in range(MAX_REDRAWS):
         cuts = _dirichlet_cuts(rng, [len(part) for part in samples], clients, alpha)
@@ -152,7 +140,7 @@ def dirichlet(
         if smallest >= min_samples:
             pieces = [np.split(part, cut[1:-1]) for part, cut in zip(samples, cuts, strict=True)]
             dealt = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
-            return split_train_test(dealt, rng, test_fraction)
+            return dealing.split_train_test(dealt, rng, test_fraction)
         best = max(best, smallest)
     raise InputError(
         f"partition.min_samples={min_samples}: not met in {MAX_REDRAWS} draws with alpha={alpha}"
@@ -161,13 +149,20 @@ def dirichlet(
     )
 
 
+def _check_least(pool: Pool, clients: int, min_samples: int) -> None:
+    """Raises InputError if there are too few samples for `min_samples` of every client."""
+    dealing.check_range("min_samples", min_samples, 0, len(pool.y))
+    what = f"{min_samples} samples per client"
+    dealing.check_clients(clients, len(pool.y) // max(min_samples, 1), what)
+
+
 def _dirichlet_cuts(
     rng: np.random.RandomState, counts: Sequence[int], clients: int, alpha: float
 ) -> list[np.ndarray]:
     """Returns for each class the K + 1 places at which its samples are cut."""
     sizes, cuts = np.zeros(clients, int), []
     for count in counts:
-        props = draw_proportions(rng, clients, alpha, sizes < sum(counts) / clients)
+        props = dealing.draw_proportions(rng, clients, alpha, sizes < sum(counts) / clients)
         cuts.append(np.concatenate([[0], np.round(np.cumsum(props) * count).astype(int)]))
         sizes += np.diff(cuts[-1])
     return cuts
@@ -195,17 +190,17 @@ def dirichlet_per_client(
     training; `seed` fixes all draws; `test_fraction`, from 0 to below 1, is that of the pool
     and of the test samples that a client gets.
     """
-    rng = check_partition(dirichlet_per_client, locals())
-    mask = draw_test_mask(rng, pool, test_fraction)
+    rng = dealing.check_partition(dirichlet_per_client, locals())
+    mask = dealing.draw_test_mask(rng, pool, test_fraction)
     wanted = samples_per_client, round(samples_per_client * test_fraction / (1 - test_fraction))
-    sides = [by_class(pool, ~mask), by_class(pool, mask)]
+    sides = [dealing.by_class(pool, ~mask), dealing.by_class(pool, mask)]
     present = np.array([len(part) > 0 for part in sides[0]])
     held = [], []
     for _ in range(clients):
-        props = draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
+        props = dealing.draw_proportions(rng, pool.num_classes, alpha / pool.num_classes, present)
         for side, size, out in zip(sides, wanted, held, strict=True):
-            out.append(draw_by_class(rng, side, size, props))
-    return join_clients(*held)
+            out.append(dealing.draw_by_class(rng, side, size, props))
+    return dealing.join_clients(*held)
 
 
 def quantity_skew(
@@ -222,10 +217,11 @@ def quantity_skew(
 
     Args: `sigma` > 0, the larger the more uneven; the others are those of all partitions.
     """
-    rng = check_partition(quantity_skew, locals())
-    check_range("min_samples", min_samples, 0, len(pool.y))
-    check_clients(clients, len(pool.y) // max(min_samples, 1), f"{min_samples} samples per client")
+    rng = dealing.check_partition(quantity_skew, locals())
+    _check_least(pool, clients, min_samples)
     props = np.cumsum(rng.lognormal(0, sigma, clients))
     spare = len(pool.y) - clients * min_samples
     cuts = np.round(props / props[-1] * spare).astype(int) + min_samples * np.arange(1, clients + 1)
-    return split_train_test(np.split(rng.permutation(len(pool.y)), cuts[:-1]), rng, test_fraction)
+    return dealing.split_train_test(
+        np.split(rng.permutation(len(pool.y)), cuts[:-1]), rng, test_fraction
+    )

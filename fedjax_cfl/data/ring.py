@@ -6,14 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedjax_cfl.data.dealing import (
-    by_class,
-    check_clients,
-    check_partition,
-    check_range,
-    join_clients,
-    split_train_test,
-)
+from fedjax_cfl.data import dealing
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed
@@ -39,16 +32,16 @@ def power_law(
     Args: `clients` is K, as far as the seed samples suffice; `classes_per_client` is from 1 to C;
     `sigma` > 0 is that of the lognormal; the others are those of all partitions.
     """
-    rng = check_partition(power_law, locals())
-    check_range("seed_samples", seed_samples, 1, len(pool.y))
+    rng = dealing.check_partition(power_law, locals())
+    dealing.check_range("seed_samples", seed_samples, 1, len(pool.y))
     # no more rows than could ever be dealt
     owns = _ring(pool, min(clients, len(pool.y) // seed_samples + 1), classes_per_client)
-    samples, counts = by_class(pool), np.bincount(pool.y, minlength=pool.num_classes)
+    samples, counts = dealing.by_class(pool), np.bincount(pool.y, minlength=pool.num_classes)
     # [K, C], of the first k + 1 clients
     needs = seed_samples * np.cumsum(np.eye(pool.num_classes, dtype=int)[owns].sum(axis=1), axis=0)
     feasible = int((needs <= counts).all(axis=1).sum())
     what = f"{seed_samples} samples of each of {classes_per_client} classes per client"
-    check_clients(clients, feasible, what)
+    dealing.check_clients(clients, feasible, what)
     extra = _scaled_lognormal(rng, owns, counts - needs[-1], sigma)
     held, cursor = [[] for _ in range(clients)], np.zeros(pool.num_classes, int)
     for u, j in np.ndindex(*owns.shape):
@@ -59,12 +52,12 @@ def power_law(
         if cursor[label] + take < counts[label]:
             held[u].append(samples[label][cursor[label] : cursor[label] + take])
             cursor[label] += take
-    return split_train_test([np.concatenate(parts) for parts in held], rng, test_fraction)
+    return dealing.split_train_test([np.concatenate(parts) for parts in held], rng, test_fraction)
 
 
 def _ring(pool: Pool, clients: int, classes_per_client: int) -> np.ndarray:
     """Returns the classes of each client, (u + j) mod C [K, c]."""
-    check_range("classes_per_client", classes_per_client, 1, pool.num_classes)
+    dealing.check_range("classes_per_client", classes_per_client, 1, pool.num_classes)
     return (np.arange(clients)[:, None] + np.arange(classes_per_client)) % pool.num_classes
 
 
@@ -104,10 +97,10 @@ def femnist_power_law(
     Args: `classes_per_client` is c, from 1 to C; `variant` is disjoint | released; the others are
     those of all partitions.
     """
-    rng = check_partition(femnist_power_law, locals())
+    rng = dealing.check_partition(femnist_power_law, locals())
     owns = _ring(pool, clients, classes_per_client)
     sizes = rng.lognormal(4, 1, clients) + 5
-    samples, held = by_class(pool), []
+    samples, held = dealing.by_class(pool), []
     cursor = np.zeros(pool.num_classes, int)
     for u in range(clients):
         parts = []
@@ -119,7 +112,7 @@ def femnist_power_law(
             parts.append(samples[label][cursor[label] : cursor[label] + take])
             cursor[label] += take
         held.append(np.concatenate(parts))
-    return split_train_test(held, rng, test_fraction)
+    return dealing.split_train_test(held, rng, test_fraction)
 
 
 def ditto(
@@ -134,14 +127,14 @@ def ditto(
     test samples (6). A class starts again at its first sample if a block would overrun, so that
     clients share a few samples. Official Fashion-MNIST: 61,251 + 11,254.
     """
-    rng = check_partition(ditto, locals())
+    rng = dealing.check_partition(ditto, locals())
     owns = _ring(pool, clients, classes_per_client)
     if pool.test is None:
         raise InputError(
             "partition=ditto: the dataset has no test split; use another one (fashion_mnist:"
             " dataset.source.split=random)"
         )
-    sides = [by_class(pool, ~pool.test), by_class(pool, pool.test)]
+    sides = [dealing.by_class(pool, ~pool.test), dealing.by_class(pool, pool.test)]
     if not all(len(part) for side in sides for part in side):
         raise InputError(
             "partition=ditto: a class has no training or no test samples, expected every class in"
@@ -161,4 +154,4 @@ def ditto(
                     cursor[t, label] = 0
                 held[t][u].append(sides[t][label][cursor[t, label] : cursor[t, label] + take])
                 cursor[t, label] += take
-    return join_clients(*([np.concatenate(parts) for parts in side] for side in held))
+    return dealing.join_clients(*([np.concatenate(parts) for parts in side] for side in held))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.models.statistics import STATISTICS
+from fedjax_cfl.tree import STATISTICS
 
 
 class BatchStatNorm(nn.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
-from fedjax_cfl.models.statistics import STATISTICS, as_variables, drop_statistics, pull_statistics
+from fedjax_cfl.tree import STATISTICS, as_variables, drop_statistics, pull_statistics
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 

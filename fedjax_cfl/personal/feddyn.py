@@ -13,16 +13,15 @@ paper, and gradients are not clipped.
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training
-from fedjax_cfl.client.objective import Objective
+from fedjax_cfl.client.objective import Objective, find_objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.personal.scaffold import restore_updates
+from fedjax_cfl.tree import copy_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
@@ -51,8 +50,7 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
             return dynamic_loop(training, data, alpha)
 
         changed = change_steps(solve, make_loop, "feddyn")
-        assert isinstance(changed, Partial)  # with the objective first
-        objective = changed.args[0]
+        objective = find_objective(changed)
         fixed = isinstance(objective, Objective) and not (objective.mu_of or objective.center)
         if not fixed or objective.direction:
             raise InputError(

@@ -18,15 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training
-from fedjax_cfl.client.objective import Objective
+from fedjax_cfl.client.objective import Objective, find_objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.models.statistics import drop_statistics
+from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
 
@@ -61,8 +60,7 @@ def moon(
             return contrast_loop(task, training, data, (mu, temperature, layer))
 
         changed = change_steps(solve, make_loop, "moon")
-        assert isinstance(changed, Partial)  # with the objective first
-        if not isinstance(changed.args[0], Objective):
+        if not isinstance(find_objective(changed), Objective):
             raise InputError(
                 "personal=moon: adds to the loss of samples, but clients of this method minimise"
                 " something else; use personal=none, or another algorithm"

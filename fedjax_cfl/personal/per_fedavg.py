@@ -15,7 +15,7 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.sgd import batch_losses, change_steps, no_velocity, take_step
-from fedjax_cfl.models.statistics import copy_statistics, move_statistics
+from fedjax_cfl.tree import copy_statistics, move_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 

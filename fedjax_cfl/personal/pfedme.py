@@ -14,7 +14,7 @@ from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.sgd import batch_losses, change_steps
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import move_statistics
+from fedjax_cfl.tree import move_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 

@@ -8,16 +8,14 @@ would. Without groups this is the paper's method.
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training, Work
-from fedjax_cfl.client.objective import Objective
+from fedjax_cfl.client.objective import Objective, find_objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import copy_statistics
-from fedjax_cfl.tree import squared_norms
+from fedjax_cfl.tree import copy_statistics, squared_norms
 from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task, Upload
 
 
@@ -33,8 +31,7 @@ def scaffold() -> Personal:
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         corrected = change_steps(solve, corrected_loop, "scaffold")
-        assert isinstance(corrected, Partial)  # with the objective first
-        objective = corrected.args[0]
+        objective = find_objective(corrected)
         if isinstance(objective, Objective) and objective.direction is not None:
             raise InputError(
                 "personal=scaffold: clients of this method correct their gradients already; use"

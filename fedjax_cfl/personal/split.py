@@ -37,8 +37,7 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, StepPlan, Training, Work
 from fedjax_cfl.client.sgd import as_pytree, batch_losses, change_steps, no_velocity, take_step
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.models.statistics import STATISTICS
-from fedjax_cfl.tree import put_part, take_rows
+from fedjax_cfl.tree import STATISTICS, put_part, take_rows
 from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 

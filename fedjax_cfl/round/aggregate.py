@@ -1,4 +1,5 @@
-"""Server aggregation: each function is an `AggregateFn` (see `hooks`) or returns one.
+"""Server aggregation: each function is an `AggregateFn` (see `hooks`) or returns one; the server's
+step with what they return, and how far from it each update is.
 
 The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.
 `state` is the state before the server's step, with the cohort's groups `gid` already
@@ -9,35 +10,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.round.client_models import split_by_parameter
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_mean, group_sum, membership_weights, squared_norms
+from fedjax_cfl.sharding import split_by_parameter, take_models
+from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.tree import (
+    copy_statistics,
+    drop_statistics,
+    group_mean,
+    group_sum,
+    membership_weights,
+    squared_norms,
+    where_rows,
+)
 from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
 
 
 def weighted_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group, weighted by training samples (FedAvg).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages the updates of each group, weighted by training samples (FedAvg)."""
     return group_mean(upload.weight, gid, upload.delta, state.active.size)
 
 
 def uniform_mean(
     upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
 ) -> tuple[Params, jax.Array]:
-    """Averages the updates of each group's clients whose update is used, unweighted (IFCA, FeSEM).
-
-    Args: as those of `AggregateFn`.
-    """
+    """Averages the updates of each group that are used, unweighted (IFCA, FeSEM)."""
     return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
 
 
@@ -46,8 +50,6 @@ def first_client(
 ) -> tuple[Params, jax.Array]:
     """Takes only the update of each group's first selected client, times L / (L + 1e-5)
     for L clients: the "simple average" of the FlexCFL code (D4).
-
-    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     count = present.sum(0)
@@ -61,8 +63,6 @@ def cohort_mean(
 ) -> tuple[Params, jax.Array]:
     """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
     of IFCA (Algorithm 1, option I).
-
-    Args: as those of `AggregateFn`.
     """
     present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
     return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
@@ -183,3 +183,79 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
 def add_inter_group(eta_g: ArrayLike) -> FinishFn:
     """Mixes as `inter_group`, but without dividing, as eq. 20 is printed (D14)."""
     return inter_group(eta_g, normalize=False)
+
+
+def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Upload:
+    """Returns the upload with each delta relative to the model of the client's present
+    group `gid` [S]: start + delta - group.
+
+    A client that changed its group, or whose group was given another model, trained from
+    what was `sent` [m, ...]. Its group can use its model, but not its delta.
+    """
+
+    def differs(old, new):
+        return jnp.any((old != new).reshape(len(old), -1), axis=1)
+
+    changed = jax.tree.reduce(jnp.logical_or, jax.tree.map(differs, sent, groups))  # [m]
+    elsewhere = ((gid != upload.start_group) | changed[gid]) & (upload.weight > 0)
+
+    def shift() -> Upload:
+        def from_new_group(delta, sent, groups):
+            return delta + sent[upload.start_group] - groups[gid]
+
+        moved = jax.tree.map(from_new_group, upload.delta, sent, groups)
+        delta = where_rows(elsewhere, moved, upload.delta)
+        return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))
+
+    return jax.lax.cond(jnp.any(elsewhere), shift, lambda: upload)
+
+
+def apply_server_optimizer(
+    server: optax.GradientTransformation, state: State, step: Params, mass: jax.Array
+) -> tuple[Params, Any]:
+    """Applies the server optimizer to every group of positive `mass` [m]; the others keep
+    their model and optimizer state. Returns both, [m, ...].
+    """
+    changed = (mass > 0) & state.active
+    updates, new_server = jax.vmap(server.update)(
+        jax.tree.map(jnp.negative, step), state.server, state.groups
+    )
+    updated = jax.vmap(optax.apply_updates)(state.groups, updates)
+    # running statistics are averaged, whatever the optimizer does with weights
+    updated = copy_statistics(updated, jax.tree.map(jnp.add, state.groups, step))
+
+    before = state.groups, state.server
+    return where_rows(changed, (updated, new_server), before)
+
+
+def deviation(
+    state: State, groups: Params, gid: jax.Array, upload: Upload, mesh: Mesh | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the distance [S] of each trained model from the new model of its group, and
+    the cosine [S] of its delta to the group's step.
+
+    Where groups are few, one matrix product of all updates with all steps gives both. Squared
+    distances are exact to about 1e-7 of the update's squared norm; a distance below 1/300 of
+    the update's norm is returned as 0.
+
+    Args: `state` has the old models and `groups` [m, ...] are the new ones; `gid` [S] int32 is
+    the group of each slot; `upload` has deltas relative to the old models of these groups; the
+    devices of `mesh` share groups that are one client's each, None: one device.
+    """
+    step = jax.tree.map(jnp.subtract, groups, state.groups)
+    alone = state.active.size >= gid.size  # a group for each client
+    steps = take_models(step, gid, mesh) if alone else step
+    pairs = zip(
+        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, steps)), strict=True
+    )
+    if alone:
+        own = sum(jnp.sum(x * y, axis=tuple(range(1, x.ndim))) for x, y in pairs)
+    else:
+        product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
+        own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
+    step_square = squared_norms(step).sum(0)[gid]
+    gap = upload.squared_norm - 2 * own + step_square
+    norms = jnp.sqrt(upload.squared_norm * step_square)
+    return jnp.sqrt(jnp.where(gap > 1e-5 * upload.squared_norm, gap, 0.0)), jnp.where(
+        norms > 0, own / jnp.where(norms > 0, norms, 1.0), 0.0
+    )

@@ -6,34 +6,38 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
 from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
-from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_models import put_models
+from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase, weighted_mean
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
-from fedjax_cfl.round.info import make_info
 from fedjax_cfl.round.personal import (
-    init_own,
-    make_first_rows,
-    make_personal_models,
-    train_personal,
-)
-from fedjax_cfl.round.server import apply_server_optimizer, rebase
-from fedjax_cfl.round.server_rows import (
     follow_groups,
     give_rows,
+    init_own,
     keep_rows,
+    make_first_rows,
+    make_personal_models,
     move_groups,
     restore_updates,
+    train_personal,
 )
 from fedjax_cfl.round.start import find_data_clients, random_groups
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.reports import (
+    add_traffic,
+    make_count,
+    make_report,
+    make_traffic,
+    model_bytes_of,
+    no_faults,
+    sum_counts,
+)
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
-from fedjax_cfl.system.traffic import add_traffic, make_traffic, model_bytes_of
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import group_mean, squared_norms, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -41,6 +45,7 @@ from fedjax_cfl.types import (
     FederatedData,
     Info,
     Key,
+    Params,
     ServedModels,
     State,
     Task,
@@ -218,8 +223,7 @@ def hand_out_own(
     if parts.local.personal is None:
         return state, work, log
     met = state.replace(assignment=cohort.put(state.assignment, work.group))
-    if not parts.hooks.own_models:
-        met = withhold_groups(state, met, data)
+    met = withhold_groups(state, met, data)  # with `own_models` nothing is kept
     own, work, reports = give_rows(parts.local, met, cohort, work)
     return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
 
@@ -315,3 +319,74 @@ def close_round(
     selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
     state = state.replace(round=state.round + 1, selection=selection, received=received)
     return parts.system.close(state, info, log)
+
+
+def part_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload, jax.Array]:
+    """Returns the upload with one model in each slot, and the group of each: itself, or, where
+    each client has trained all m models (`upload.delta` is [S, m, ...]), that of S m slots.
+
+    Args: `gid` [S] int32 is the group of each slot; `groups` [m, ...] are the models.
+    """
+    leaf, whole = (jax.tree.leaves(tree)[0] for tree in (groups, upload.delta))
+    if leaf.ndim == whole.ndim:
+        return upload, gid
+    clients, count = whole.shape[:2]
+    delta = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), upload.delta)
+    parted = upload.replace(
+        delta=delta,
+        weight=jnp.repeat(upload.weight, count),
+        squared_norm=squared_norms(delta).sum(0),
+    )
+    return parted, jnp.tile(jnp.arange(count, dtype=gid.dtype), clients)
+
+
+def make_info(
+    state: State,
+    groups: Params,
+    cohort: Cohort,
+    gid: jax.Array,
+    upload: Upload,
+    mass: jax.Array,
+    mesh: Mesh | None = None,
+) -> Info:
+    """Returns what is known from a round's updates; `System.close` adds the rest.
+
+    The discrepancy is that of FlexCFL, eq. 3: ||trained - new model of its own group||, over
+    all clients and per group.
+
+    Args: `state`, `groups`, `gid`, `upload` and `mesh` are those of `deviation`; `mass` [m] is
+    the weight behind each group's step, 0: its model stayed.
+    """
+    each, own = part_models(upload, gid, groups)
+    distance, cosine = deviation(state, groups, own, each, mesh)
+    trained = (upload.weight > 0).astype(jnp.float32)
+    used = trained if each is upload else (each.weight > 0).astype(jnp.float32)
+    (per_group,), count = group_mean(used, own, (distance,), state.active.size)
+    known = cohort.take(state.assignment) >= 0
+    real = cohort.ids < state.assignment.size
+    in_cohort = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
+    models = jnp.maximum(used.sum(), 1.0)
+    samples = jnp.maximum(upload.weight.sum(), 1.0)
+
+    def if_any(mean: jax.Array) -> jax.Array:
+        """Returns a mean over clients; NaN where no client's update is used."""
+        return jnp.where(trained.any(), mean, jnp.nan)
+
+    return Info(
+        loss=if_any(jnp.sum(upload.weight * upload.loss) / samples),
+        last_loss=if_any(jnp.sum(upload.weight * upload.last_loss) / samples),
+        discrepancy=if_any(jnp.sum(per_group * count) / models),
+        group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
+        dissimilarity=if_any(jnp.sum(used * (1.0 - cosine) / 2) / models),
+        selected=real.sum().astype(jnp.int32),
+        clients=trained.sum().astype(jnp.int32),
+        steps=sum_counts(make_count(upload.steps)),
+        cold=jnp.sum(real & ~known).astype(jnp.int32),
+        shifted=jnp.zeros((), jnp.int32),
+        migrated=jnp.zeros((), jnp.int32),
+        reclustered=jnp.zeros((), jnp.int32),
+        fault_counts=no_faults(),
+        idle_groups=jnp.sum(in_cohort & (mass == 0)).astype(jnp.int32),
+        late=jnp.zeros((), jnp.int32),
+        seconds=jnp.zeros(()),
+    )

@@ -11,7 +11,7 @@ import optax
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Work
-from fedjax_cfl.system.traffic import add_traffic
+from fedjax_cfl.system.reports import add_traffic
 from fedjax_cfl.types import (
     Cohort,
     FederatedData,

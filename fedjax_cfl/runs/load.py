@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task

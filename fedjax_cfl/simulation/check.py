@@ -17,7 +17,7 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation.personalize import check_rule
-from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.system.select import uniform
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Selection, State, Task, Upload
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.client.mixture import mix_predictions, mixture_loss
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.client_models import take_models
-from fedjax_cfl.sharding import over_devices
+from fedjax_cfl.sharding import over_devices, take_models
 from fedjax_cfl.simulation import metrics
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.tree import take_rows

@@ -23,6 +23,7 @@ from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.simulation.evaluate import evaluate_clients, used_models
 from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.system.select import memoryless
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -170,11 +171,7 @@ def select_these(ids: jax.Array) -> Selection:
     """Selects the clients `ids` [n], K: none, in every round; remembers nothing, so that a method
     may wrap it.
     """
-    return Selection(
-        init=lambda data: (),
-        select=lambda key, memory, state, data: ids,
-        update=lambda memory, state, cohort, upload, seconds: memory,
-    )
+    return memoryless(lambda key, memory, state, data: ids)
 
 
 MakeAlgorithm = Callable[[Selection], Algorithm]  # the method, with another selection

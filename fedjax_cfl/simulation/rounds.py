@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.keys import DRIFT, derive_key
-from fedjax_cfl.round.client_models import split_sharding
-from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on
+from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on, split_sharding
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task

@@ -10,8 +10,8 @@ from fedjax_cfl.errors import NonFiniteUpdate, RunError
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.system import traffic
-from fedjax_cfl.system.counts import count_to_int
+from fedjax_cfl.system import reports
+from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, Params
 
@@ -133,7 +133,7 @@ def metrics_row(
     model_bytes = sum(
         leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(groups)
     )
-    down, up = traffic.count_bytes(sent, model_bytes)
+    down, up = reports.count_bytes(sent, model_bytes)
     row = {name: value.tolist() for name, value in found.items()}
     return {
         "round": done,

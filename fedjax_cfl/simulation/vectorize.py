@@ -2,7 +2,7 @@
 and stepped together.
 
 A member is what it would be alone, up to rounding. Clients of all members train as one
-cohort, see `runs_as_one`; the rest of a round is mapped over keys, and inside them over the
+cohort, see `client.cohort`; the rest of a round is mapped over keys, and inside them over the
 values of settings.
 """
 

@@ -1,4 +1,12 @@
-"""Simulated time: how long each client of a cohort takes, and when a round ends."""
+"""Simulated time: how long each client of a cohort takes, what happens before training, which
+clients answer in time, and when a round is over. n is the number of clocks: 1, or m where each
+group has a clock of its own (as the cohorts of Auxo have).
+
+With a clock for each group, groups do not wait for one another, except where groups begin or
+end: in a clustering of all clients, or when a group is founded or ends. A group that begins, or
+that takes over the clients of one that ended, continues from the latest time of the groups that
+its clients come from. Single clients that move to another group do not delay it.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -8,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.availability import PresenceFn
-from fedjax_cfl.types import Cohort, Upload
+from fedjax_cfl.system.availability import Presence, PresenceFn
+from fedjax_cfl.system.reports import add_counts, make_count, slot_bytes
+from fedjax_cfl.system.select import groups_of
+from fedjax_cfl.types import Cohort, FederatedData, Poll, Report, State, Upload
 
 TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
 
@@ -41,7 +51,7 @@ class Clock(NamedTuple):
     ask_seconds: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     server_seconds: float = 0.0  # added to a round in which clients report drift
     presence: PresenceFn | None = None  # who is online; None: all clients always are
-    per_group: bool = False  # each group has a clock of its own, see `timing`
+    per_group: bool = False  # each group has a clock of its own, see the module
 
 
 def device_profiles(
@@ -97,3 +107,195 @@ def find_duration(
     arrivals = jnp.sort(jnp.where(answers, seconds, jnp.inf))
     duration = jnp.where(waited > 0, arrivals[jnp.maximum(waited - 1, 0)], 0.0)
     return duration, answers & (seconds > duration)
+
+
+class RoundEnd(NamedTuple):
+    """How a round ended."""
+
+    duration: jax.Array  # [n] float32 seconds
+    late: jax.Array  # [S] bool, the answer came after the end
+    gone: jax.Array  # [S] bool, offline before it could answer
+
+
+def clock_of(clock: Clock, gid: jax.Array) -> jax.Array:
+    """Returns the number of the clock [...] that times group `gid` [...]."""
+    return gid if clock.per_group else jnp.zeros_like(gid)
+
+
+def find_presence(clock: Clock | None, state: State) -> Presence | None:
+    """Returns who is online at the start of the round; None: all clients always are."""
+    if clock is None or clock.presence is None:
+        return None
+    times = state.clock_ms.reshape(-1, 2)
+    return clock.presence(times[clock_of(clock, groups_of(state))])
+
+
+def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
+    """Returns the largest of the `values` [...] >= 0 of each `clock` [...], [count]; 0 where
+    there are none.
+    """
+    return jnp.zeros(count, values.dtype).at[clock].max(values, mode="drop")
+
+
+def wait_before(
+    clock: Clock | None, state: State, migration: Report, poll: Poll | None, model_bytes: int
+) -> jax.Array:
+    """Returns the seconds [n] that pass before clients train: the time of the slowest drift
+    report, and that of the slowest client that is polled before the selection.
+
+    A group waits for its own clients only; all groups wait for all reports if all clients are
+    clustered again.
+
+    Args: `clock` of None takes no time; `migration` counts only where its traffic or samples
+    are given for each client [K]; `poll` is what clients did before the selection, None:
+    nothing; `model_bytes` is the size of one model.
+    """
+    count = state.clock_ms.size // 2
+    waited = jnp.zeros(count)
+    if clock is None or clock.ask_seconds is None:
+        return waited
+    own = clock_of(clock, groups_of(state))
+    client_bytes = slot_bytes(migration.traffic, model_bytes)
+    if client_bytes.ndim or migration.samples.ndim:
+        samples = migration.samples if migration.samples.ndim else jnp.zeros(())
+        reports = latest(clock.ask_seconds(client_bytes, samples), own, count)
+        reports = jnp.where(migration.reclustered > 0, reports.max(), reports)
+        waited += jnp.where(reports > 0, reports + clock.server_seconds, 0.0)
+    if poll is not None:
+        client_bytes = slot_bytes(poll.traffic, model_bytes)
+        waited += latest(clock.ask_seconds(client_bytes, poll.samples), own, count)
+    return waited
+
+
+def client_seconds(
+    clock: Clock,
+    cohort: Cohort,
+    upload: Upload,
+    reports: list[Report],
+    model_bytes: int,
+    num_clients: int,
+) -> jax.Array:
+    """Returns the seconds [S] that each client of the cohort takes to train, and to exchange
+    and infer what the `reports` say; 0 in an empty slot.
+
+    Args: `reports` have traffic and samples of each slot [S], the model's among them;
+    `model_bytes` is the size of one model; `num_clients` is K.
+    """
+    size = [
+        slot_bytes(entry, model_bytes)
+        for report in reports
+        for entry in (report.traffic, report.early)
+    ]
+    seconds = clock.seconds(cohort, upload, sum(size, jnp.zeros(())))
+    if clock.ask_seconds is not None:
+        nothing = jnp.zeros(num_clients)
+        samples = sum(report.samples for report in reports if report.samples.ndim)
+        each = cohort.put(nothing, samples)
+        seconds += cohort.take(clock.ask_seconds(nothing, each))
+    return jnp.where(cohort.ids < num_clients, seconds, 0.0)
+
+
+def end_round(
+    clock: Clock,
+    state: State,
+    data: FederatedData,
+    cohort: Cohort,
+    gid: jax.Array,
+    answers: jax.Array,
+    seconds: jax.Array,
+    waited: jax.Array,
+) -> RoundEnd:
+    """Returns when a round ends, and whose answers come too late or not at all.
+
+    A client whose interval ends before it has answered is gone. With a clock for each group, a
+    group waits for its share of `clock.wait_for` answers, at least one. If no client on a clock
+    answers, its round lasts until the last client that could have answered is gone. If no
+    client on a clock was selected because all are offline, its round lasts until the first of
+    them comes back.
+
+    Args: `gid` [S] int32 is the group whose model each slot trained; `answers` [S] bool are the
+    clients that answer if they stay online; `seconds` [S] is how long each takes once training
+    begins; `waited` [n] are the seconds before that, see `wait_before`.
+    """
+    count, clients = waited.size, state.assignment.size
+    own = clock_of(clock, gid)
+    here, gone, real = find_presence(clock, state), jnp.zeros_like(answers), cohort.ids < clients
+    stay = jnp.zeros_like(seconds)
+    if here is not None:
+        stay = cohort.take(here.stay)
+        gone = real & (waited[own] + seconds > stay)
+    mine = (own == jnp.arange(count)[:, None]) & real  # [n, S]
+    selected = mine.sum(axis=1)
+    shares = selected
+    if clock.wait_for is not None:
+        shares = clock.wait_for * selected // jnp.maximum(selected.sum(), 1)
+        shares = jnp.maximum(shares, 1) if clock.per_group else jnp.full(1, clock.wait_for)
+    duration, late = jax.vmap(
+        lambda mine, wait: find_duration(seconds, answers & ~gone & mine, wait)
+    )(mine, shares)
+    duration += waited
+    if here is not None:
+        silent = ~jnp.any(mine & answers & ~gone, axis=1)
+        absent = jnp.where(data.train.size > 0, here.absent, jnp.inf)
+        back = until_online(absent, clock_of(clock, groups_of(state)), count)
+        left = latest(jnp.where(gone, stay, 0.0), own, count)
+        idle = jnp.where(selected > 0, left, back)
+        duration = jnp.where(silent, jnp.maximum(waited, idle), duration)
+    return RoundEnd(duration, jnp.any(late, axis=0), gone)
+
+
+def until_online(absent: jax.Array, clock: jax.Array, count: int) -> jax.Array:
+    """Returns the seconds [count] until the first client of each `clock` [K] is online, each
+    after `absent` [K] seconds; 0 where
+    no client ever is.
+
+    Hours are rounded up: float32 has them to a few milliseconds, and a clock that stops short
+    of the return makes another idle round.
+    """
+    first = jnp.full(count, jnp.inf).at[clock].min(absent)
+    first *= jnp.where(first > 2.0**12, 1 + 2.0**-22, 1.0)
+    return jnp.where(jnp.isfinite(first), first, 0.0)
+
+
+def advance_clock(clock_ms: jax.Array, duration: jax.Array) -> jax.Array:
+    """Adds durations [n] seconds, to the millisecond, to the time [2] or [m, 2]."""
+    # no round takes longer than 2^32 - 1 milliseconds, 49 days
+    milliseconds = jnp.minimum(jnp.round(duration * 1000.0), 2.0**32 - 256).astype(jnp.uint32)
+    return add_counts(clock_ms, make_count(milliseconds).reshape(clock_ms.shape))
+
+
+def merge_clocks(
+    clock: Clock | None, before: State, after: State, reclustered: jax.Array | int = 0
+) -> State:
+    """Returns the state `after` a change of groups, with the clock of each group set as the
+    module says. Without a clock for each group the state is returned as it is.
+
+    `before` is the state before the change. `reclustered` > 0: all clients were clustered
+    again, so that every group counts as one that begins.
+    """
+    if clock is None or not clock.per_group:
+        return after
+    count, times = after.active.size, after.clock_ms
+    old, new = groups_of(before), groups_of(after)
+    fresh = (after.active & ~before.active) | (reclustered > 0)  # [m]
+    known = before.assignment >= 0
+    arriving = jnp.where(known & (fresh[new] | ~after.active[old]), new, count)  # [K]
+    own = jnp.where(fresh, count, jnp.arange(count))  # a group that goes on waits for itself, too
+    every = jnp.concatenate([times[old], times])
+    into = jnp.concatenate([arriving, own])
+    joined = later_of(every, into, count)
+    nobody = ~jnp.zeros(count, bool).at[into].set(True, mode="drop")
+    # a group of clients that were in none begins now
+    now = later_of(times, jnp.where(before.active, 0, 1), 1)
+    return after.replace(clock_ms=jnp.where(nobody[:, None], now, joined))
+
+
+def later_of(times: jax.Array, clock: jax.Array, count: int) -> jax.Array:
+    """Returns the latest time of each clock, [count, 2]; 0 for a clock without times.
+
+    `times` [k, 2] are counts of milliseconds. `clock` [k] int32 is the clock that each belongs
+    to, from 0 to `count` - 1; `count`: to none.
+    """
+    high = latest(times[:, 0], clock, count)
+    newest = times[:, 0] == high[jnp.minimum(clock, count - 1)]
+    return jnp.stack([high, latest(jnp.where(newest, times[:, 1], 0), clock, count)], axis=1)

@@ -81,7 +81,7 @@ def fedscale_clock(
     by `seed`; `model_factor` > 0 multiplies the time of a sample; a round ends with the first
     clients_per_round / `overcommit` answers, so that with 1.3 the slowest quarter counts as late;
     `server_seconds` >= 0 are added to a round in which clients report drift; `online` says when
-    clients are online; `per_group`: each group has a clock of its own, see `system.timing`.
+    clients are online; `per_group`: each group has a clock of its own, see `system.clock`.
     """
     check_arguments(fedscale_clock, locals(), "clock")
     clients = sizes.num_clients

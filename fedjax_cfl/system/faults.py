@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.executor import as_program, then
-from fedjax_cfl.data.shuffle import draw_permutation
+from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.tree import leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
@@ -213,15 +213,6 @@ def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
     return Partial(solve_with_faults, solve if isinstance(solve, Partial) else Partial(solve))
 
 
-def sum_fault_counts(each: FaultCounts, cohort: Cohort) -> FaultCounts:
-    """Returns the counts of a cohort, given those of `each` client [S]."""
-    bad = each.nonfinite > 0
-    # the first in the order of selection, whatever the slots
-    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
-    culprit = jnp.where(jnp.any(bad), each.first_nonfinite[first], -1)
-    return FaultCounts(each.dropped.sum(), each.nonfinite.sum(), each.byzantine.sum(), culprit)
-
-
 def drop_updates(dropped: jax.Array, upload: Upload) -> Upload:
     """Returns the upload without the updates of the slots `dropped` [S] bool."""
     norm = upload.squared_norm
@@ -242,29 +233,6 @@ def clear_losses(unused: jax.Array, upload: Upload) -> Upload:
         for loss in (upload.loss, upload.last_loss)
     )
     return upload.replace(loss=loss, last_loss=last_loss)
-
-
-def no_faults() -> FaultCounts:
-    """Returns the counts of a cohort in which nothing went wrong."""
-    zero = jnp.zeros((), jnp.int32)
-    return FaultCounts(zero, zero, zero, jnp.full(2, -1, jnp.int32))
-
-
-def sum_rounds(counts: FaultCounts) -> FaultCounts:
-    """Returns the sum of counts over their leading axis, which may be that of rounds.
-
-    `first_nonfinite` is taken from the first entry that has a bad update; -1 if none has.
-    """
-    total = jax.tree.map(lambda leaf: leaf.sum(0), counts)
-    first = jnp.argmax(counts.first_nonfinite[:, 0] >= 0)
-    return total.replace(first_nonfinite=counts.first_nonfinite[first])
-
-
-def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
-    """Returns the sum of counts. Its `first_nonfinite` is that of the first of them that has a
-    bad update.
-    """
-    return sum_rounds(jax.tree.map(lambda *each: jnp.stack(each), *counts))
 
 
 def fill_rows(rows: jax.Array, value: ArrayLike, tree: Params) -> Params:

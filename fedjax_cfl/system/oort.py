@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.data.shuffle import put_first
-from fedjax_cfl.system.select_by_group import groups_of, rank_in_groups, share_quotas
+from fedjax_cfl.keys import put_first
+from fedjax_cfl.system.select import groups_of, rank_in_groups, share_quotas
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 

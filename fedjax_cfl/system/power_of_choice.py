@@ -14,15 +14,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
+from fedjax_cfl.client.cohort import CohortFn, client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import cross_entropy, refuse_own_judge, training_loss
-from fedjax_cfl.client.runs_as_one import CohortFn
+from fedjax_cfl.client.objective import cross_entropy, refuse_own_judge, training_loss
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.select import memoryless
-from fedjax_cfl.system.select_by_group import groups_of, take_quotas
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.select import groups_of, memoryless, take_quotas
 from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Selection, State, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 

@@ -2,19 +2,26 @@
 
 Most selections remember nothing. `stateless` makes them of a function (key, round,
 num_clients) -> ids [k] int32, in order of selection, without repeats.
+
+Selections by group have a quota of slots for each group (Fielding,
+https://arxiv.org/abs/2411.01580, Algorithm 1). A round has S slots. With g groups that have
+clients, each group gets floor(S / g) slots, and the first S mod g groups get one more.
 """
 
 import random
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.shuffle import draw_permutation
+from fedjax_cfl.data.federated import to_shares, train_label_counts
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import Key, Selection
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.keys import draw_permutation
+from fedjax_cfl.tree import one_hot
+from fedjax_cfl.types import FederatedData, Key, Selection, State
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 
@@ -105,3 +112,100 @@ def py_sample(
         return random.Random(round + seed).sample(everyone, clients_per_round)
 
     return from_table(np.array([row(round) for round in range(rounds)]))
+
+
+class ScoreFn(Protocol):
+    """Scores all clients [K]; within a group those of highest score are selected."""
+
+    def __call__(self, key: Key, state: State, data: FederatedData) -> jax.Array: ...
+
+
+def groups_of(state: State) -> jax.Array:
+    """Returns the group [K] of each client; clients without one count as of group 0."""
+    return jnp.maximum(state.assignment, 0)
+
+
+def share_quotas(slots: int, members: jax.Array) -> jax.Array:
+    """Returns the quotas [m] of groups with `members` [m] clients; none is larger than its
+    group, so that slots may stay empty.
+    """
+    used = members > 0
+    live = jnp.maximum(used.sum(), 1)
+    first = jnp.cumsum(used) <= slots % live
+    return jnp.where(used, jnp.minimum(slots // live + first, members), 0)
+
+
+def rank_in_groups(score: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns the rank [K] of each client by `score` [K] within its `group` [K], 0 for the
+    highest; lower ids come first among equals.
+    """
+    order = jnp.lexsort((-score, group))
+    ordered = group[order]
+    place = jnp.arange(len(group))
+    begin = jax.lax.cummax(
+        jnp.where(jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]]), place, 0)
+    )
+    return jnp.zeros_like(place).at[order].set(place - begin)
+
+
+def take_quotas(
+    score: jax.Array, group: jax.Array, candidates: jax.Array, num_groups: int, slots: int
+) -> jax.Array:
+    """Returns the ids [slots] of the candidates [K] bool of highest score within their
+    group's quota, K in a slot that stays empty.
+
+    Args: `score` [K] is higher for clients to prefer; `group` [K] int32 is the group of each, 0
+    .. m - 1; `candidates` [K] bool may be selected; `num_groups` is m and `slots` the length of
+    the result, both static.
+    """
+    clients = group.size
+    own = jnp.where(candidates, group, num_groups)
+    members = jnp.zeros(num_groups, jnp.int32).at[own].add(1, mode="drop")
+    quota = share_quotas(slots, members)
+    taken = candidates & (rank_in_groups(score, own) < quota[jnp.minimum(own, num_groups - 1)])
+    order = jnp.lexsort((-score, ~taken))[:slots].astype(jnp.int32)
+    ids = jnp.where(taken[order], order, clients)
+    return jnp.pad(ids, (0, slots - ids.size), constant_values=clients)
+
+
+def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Selection:
+    """Selects the clients of highest `score` within each group's quota, uniformly random
+    ones if None.
+
+    Clients without training samples are never selected.
+    """
+    check_arguments(by_group, locals())
+    rank = score or (lambda key, state, data: jax.random.uniform(key, (data.num_clients,)))
+
+    def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
+        candidates, own = data.train.size > 0, groups_of(state)
+        return take_quotas(
+            rank(key, state, data), own, candidates, state.active.size, clients_per_round
+        )
+
+    return memoryless(select)
+
+
+def nearest_to_center(
+    clients_per_round: PositiveInt, temperature: NonNegativeFloat = 0.0
+) -> Selection:
+    """Selects, within each group's quota, the clients whose label shares have the smallest
+    L1 distance from their group's mean shares.
+
+    A `temperature` > 0 draws with chances proportional to exp(-distance / temperature)
+    instead, so that far clients are not starved.
+    """
+    check_arguments(nearest_to_center, locals())
+
+    def score(key: Key, state: State, data: FederatedData) -> jax.Array:
+        counts = train_label_counts(data)
+        size, shares = counts.sum(axis=1), to_shares(counts)
+        own = groups_of(state)
+        member = one_hot(own, state.active.size, size > 0)
+        centers = member.T @ shares / jnp.maximum(member.sum(0), 1)[:, None]
+        distance = jnp.sum(jnp.abs(shares - centers[own]), axis=1)
+        if temperature == 0:
+            return -distance
+        return jax.random.gumbel(key, distance.shape) - distance / temperature
+
+    return by_group(clients_per_round, score)

@@ -11,12 +11,22 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.local import Work
 from fedjax_cfl.keys import BYZANTINE, FAULTS, SELECT
-from fedjax_cfl.system import faults, timing, traffic
+from fedjax_cfl.system import clock as clocks
+from fedjax_cfl.system import faults
 from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
-from fedjax_cfl.system.reports import add_reports, count_arrived, make_report
-from fedjax_cfl.system.select import full_participation
-from fedjax_cfl.system.select_by_group import groups_of
+from fedjax_cfl.system.reports import (
+    add_fault_counts,
+    add_reports,
+    add_traffic,
+    count_arrived,
+    make_count,
+    make_report,
+    make_traffic,
+    no_faults,
+    sum_fault_counts,
+)
+from fedjax_cfl.system.select import full_participation, groups_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Cohort,
@@ -29,6 +39,7 @@ from fedjax_cfl.types import (
     Report,
     Selection,
     State,
+    Traffic,
     Upload,
 )
 
@@ -48,14 +59,14 @@ class RoundLog(NamedTuple):
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array | None = None  # [] int32, clients that answered after its end
-    finish_traffic: traffic.Traffic | None = None  # of the server's last step
+    finish_traffic: Traffic | None = None  # of the server's last step
 
     def add_up(self) -> Report:
         """Returns the sum of all that was reported."""
         assert self.training is not None and self.finish_traffic is not None  # the round has ended
         rest = self.finish_traffic
         if self.poll:
-            rest = traffic.add_traffic(self.poll.traffic, rest)
+            rest = add_traffic(self.poll.traffic, rest)
         return add_reports(self.migration, *self.planned, self.training, make_report(rest))
 
 
@@ -75,7 +86,8 @@ class System(NamedTuple):
 
     def start_time(self, num_groups: int) -> jax.Array:
         """Returns the time before round 0, see `State.clock_ms`."""
-        return timing.start_clock(self.clock, num_groups)
+        each = self.clock is not None and self.clock.per_group
+        return make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
 
     def init_received(self, state: State) -> State:
         """Returns the state with the models that clients are tested on before they take part, if
@@ -94,8 +106,20 @@ class System(NamedTuple):
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
         """Returns the clients [k] that the selection takes, only such as are online, and what
         any did before that.
+
+        To the selection, an offline client is one without samples. If the selection takes it all
+        the same, its place in the cohort stays empty.
         """
-        return timing.choose_clients(self.clock, self.select, keys[SELECT], state, data)
+        key, select, clients = keys[SELECT], self.select, data.num_clients
+        here = clocks.find_presence(self.clock, state)
+        if here is not None:
+            size = jnp.where(here.stay > 0, data.train.size, 0)
+            data = data.replace(train=data.train.replace(size=size))
+        ids = select.select(key, state.selection, state, data)
+        poll = select.poll(key, state, data) if select.poll else None
+        if here is not None:
+            ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
+        return ids, poll
 
     def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
         """Returns the work that each client completes: stragglers take fewer steps."""
@@ -140,14 +164,14 @@ class System(NamedTuple):
         if not ships_model:
             served = jnp.zeros_like(served)
         upload = faults.clear_extra(upload, counts.nonfinite > 0)
-        duration = timing.wait_before(clock, state, log.migration, log.poll, model_bytes)
+        duration = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
         late, seconds = jnp.zeros((), jnp.int32), None
         if clock is not None:
-            sent = make_report(traffic.make_traffic(units_down=served, units_up=answered))
+            sent = make_report(make_traffic(units_down=served, units_up=answered))
             reports = [sent, *log.planned]
-            seconds = timing.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
+            seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
             waited = duration
-            end = timing.end_round(
+            end = clocks.end_round(
                 clock, state, data, cohort, log.sent_group, answered, seconds, waited
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
@@ -155,8 +179,8 @@ class System(NamedTuple):
             answered &= ~end.gone
             upload = faults.drop_updates(end.late | end.gone, upload)
         report = make_report(
-            traffic.make_traffic(units_down=served, units_up=answered),
-            fault_counts=faults.sum_fault_counts(counts, cohort),
+            make_traffic(units_down=served, units_up=answered),
+            fault_counts=sum_fault_counts(counts, cohort),
         )
         log = log._replace(planned=tuple(count_arrived(each, answered) for each in log.planned))
         return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
@@ -165,7 +189,7 @@ class System(NamedTuple):
         """Returns the state `after` with the clock of each group set: between `before` and `after`
         groups may have begun or ended.
         """
-        return timing.merge_clocks(self.clock, before, after, reclustered)
+        return clocks.merge_clocks(self.clock, before, after, reclustered)
 
     def close(self, state: State, info: Info, log: RoundLog) -> tuple[State, Info]:
         """Returns the state after the round's traffic and time, and its complete report."""
@@ -175,14 +199,14 @@ class System(NamedTuple):
             shifted=log.shifted,
             migrated=reports.migrated,
             reclustered=reports.reclustered,
-            fault_counts=faults.add_fault_counts(state.start_faults, reports.fault_counts),
+            fault_counts=add_fault_counts(state.start_faults, reports.fault_counts),
             late=log.late,
             seconds=log.duration.max(),
         )
         state = state.replace(
-            traffic=traffic.add_traffic(state.traffic, reports.traffic),
-            clock_ms=timing.advance_clock(state.clock_ms, log.duration),
-            start_faults=faults.no_faults(),
+            traffic=add_traffic(state.traffic, reports.traffic),
+            clock_ms=clocks.advance_clock(state.clock_ms, log.duration),
+            start_faults=no_faults(),
         )
         return self.follow_groups(log.sent_state, state), info
 

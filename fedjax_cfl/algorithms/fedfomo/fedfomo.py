@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
-from fedjax_cfl.algorithms.fedfomo.mix import PersonalModels, l1_norm, mix_models
+from fedjax_cfl.algorithms.fedfomo.mix import PersonalModels, hold_out_samples, l1_norm, mix_models
 from fedjax_cfl.algorithms.nonfed import (
     assign_client_id,
     client_delta,
@@ -29,13 +29,12 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.data.holdout import hold_out_samples
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks, Start, StartFn
+from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

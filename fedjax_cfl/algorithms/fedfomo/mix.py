@@ -13,15 +13,12 @@ from jax import lax
 from fedjax_cfl.client.cohort import client_range, over_clients, reads_in_place
 from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.losses import training_loss
-from fedjax_cfl.data.holdout import take_held_out
-from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.client_models import take_models
+from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.round.hooks import PrepareFn
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.sharding import take_models
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.tree import drop_statistics, take_rows
+from fedjax_cfl.types import ClientIndex, Cohort, FederatedData, Key, Params, Report, State, Task
 
 
 class PersonalModels(struct.PyTreeNode):
@@ -192,3 +189,31 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
         return then(losses(client, data, tried, ()), end)
 
     return mix
+
+
+def hold_out_samples(data: FederatedData, share: float) -> FederatedData:
+    """Returns the data without a `share` of every client's training samples, evenly spread
+    over them; they stay in `train.order`, behind the client's others.
+    """
+    train = data.train
+    at = jnp.arange(train.order.size)
+    # whose range it is: hidden samples have no owner, and stay behind those that are shown
+    client = jnp.searchsorted(train.start, at, side="right").astype(jnp.int32) - 1
+    place = at - train.start[client]
+    shown = (client >= 0) & (place < train.size[client])
+    # 1e-3: shares are rounded
+    before, after = (jnp.floor(number * share + 1e-3) for number in (place, place + 1))
+    part = jnp.where(shown, (after > before).astype(jnp.int32), 2)
+    _, _, order = lax.sort((client, part, train.order), num_keys=2, is_stable=True)
+    size = jnp.zeros_like(train.size).at[client].add((part == 0).astype(jnp.int32))
+    return data.replace(train=ClientIndex(order, train.start, size))
+
+
+def take_held_out(data: FederatedData) -> FederatedData:
+    """Returns the data of `hold_out_samples` with the held-out samples as training samples."""
+    train, owner = data.train, data.owner[data.train.order]
+    owner = jnp.where(owner < 0, data.num_clients, owner)
+    whole = jnp.zeros_like(train.size).at[owner].add(1, mode="drop")
+    return data.replace(
+        train=train.replace(start=train.start + train.size, size=whole - train.size)
+    )

@@ -29,18 +29,15 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import met_groups
-from fedjax_cfl.clustering.migrate import on_shift, with_shift_reference
-from fedjax_cfl.clustering.shift_detection import DetectFn
+from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models.statistics import drop_statistics
-from fedjax_cfl.round.client_models import put_models
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
+from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
-from fedjax_cfl.tree import group_sum, inner_products, membership_weights
+from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -70,8 +67,6 @@ def stored_mean(
 
     Of the cohort the models of this round count: its stored ones are masked out and the
     new ones added. That is one matrix product with the memory, which is not copied.
-
-    Args: as those of `AggregateFn`.
     """
     m, memory = state.active.size, state.memory
     fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)

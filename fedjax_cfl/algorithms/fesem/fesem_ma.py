@@ -48,9 +48,8 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, Start, StartFn
-from fedjax_cfl.system.reports import add_reports, add_to_report, make_report
+from fedjax_cfl.system.reports import add_reports, add_to_report, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -80,8 +79,6 @@ def recount(
 ) -> tuple[State, jax.Array]:
     """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
     have changed.
-
-    Args: as those of `RegroupFn`.
     """
     new = cohort.take(train_label_counts(data))
     counts = cohort.put(state.memory.counts, new, upload.weight > 0)

@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import train_aside
 from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.pretrain import train_aside
 from fedjax_cfl.decompose import eigh
-from fedjax_cfl.round.client_models import flatten_updates, put_models
 from fedjax_cfl.round.hooks import Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
-from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
+from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import make_traffic
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments

@@ -47,9 +47,8 @@ from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import copy_model
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

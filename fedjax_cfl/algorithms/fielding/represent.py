@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop, then
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
 from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
-from fedjax_cfl.models.statistics import drop_statistics
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Key, Task, Traffic
 from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
 
@@ -86,12 +86,11 @@ def embedding(
     def make(task: Task, local: Local) -> Representation:
 
         def client_mean(client, data, shared, work):
-            count, start = client_range(client, data)
+            count, first = client_range(client, data)
 
             def block(b, total):
-                place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-                x, _ = gather(data, data.train.order[start + jnp.minimum(place, count - 1)])
-                seen = jnp.where((place < count)[:, None], hidden_layer(shared, x), 0.0)
+                x, _, owner = read_block(client, data, (count, first), b)
+                seen = jnp.where((owner >= 0)[:, None], hidden_layer(shared, x), 0.0)
                 return total + jnp.sum(seen, axis=0)
 
             def end(total):

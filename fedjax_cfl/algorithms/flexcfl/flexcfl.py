@@ -29,10 +29,8 @@ from fedjax_cfl.algorithms.flexcfl.temperature import Temperature, with_temperat
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import cold_start, nearest_direction
-from fedjax_cfl.clustering.migrate import on_shift
-from fedjax_cfl.clustering.pretrain import train_aside
-from fedjax_cfl.clustering.shift_detection import DetectFn, tv
+from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_aside
+from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated

@@ -14,19 +14,16 @@ from fedjax_cfl.algorithms.flexcfl.temperature import Temperature
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering import distances, features
-from fedjax_cfl.clustering.assign import nearest_direction, random_group
+from fedjax_cfl.clustering.assign import TrainFn, nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
-from fedjax_cfl.clustering.pretrain import TrainFn
 from fedjax_cfl.clustering.recluster import transition_shares
-from fedjax_cfl.data.shuffle import draw_permutation
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import GroupCount
-from fedjax_cfl.system.faults import add_fault_counts
-from fedjax_cfl.system.reports import add_reports, make_report
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import add_fault_counts, add_reports, make_report, make_traffic
 from fedjax_cfl.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import (
     Cohort,
@@ -104,8 +101,6 @@ def cluster_by_madc(
 ) -> jax.Array:
     """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7;
     a `MeasureFn`).
-
-    Args: as those of `MeasureFn`.
     """
     gram = distances.gram(upload.delta)[rows][:, rows]
     return agglomerate(features.madc(gram, valid), groups.used, "complete", valid)
@@ -114,10 +109,7 @@ def cluster_by_madc(
 def one_founder_each(
     key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
 ) -> jax.Array:
-    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`).
-
-    Args: as those of `MeasureFn`.
-    """
+    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`)."""
     return jnp.arange(rows.size) % groups.used
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.aggregate import deviation, weighted_mean
 from fedjax_cfl.round.hooks import (
     AggregateFn,
     FinishFn,
@@ -22,8 +22,7 @@ from fedjax_cfl.round.hooks import (
     StartFn,
     chain_finish,
 )
-from fedjax_cfl.round.info import deviation
-from fedjax_cfl.system.traffic import make_traffic
+from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.tree import group_mean, group_sum, membership_weights
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Traffic, Upload
 from fedjax_cfl.validation import AboveOne, check_arguments

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering.distances import divide
-from fedjax_cfl.data.federated import gather
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import take_rows
@@ -48,10 +47,9 @@ def describe_clients(task: Task, local: Local, latent: int | None) -> DescribeFn
         count, first = client_range(client, data)
 
         def block(b, moments: Moments) -> Moments:
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
-            real = place < count
-            z = dense_inputs(task, take_rows(model, 0), x, jnp.where(real, client, -1))
+            x, y, owner = read_block(client, data, (count, first), b)
+            real = owner >= 0
+            z = dense_inputs(task, take_rows(model, 0), x, owner)
             z = jnp.matmul(z, projection, precision=lax.Precision.HIGHEST)
             member = jnp.concatenate([real[None], real & (y == jnp.arange(classes)[:, None])])
             return add_samples(moments, z, member.astype(jnp.float32))

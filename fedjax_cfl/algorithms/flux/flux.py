@@ -40,10 +40,9 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
-from fedjax_cfl.tree import group_mean, take_rows
+from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -111,13 +110,8 @@ def flux(
         ),
     )
     return federated(task, local, system, hooks)._replace(
-        serve=serve_placed, check_data=lambda data: check_model(task, data)
+        serve=serve_placed, check_data=partial(count_dense_inputs, task)
     )
-
-
-def check_model(task: Task, data: FederatedData) -> None:
-    """Raises InputError for a model without a dense layer."""
-    count_dense_inputs(task, data)
 
 
 def serve_placed(state: State) -> ServedModels:
@@ -228,9 +222,7 @@ def cluster_descriptions(
             memory = Descriptions(extractor, low, high, centers, state.memory.placed)
             group = jnp.where(part, label, nearest_center(memory, described, active))
             group = jnp.where(able, group, -1).astype(jnp.int32)
-            groups, server = jax.tree.map(
-                lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), (state.groups, state.server)
-            )
+            groups, server = repeat_first((state.groups, state.server))
             absent = able & ~cohort.put(jnp.zeros_like(able), True)
             sent = make_traffic(units_down=absent, words_up=able * described[0].size)
             after = state.replace(

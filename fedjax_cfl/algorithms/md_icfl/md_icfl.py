@@ -30,15 +30,13 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import train_label_shares
-from fedjax_cfl.models.statistics import copy_statistics
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, RegroupFn, Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.system.traffic import add_traffic, make_traffic
-from fedjax_cfl.tree import take_rows, where_rows
+from fedjax_cfl.tree import copy_statistics, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.client.cohort import over_clients
+from fedjax_cfl.client.cohort import CohortFn, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.runs_as_one import CohortFn
 from fedjax_cfl.types import FederatedData, Params, Task
 
 

@@ -21,7 +21,7 @@ from fedjax_cfl.algorithms.md_icfl.model_distance import predict_alone
 from fedjax_cfl.client.cohort import run_clients
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.losses import cross_entropy
+from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.tree import leaf_norms, take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
-from fedjax_cfl.clustering import shift_detection
+from fedjax_cfl.clustering import migrate
 
 C = 10
-DETECTORS = (shift_detection.tv, shift_detection.label_w1, shift_detection.counts_as_samples)
+DETECTORS = (migrate.tv, migrate.label_w1, migrate.counts_as_samples)
 
 
 def row(**counts):
@@ -32,7 +32,7 @@ def count_distance(now, then):
     """
     sizes = jnp.arange(6001)  # two rows of ten labels have up to 300 samples each
     rows = (jnp.tile(row, (sizes.size, 1)) for row in (now, then))
-    shifted = shift_detection.counts_as_samples(*rows, sizes, threshold=1.0)
+    shifted = migrate.counts_as_samples(*rows, sizes, threshold=1.0)
     count = int(shifted.sum())
     assert shifted[:count].all() and count < sizes.size
     return count / C
@@ -42,17 +42,15 @@ def test_hand_numbers():
     elsewhere, uneven = row(c8=50, c9=50), row(c0=60, c1=40)
     assert count_distance(HALVES, elsewhere) == 0 and count_distance(HALVES, uneven) == 2.0
     # 2.0 is tau
-    assert not shift_detection.counts_as_samples(
-        elsewhere, HALVES, SIZE
-    ) and not shift_detection.counts_as_samples(uneven, HALVES, SIZE)
-    assert shift_detection.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
-    assert shift_detection.total_variation(HALVES, elsewhere) == 1 and shift_detection.tv(
+    assert not migrate.counts_as_samples(elsewhere, HALVES, SIZE) and not migrate.counts_as_samples(
+        uneven, HALVES, SIZE
+    )
+    assert migrate.counts_as_samples(row(c0=61, c1=39), HALVES, SIZE)
+    assert migrate.total_variation(HALVES, elsewhere) == 1 and migrate.tv(elsewhere, HALVES, SIZE)
+    assert migrate.label_wasserstein(HALVES, elsewhere) == 8 and migrate.label_w1(
         elsewhere, HALVES, SIZE
     )
-    assert shift_detection.label_wasserstein(HALVES, elsewhere) == 8 and shift_detection.label_w1(
-        elsewhere, HALVES, SIZE
-    )
-    assert shift_detection.label_wasserstein(row(c3=7), row(c4=2)) == 1
+    assert migrate.label_wasserstein(row(c3=7), row(c4=2)) == 1
 
 
 def test_thresholds_are_strict():
@@ -60,56 +58,49 @@ def test_thresholds_are_strict():
     kept = np.stack([n, 0 * n], axis=1)
     for more, expected in ((0, False), (1, True)):
         moved = n // 5 + more
+        assert (migrate.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected).all()
         assert (
-            shift_detection.tv(jnp.stack([n - moved, moved], axis=1), kept, n) == expected
+            migrate.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n) == expected
         ).all()
-        assert (
-            shift_detection.counts_as_samples(jnp.stack([n - moved, 0 * n], axis=1), kept, n)
-            == expected
-        ).all()
-    assert shift_detection.label_w1(
-        row(c0=4, c6=1), row(c0=5), None
-    ) and not shift_detection.label_w1(row(c0=4, c3=1), row(c0=5), None)
-    assert not shift_detection.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
-    assert shift_detection.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
+    assert migrate.label_w1(row(c0=4, c6=1), row(c0=5), None) and not migrate.label_w1(
+        row(c0=4, c3=1), row(c0=5), None
+    )
+    assert not migrate.label_w1(row(c0=4, c6=1), row(c0=5), None, threshold=1.2)
+    assert migrate.tv(row(c0=89, c1=11), row(c0=100), None, threshold=0.1)
 
 
 def test_any_change_of_shares_is_a_change():
     """One sample of a hundred, or other labels; not twice as many samples of the same ones."""
     for now in (row(c0=51, c1=49), row(c1=50, c2=50)):
-        assert shift_detection.any_change(now, HALVES, SIZE)
+        assert migrate.any_change(now, HALVES, SIZE)
     for now in (HALVES, 2 * HALVES):
-        assert not shift_detection.any_change(now, HALVES, SIZE)
+        assert not migrate.any_change(now, HALVES, SIZE)
 
 
 def test_size_and_names_of_labels():
     double = 2 * HALVES
-    assert not shift_detection.tv(double, HALVES, SIZE) and not shift_detection.label_w1(
-        double, HALVES, SIZE
-    )
-    assert shift_detection.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
+    assert not migrate.tv(double, HALVES, SIZE) and not migrate.label_w1(double, HALVES, SIZE)
+    assert migrate.counts_as_samples(double, HALVES, SIZE)  # nothing but the size changed
     swapped = row(c0=50, c9=50)  # 50 samples of label 1 became label 9
-    assert shift_detection.tv(swapped, HALVES, SIZE) and shift_detection.label_w1(
-        swapped, HALVES, SIZE
-    )
-    assert not shift_detection.counts_as_samples(swapped, HALVES, SIZE)
+    assert migrate.tv(swapped, HALVES, SIZE) and migrate.label_w1(swapped, HALVES, SIZE)
+    assert not migrate.counts_as_samples(swapped, HALVES, SIZE)
 
 
 def test_a_quarter_released_flags_everybody_by_counts_and_nobody_by_shares():
     full = jnp.asarray(np.random.default_rng(0).integers(0, 20, (30, C)) * 4)
     size = full.sum(1)
-    assert shift_detection.counts_as_samples(full // 4, full, size).all()
-    assert not shift_detection.tv(full // 4, full, size).any()
+    assert migrate.counts_as_samples(full // 4, full, size).all()
+    assert not migrate.tv(full // 4, full, size).any()
 
 
 def test_clients_without_samples():
     nothing = row()
     for detector in DETECTORS:
         assert not detector(nothing, nothing, jnp.array([0]))
-    for detector in (shift_detection.tv, shift_detection.label_w1):
+    for detector in (migrate.tv, migrate.label_w1):
         assert not detector(nothing, HALVES, SIZE) and detector(HALVES, nothing, SIZE)
         assert detector(HALVES, nothing, SIZE, threshold=100.0), "first samples are always a shift"
-    assert shift_detection.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
+    assert migrate.counts_as_samples(nothing, HALVES, SIZE)  # by size alone
 
 
 COUNTS = st.lists(
@@ -124,7 +115,7 @@ def test_distances_equal_scipy(both):
     labels = np.arange(C)
     args = jnp.asarray(both)[:1], jnp.asarray(both)[1:]
     np.testing.assert_allclose(
-        shift_detection.label_wasserstein(*args)[0],
+        migrate.label_wasserstein(*args)[0],
         wasserstein_distance(labels, labels, now, then),
         atol=1e-5,
     )
@@ -135,7 +126,7 @@ def test_distances_equal_scipy(both):
         atol=1e-6,
     )
     np.testing.assert_allclose(
-        shift_detection.total_variation(*args)[0],
+        migrate.total_variation(*args)[0],
         abs(now / now.sum() - then / then.sum()).sum() / 2,
         atol=1e-6,
     )
