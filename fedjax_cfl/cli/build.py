@@ -25,6 +25,7 @@ from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_ta
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
+from fedjax_cfl.data.standardize import describe_scales, standardize
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
@@ -80,6 +81,10 @@ def build(config: dict[str, Any]) -> tuple[Setup, cfl.Local]:
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
+    by = config["dataset"]["standardize"]
+    if (hint := describe_scales(data, by)) and distributed.is_primary():
+        print(hint)
+    data, scaling = standardize(data, by)
     if (usual := fit_cohort(config, data.num_clients)) and distributed.is_primary():
         print(
             f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
@@ -98,7 +103,7 @@ def build(config: dict[str, Any]) -> tuple[Setup, cfl.Local]:
     if share:
         make = with_selection(config, task, data, local)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
-    return Setup(algorithm, task, data, drift, mesh), local
+    return Setup(algorithm, task, data, drift, mesh, scaling), local
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
@@ -203,6 +208,11 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
             raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
+    if config["dataset"]["standardize"] == "client" and drift.moves:
+        raise InputError(
+            "dataset.standardize=client: samples would change clients with the scale of their first"
+            " one; use pool, or drift=none"
+        )
 
 
 def build_task(config: dict[str, Any], pool: Pool) -> Task:
