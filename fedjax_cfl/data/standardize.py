@@ -70,7 +70,9 @@ def standardize(
         scaling = Scaling(mean, deviation)
         return data.replace(x=jnp.asarray(scaling.apply(x))), scaling
     parts = [_measure(x, mean, deviation, rows) for rows in own]
-    scaling = Scaling(*(np.concatenate(each) for each in zip(*parts, (mean, deviation))))
+    scaling = Scaling(
+        *(np.concatenate(each) for each in zip(*parts, (mean, deviation), strict=True))
+    )
     # a sample that several clients hold is another one for each
     scaled = scaling.apply(x[sample], np.asarray(data.owner))
     return data.replace(x=jnp.asarray(scaled), sample=None), scaling
@@ -117,10 +119,12 @@ def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     varies.
     """
     blocks = [rows[begin : begin + BLOCK] for begin in range(0, len(rows), BLOCK)]
-    mean = sum(_as_float(x[block]).sum(0, np.float64) for block in blocks) / len(rows)
-    square = sum(np.square(_as_float(x[block]) - mean).sum(0) for block in blocks) / len(rows)
-    deviation = np.sqrt(square)
-    return mean[None], np.where(deviation > ROUNDING * np.abs(mean), deviation, 0.0)[None]
+    zero = np.zeros((1, *x.shape[1:]))
+    total = sum((_as_float(x[block]).sum(0, np.float64) for block in blocks), zero)
+    mean = total / len(rows)
+    square = sum((np.square(_as_float(x[block]) - mean).sum(0) for block in blocks), zero)
+    deviation = np.sqrt(square / len(rows))
+    return mean, np.where(deviation > ROUNDING * np.abs(mean), deviation, 0.0)
 
 
 def _as_float(x: np.ndarray) -> np.ndarray:

@@ -150,9 +150,7 @@ class LoadedRun(NamedTuple):
         known = samples[:0] if like is None or not len(like) else self.check_samples(like)
         return scaling.fit(known).apply(samples)
 
-    def infer(
-        self, model: int | np.ndarray, samples: np.ndarray, saved: SavedModels
-    ) -> np.ndarray:
+    def infer(self, model: int | np.ndarray, samples: np.ndarray, saved: SavedModels) -> np.ndarray:
         """Returns the logits [B, C] float32 that a model gives samples [B, ...] that `scale` has
         returned, of a mixture the logarithms of probabilities; `model` is as in `predict_with`.
         """

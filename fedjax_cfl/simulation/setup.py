@@ -17,4 +17,4 @@ class Setup(NamedTuple):
     data: FederatedData
     drift: Drift
     mesh: Mesh
-    scaling: Scaling | None = None  # of the samples of `data`, which are scaled already; None: none are
+    scaling: Scaling | None = None  # by which the samples of `data` are scaled already

@@ -24,10 +24,10 @@ class Columns(NamedTuple):
     `y` is the label, numbers or text; `x` are the features, None: all columns of numbers without
     another part; `client` is whose sample a row is, numbers or text; `split` is 0 or train, 1 or
     test; `time` when the sample came into being, whole numbers or dates; `concept` the true group
-    of its client.
+    of its client. From Python `y` may be None: the table has no labels, and they are 0.
     """
 
-    y: Annotated[str, NAME]
+    y: Annotated[str | None, NAME]
     x: Annotated[list[str] | str | None, or_none(NAMES)] = None
     client: Annotated[str | None, or_none(NAME)] = None
     split: Annotated[str | None, or_none(NAME)] = None

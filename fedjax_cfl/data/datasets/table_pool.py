@@ -62,7 +62,8 @@ def read_pool(
     found = _read_columns(table, roles, [] if with_images else features, texts)
     parts = {role: found[name] for role, name in roles.items()}
     if with_images and stack:
-        x = stack(_iterate_images(table, features[0]), count_rows(parts["y"]))
+        rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
+        x = stack(_iterate_images(table, features[0]), rows)
     else:
         x = _stack_features([found[name] for name in features])
     return _assemble(path, x, parts, num_classes)
@@ -161,6 +162,11 @@ def _read_columns(
     return {name: join_parts(table.path, name, parts.pop(name), known[name]) for name in wanted}
 
 
+def _count(table: Table, name: str) -> int:
+    """Returns the number of rows of a table, by one of its columns."""
+    return sum(batch.num_rows for shard in table.shards for batch in table.read(shard, [name]))
+
+
 def _iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
     """Yields (what a message calls it, content) of the images in a column."""
     for shard in table.shards:
@@ -195,7 +201,8 @@ def _assemble(
     path: str, x: np.ndarray, parts: dict[str, np.ndarray | Words], num_classes: int | None
 ) -> Pool:
     """Returns the checked pool of features and the other parts of a table."""
-    y, class_names = _as_numbers(path, "y", parts["y"])
+    none = np.zeros(len(x), np.int64)  # of a table without labels
+    y, class_names = _as_numbers(path, "y", parts.get("y", none))
     arrays, client_names = {"x": x, "y": y}, None
     client = parts.get("client")
     if isinstance(client, Words):
