@@ -18,8 +18,8 @@ from fedjax_cfl.runs.load import to_probabilities
 from fedjax_cfl.runs.results import read_clients
 
 UNITS = np.array([1e-3, 1.0, 50.0, 2e4], np.float32)  # of the features
-FILE = "dataset=csv dataset.source.path=own.csv dataset.source.columns.y=kind"
-FILE += " dataset.source.columns.client=site dataset.source.columns.split=part"
+FILE = "dataset=csv dataset.source.path=own.csv dataset.source.y=kind"
+FILE += " dataset.source.client=site dataset.source.split=part"
 RUN = f"{FILE} algorithm=ifca algorithm.m=2 discard=none rounds=2 dataset.standardize=client"
 
 
@@ -159,7 +159,7 @@ def test_a_run_predicts_as_it_was_tested(folder, fedjax_cfl, monkeypatch):
     np.testing.assert_array_equal(best, found["predicted"])
     right = sum(np.trace(matrix) for matrix in found["confusion"])
     assert right == round(run.rows[-1]["accuracy"] * 24) and found["confusion"].sum() == 24
-    pool = cfl.datasets.csv("own.csv", cfl.datasets.Columns("kind", list("abcd"), "site"))
+    pool = cfl.datasets.csv("own.csv", "kind", list("abcd"), "site")
     rows = pool.client == pool.client_names.index("sites")
     np.testing.assert_allclose(
         run.predict_proba("sites", pool.x[rows]), found["probabilities"][rows], atol=1e-6
@@ -176,7 +176,7 @@ def test_new_clients_are_scaled_by_their_own_training_samples(folder, fedjax_cfl
     status, out, _ = fedjax_cfl("predict run new.csv --out out.npz")
     assert status == 0 and "clients never met: 24 samples" in out
     run, found = cfl.load_run("run"), np.load("out.npz")
-    x = cfl.datasets.csv("new.csv", cfl.datasets.Columns("kind", list("abcd"))).x
+    x = cfl.datasets.csv("new.csv", "kind", list("abcd")).x
     train = np.arange(24) % 4 != 0
     model = int(found["model"][0])
     right = to_probabilities(run.infer(model, run.scale(x, like=x[train]), run.final))
@@ -192,7 +192,7 @@ def test_clients_that_were_held_out_are_tested_on_scaled_samples(by, fedjax_cfl)
     line = f"{RUN} local.lr=1.0 local.epochs=10 evaluate.new_clients=0.25 clients_per_round=3"
     assert fedjax_cfl(f"{line.replace('=client', '=' + by)} rounds=9 run_dir=run")[0] == 0
     run, new = cfl.load_run("run"), read_clients(Path("run"), "new_clients.parquet")
-    pool = cfl.datasets.csv("own.csv", cfl.datasets.Columns("kind", list("abcd"), "site", "part"))
+    pool = cfl.datasets.csv("own.csv", "kind", list("abcd"), "site", "part")
     rows = pool.client == pool.client_names.index(new["client"][0])
     x, y, test = pool.x[rows], pool.y[rows], pool.test[rows]
     guess = run.predict_with(int(new["group"][0]), x[test], like=x[~test])
@@ -206,7 +206,7 @@ def test_other_files_are_read_as_the_run_read_its_own(folder, fedjax_cfl, monkey
     status, out, _ = fedjax_cfl("predict run bare.csv --no-labels")
     assert status == 0 and "clients of the run: 48 samples" in out and "accuracy" not in out
     for line, says in (
-        ("predict run bare.csv", "columns.y=kind is not there"),
+        ("predict run bare.csv", "y=kind is not there"),
         ("predict run bare.csv --no-labels --confusion", "has no labels y"),
         ("predict run absent.csv", "absent.csv: file cannot be read"),
     ):

@@ -112,12 +112,11 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
         raise InputError(
             f"{file}: number_text=true numbers text anew in each file; expected an .npz of numbers"
         )
-    if "columns" in source:
-        own = {key: value for key, value in source["columns"].items() if key != "_target_"}
+    if "concept" in source:  # a table
         unread = [] if labels else ["y"]
-        if own["x"] is not None:  # else they would be features
+        if source["x"] is not None:  # else they would be features
             unread += ["time", "concept"]
-        source["columns"] = datasets.Columns(**own | dict.fromkeys(unread))
+        source |= dict.fromkeys(unread)
     elif not labels:
         raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
     known = run.class_names

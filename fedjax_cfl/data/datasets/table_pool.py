@@ -81,11 +81,9 @@ def _choose_features(
         if name not in kinds:
             few = ", ".join(shorten(other) for other in list(kinds)[:MOST_LISTED])
             hint = ": is it the delimiter?" if len(kinds) == 1 else suggest_nearest(name, kinds)
-            raise InputError(
-                f"{path}: columns.{role}={name} is not there, expected one of {few}{hint}"
-            )
+            raise InputError(f"{path}: {role}={name} is not there, expected one of {few}{hint}")
         if [other for _, other in named].count(name) > 1:
-            twice = ", ".join(f"columns.{other}" for other, same in named if same == name)
+            twice = ", ".join(other for other, same in named if same == name)
             raise InputError(f"{path}: column {name} is {twice}, expected one part each")
     allowed = ("numbers", "text") if number_text else ("numbers",)
     if given is None:
@@ -95,17 +93,17 @@ def _choose_features(
         if whole and (features or len(whole) > 1):
             raise InputError(
                 f"{path}: columns {', '.join([*whole, *features][:MOST_LISTED])} could be the"
-                " features, expected columns.x=NAME or a list of names"
+                " features, expected x=NAME or a list of names"
             )
         if left := [name for name in rest if name not in features + whole]:
             warn(
                 f"{path}: columns {', '.join(map(shorten, left[:MOST_LISTED]))} hold no numbers and"
-                " are not used; name the features in columns.x, or set number_text=true"
+                " are not used; name the features in x, or set number_text=true"
             )
         given = features or whole
     features = [str(name) for name in given]
     if not features:
-        raise InputError(f"{path}: no column of features is left, expected some: name columns.x")
+        raise InputError(f"{path}: no column of features is left, expected some: name x")
     _check_features(path, {name: kinds[name] for name in features}, allowed)
     return features
 
@@ -115,12 +113,10 @@ def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...])
     for name, kind in kinds.items():
         if kind in ("lists", "images") and len(kinds) > 1:
             raise InputError(
-                f"{path}: column {name} holds {kind}, expected it as the only one of columns.x"
+                f"{path}: column {name} holds {kind}, expected it as the only one of x"
             )
         if kind == "dates":
-            raise InputError(
-                f"{path}: column {name} holds dates, expected numbers: name it columns.time"
-            )
+            raise InputError(f"{path}: column {name} holds dates, expected numbers: name it time")
         if kind not in (*allowed, "text", "lists", "images"):
             raise InputError(
                 f"{path}: column {name} holds {kind}, expected numbers, lists or bytes of images"
@@ -238,7 +234,7 @@ def _as_numbers(
         missing = next(word for word in column.words if word in MISSING)
         row = int((column.number == column.words.index(missing)).argmax())
         raise InputError(
-            f"{path}: columns.{role} is {missing} in sample {row} and numbers in others, expected"
+            f"{path}: {role} is {missing} in sample {row} and numbers in others, expected"
             " one in every row: fill it in or leave the row out"
         )
     values = numbers.to_numpy()
@@ -255,7 +251,7 @@ def _read_split(path: str, column: np.ndarray | Words) -> np.ndarray:
         if word.lower() not in SPLITS:
             row = int((column.number == number).argmax())
             raise InputError(
-                f"{path}: columns.split is {shorten(word)} in sample {row}, expected train or test,"
+                f"{path}: split is {shorten(word)} in sample {row}, expected train or test,"
                 " or 0 or 1: name it so, or leave the rows out"
             )
     return np.array([SPLITS[word.lower()] for word in column.words])[column.number]
@@ -268,7 +264,7 @@ def _concept_of_clients(
     samples [N]. Raises InputError for a client with two.
     """
     if client is None:
-        raise InputError(f"{path}: columns.concept needs columns.client, expected both or neither")
+        raise InputError(f"{path}: concept needs client, expected both or neither")
     concept = number_owners(concept)
     ids, number = number_clients(path, client, len(concept))
     first = concept[np.unique(number, return_index=True)[1]]
@@ -276,7 +272,7 @@ def _concept_of_clients(
     if other.any():
         k = int(number[other.argmax()])
         raise InputError(
-            f"{path}: columns.concept changes within client {shorten((names or ids.tolist())[k])},"
+            f"{path}: concept changes within client {shorten((names or ids.tolist())[k])},"
             f" first in sample {other.argmax()}, expected one of each client"
         )
     return first
