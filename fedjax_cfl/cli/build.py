@@ -219,12 +219,34 @@ def build_task(config: dict[str, Any], pool: Pool) -> Task:
     """Returns the model as a task on the samples of a pool."""
     model, l2 = config["model"], config["preset"]["l2"]
     module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
+    if size := getattr(module, "vocabulary", None):
+        check_ids(config, pool, size)
     try:
         return cfl.as_task(
             module, pool.x.shape[1:], pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
         )
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
+
+
+def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
+    """Raises InputError for samples that are not whole numbers from 0 to `size` - 1, which a model
+    of text reads.
+    """
+    model, by = config["model"]["name"], config["dataset"]["standardize"]
+    if by != "none":
+        raise InputError(f"dataset.standardize={by}: model={model} reads whole numbers; use none")
+    if pool.x.dtype == np.uint8:
+        raise InputError(
+            f"model={model}: reads whole numbers, and uint8 is read as x / 255; store"
+            " x.astype(numpy.int32)"
+        )
+    whole = (pool.x >= 0) & (pool.x < size) & (pool.x == np.floor(pool.x))
+    if not whole.all():
+        raise InputError(
+            f"model={model}: x is {pool.x[~whole][0]:g} somewhere, expected whole numbers from 0 to"
+            f" {size - 1}"
+        )
 
 
 def use_run_devices() -> None:

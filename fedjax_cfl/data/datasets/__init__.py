@@ -19,6 +19,7 @@ from fedjax_cfl.data.datasets.images import (
     rotated_mnist,
 )
 from fedjax_cfl.data.datasets.sent140 import sent140
+from fedjax_cfl.data.datasets.shakespeare import shakespeare
 from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.table import csv, parquet
@@ -27,6 +28,6 @@ from fedjax_cfl.data.datasets.tff import tff_hdf5
 __all__ = [
     "celeba", "cifar10", "cifar100", "csv", "digits", "elec2", "fashion_mnist",
     "federated_sqlite", "femnist", "from_arrays", "huggingface", "image_folder", "leaf", "mnist",
-    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sent140", "speech_commands",
-    "synthetic", "tff_hdf5",
+    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sent140", "shakespeare",
+    "speech_commands", "synthetic", "tff_hdf5",
 ]  # fmt: skip
