@@ -139,12 +139,12 @@ def test_bad_leaf(tmp_path, content, says):
 
 
 def test_a_file_that_contradicts_itself_is_read_and_said(tmp_path, capsys):
-    """LEAF's own test files of Shakespeare state 79 samples too many; others leave both lists out."""
+    """LEAF's test files of Shakespeare state 79 samples too many; others leave both lists out."""
     stated = GOOD | {"num_samples": [80, 1]}
     bare = {"user_data": GOOD["user_data"]}
     for content, said in ((stated, True), (bare, False), (GOOD, False)):
         (tmp_path / "f.json").write_text(json.dumps(content))
-        x, y, client, users = read_leaf(tmp_path / "f.json")
+        x, y, _, users = read_leaf(tmp_path / "f.json")
         assert x.tolist() == [[1, 2], [3, 4]] and y.tolist() == [0, 1] and users == ["a", "b"]
         error = capsys.readouterr().err
         assert ("not what is there for 1 of 2 users, first 'a' with 80 for 1" in error) == said

@@ -5,7 +5,8 @@ and `__call__` takes `train` if it has dropout, and `owner` [B] (see `Task`) if 
 normalises over a batch. Three attributes are optional: `decayed`
 names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that
 is called once, on the flat sample, which nothing else sees: then local training has a
-faster form (`client.dual_sgd`). `vocabulary` says that samples are whole numbers below it. Parameter counts are those of 28x28x1 images and 10 classes, or of
+faster form (`client.dual_sgd`). `vocabulary` says that samples are whole
+numbers below it. Parameter counts are those of 28x28x1 images and 10 classes, or of
 25 x 300 word vectors and 2 classes, unless another shape is named. FlexCFL: Duan et
 al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
 IEEE TPDS 2022, https://doi.org/10.1109/TPDS.2021.3134263. FedGroup: Duan et al.,

@@ -59,14 +59,14 @@ def read_pool(
     features = _choose_features(path, kinds, columns, roles, number_text)
     with_images = kinds[features[0]] == "images"
     texts = {name for name in features if number_text and kinds[name] == "text"}
-    found = _read_columns(table, roles, [] if with_images else features, texts)
+    found = read_columns(table, roles, [] if with_images else features, texts)
     parts = {role: found[name] for role, name in roles.items()}
     if with_images and stack:
         rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
         x = stack(_iterate_images(table, features[0]), rows)
     else:
         x = _stack_features([found[name] for name in features])
-    return _assemble(path, x, parts, num_classes)
+    return assemble_pool(path, x, parts, num_classes)
 
 
 def _choose_features(
@@ -123,7 +123,7 @@ def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...])
             )
 
 
-def _read_columns(
+def read_columns(
     table: Table, roles: dict[str, str], features: list[str], texts: set[str]
 ) -> dict[str, np.ndarray | Words]:
     """Returns columns by name: numbers [N, ...], dates [N] or words; `texts` are features of
@@ -193,7 +193,7 @@ def _stack_features(columns: list[np.ndarray | Words]) -> np.ndarray:
     return x
 
 
-def _assemble(
+def assemble_pool(
     path: str, x: np.ndarray, parts: dict[str, np.ndarray | Words], num_classes: int | None
 ) -> Pool:
     """Returns the checked pool of features and the other parts of a table."""
