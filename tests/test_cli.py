@@ -392,7 +392,7 @@ COMPOSED = ("csv", "digits", "sent140", "tff_hdf5")
 def test_every_data_set_composes_and_the_command_line_beats_its_choice(dataset, composed):
     text = (CONF / "dataset" / f"{dataset}.yaml").read_text()
     path = " dataset.source.path=x" if "path: ???" in text else ""
-    path += " dataset.source.columns.y=y" if "y: ???" in text else ""
+    path += " dataset.source.y=y" if "y: ???" in text else ""
     _, chosen = composed(f"dataset={dataset}{path}")
     assert chosen["partition"] in options("partition") and chosen["model"] in options("model")
     for line in (

@@ -118,7 +118,7 @@ def build(toy_pool, tmp_path_factory):
         resolved = check_overrides([*settings, *named, *given])
         assert resolved["algorithm"]["name"] == algorithm
         setup, local = parts.build(resolved)
-        algorithm, task, data, _, mesh = setup
+        algorithm, task, data, _, mesh, _ = setup
         if members:
             made_of = resolved, task, data, local
             make = functools.partial(parts.build_algorithm, *made_of, runs_as_one=True)

@@ -23,7 +23,7 @@ from fedjax_cfl.cli import overrides
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
-from fedjax_cfl.data.datasets import Columns, csv, files, parquet, readers
+from fedjax_cfl.data.datasets import csv, files, parquet, readers
 from fedjax_cfl.data.datasets.arrow_files import read_columns
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf
@@ -63,7 +63,7 @@ def table(compression, use_dictionary):
     return out.getvalue()
 
 
-PARTS = Columns("y", x="a", client="c", time="t")
+PARTS = dict(y="y", x="a", client="c", time="t")
 
 
 def arrow_table(as_parquet):
@@ -111,9 +111,9 @@ READ = {
     "npz": (files.npz, npz(False, x=X, y=Y, client=Y, split=Y % 2)),
     "packed npz": (files.npz, npz(True, x=X, y=Y, client=Y, split=Y % 2)),
     "leaf": (leaf, SHARD),
-    "csv": (lambda path: csv(path, PARTS), b"a,y,c,t\n1.5,u,7,2020-01-01\n2,v,8,2020-01-02\n"),
-    "parquet": (lambda path: parquet(path, PARTS), table("snappy", True)),
-    "plain parquet": (lambda path: parquet(path, PARTS), table("none", False)),
+    "csv": (lambda path: csv(path, **PARTS), b"a,y,c,t\n1.5,u,7,2020-01-01\n2,v,8,2020-01-02\n"),
+    "parquet": (lambda path: parquet(path, **PARTS), table("snappy", True)),
+    "plain parquet": (lambda path: parquet(path, **PARTS), table("none", False)),
     "arrow": (read_table, arrow_table(False)),
     "hub parquet": (read_table, arrow_table(True)),
     "sqlite": (federated_sqlite, database()),

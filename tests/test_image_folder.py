@@ -8,6 +8,9 @@ import struct
 import zlib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from conftest import one_line, refusal
 from PIL import Image
@@ -345,3 +348,73 @@ def test_a_run_on_images(fedjax_cfl, tmp_path):
     assert load_run("run").class_names == ("9", "10")
     status, _, error = fedjax_cfl(line + "2")
     assert status == 2 and "layout=split/user/class or layout=user/split/class" in error
+
+
+def table(*rows, kind="csv", head=("file_name", "label", "user")) -> bytes:
+    """Returns a table of rows, as Arrow writes it."""
+    cells = pa.table({name: [row[i] for row in rows] for i, name in enumerate(head)})
+    out = io.BytesIO()
+    (pyarrow.csv.write_csv if kind == "csv" else pyarrow.parquet.write_table)(cells, out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_beside_the_images_says_what_they_are(kind, tmp_path, capsys):
+    rows = [("b/2.png", "dog", 10, "test"), ("a.png", "cat", 9, "train")]
+    rows.append(("b/1.png", "dog", 9, "train"))
+    head = ("file_name", "label", "user", "split")
+    named = {f"metadata.{kind}": table(*rows, kind=kind, head=head)}
+    written(tmp_path, {"a.png": A, "b/1.png": B, "b/2.png": C, **named})
+    pool = image_folder(tmp_path)
+    np.testing.assert_array_equal(pool.x[..., 0], np.stack([C, A, B]))
+    assert pool.class_names == ("cat", "dog") and pool.y.tolist() == [1, 0, 1]
+    assert pool.client_names == (9, 10) and pool.client.tolist() == [1, 0, 0]
+    assert pool.test.tolist() == [True, False, False]
+    other = image_folder(tmp_path, "metadata", y="user", client="label")
+    assert other.client_names == ("cat", "dog") and other.class_names == ("9", "10")
+    assert image_folder(tmp_path, y="split").class_names == ("test", "train")
+    assert capsys.readouterr().err == ""
+
+
+def test_each_split_may_have_its_table(tmp_path):
+    train, test = table(("1.png", 0, "a"), ("2.png", 1, "b")), table(("1.png", 1, "a"))
+    images = {"train/1.png": A, "train/2.png": B, "test/1.png": C}
+    written(tmp_path, {**images, "train/metadata.csv": train, "test/metadata.csv": test})
+    pool = image_folder(tmp_path)
+    np.testing.assert_array_equal(pool.x[..., 0], np.stack([A, B, C]))
+    assert pool.y.tolist() == [0, 1, 1] and pool.test.tolist() == [False, False, True]
+    assert pool.client.tolist() == [0, 1, 0] and pool.class_names is None
+
+
+OUTSIDE = "expected a file in the folder of its table"
+BAD_TABLES = {
+    "another name": (table(("a.png", "x"), head=("file_name", "lable")), "column label is missing"),
+    "no files": (table(("a.png", "x"), head=("image", "label")), "column file_name is missing"),
+    "no such image": (table(("c.png", "x", 1)), "c.png: file cannot be read"),
+    "above": (table(("../a.png", "x", 1)), OUTSIDE),
+    "absolute": (table(("/etc/passwd", "x", 1)), OUTSIDE),
+    "address": (table(("http://a/b.png", "x", 1)), OUTSIDE),
+    "drive": (table(("c:\\a.png", "x", 1)), OUTSIDE),
+    "link": (table(("link.png", "x", 1)), OUTSIDE),
+    "no image": (table(("metadata.csv", "x", 1)), "metadata.csv"),
+    "no label": (table(("a.png", None, 1), ("a.png", "x", 1)), "column label has no value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_what_is_refused_of_a_table_is_named(name, tmp_path):
+    content, says = BAD_TABLES[name]
+    written(tmp_path / "root", {"a.png": A, "metadata.csv": content})
+    written(tmp_path, {"a.png": A})
+    (tmp_path / "root" / "link.png").symlink_to(tmp_path / "a.png")
+    one_line(says, image_folder, tmp_path / "root")
+
+
+def test_a_table_that_is_not_there(tmp_path):
+    written(tmp_path, {"cat/1.png": A, "dog/1.png": B})
+    (tmp_path / "metadata.csv").write_bytes(table(("cat/1.png", "x", 1)))
+    one_line("y=user is client or file_name, too", image_folder, tmp_path, y="user")
+    (tmp_path / "metadata.csv").unlink()
+    one_line("layout=metadata, expected metadata.csv or", image_folder, tmp_path, "metadata")
+    one_line("column kind is named, expected metadata.csv", image_folder, tmp_path, y="kind")
+    one_line("column kind is named", image_folder, tmp_path, "class", client="kind")

@@ -32,6 +32,7 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("gru", WORDS, 2, 175_938),
     ("lstm", WORDS, 2, 232_386),
     ("fedgroup_lstm", WORDS, 2, 243_861),
+    ("char_lstm", (80,), 80, 817_872),
     ("grouprox_gru", WORDS, 2, 81_857),
     ("fesem_cnn", IMAGE, 62, 845_510),
     ("leaf_cnn", IMAGE, 62, 6_603_710),
@@ -73,6 +74,7 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
     ("celeba_cnn", (5, 6, 3), 2),
     ("lenet", (16, 16), 3),
     *((name, (3, 4), 2) for name in ("gru", "lstm", "fedgroup_lstm", "grouprox_gru")),
+    ("char_lstm", (4,), 3),
 ]
 OFTEN = ("mclr", "mlp", "mnist_cnn", "lenet", "gru")  # in every run: one of every kind
 DROPOUT = {"mnist_cnn", "femnist_cnn", "gru", "lstm"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import one_line
 
-from fedjax_cfl.data.datasets import Columns, csv, image_folder, leaf, npy, npz, parquet
+from fedjax_cfl.data.datasets import csv, image_folder, leaf, npy, npz, parquet
 from fedjax_cfl.data.datasets.pickles import PFLLIB
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
@@ -16,8 +16,8 @@ READERS = {
     "npz": npz,
     "npy": npy,
     "leaf": leaf,
-    "csv": lambda path: csv(path, Columns("y")),
-    "parquet": lambda path: parquet(path, Columns("y")),
+    "csv": lambda path: csv(path, "y"),
+    "parquet": lambda path: parquet(path, "y"),
     "image_folder": image_folder,
 }
 

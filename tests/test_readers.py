@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from fedjax_cfl.data.datasets.leaf_json import read_leaf
+from fedjax_cfl.data import datasets
+from fedjax_cfl.data.datasets.leaf_json import CHARACTERS, read_leaf
 from fedjax_cfl.data.datasets.readers import read_idx, read_npz
 from fedjax_cfl.errors import InputError
 
@@ -111,14 +112,18 @@ GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "'users' is missing"),
+        ("[]", "'user_data' is missing"),
         ({"users": [], "num_samples": []}, "'user_data' is missing"),
         (GOOD | {"users": ["a", "c"]}, "'b', expected only names"),
         (GOOD | {"users": ["a", "b", "c"], "num_samples": [1, 1, 1]}, "'c' is listed without data"),
         (GOOD | {"users": ["a", "b", "b"], "num_samples": [1, 1, 1]}, "users holds a repeated"),
         (GOOD | {"num_samples": [1]}, "num_samples has 1 entries, expected 2"),
-        (GOOD | {"num_samples": [1, 2]}, "num_samples of user 'b' is 2"),
-        (leaf(a=([[1, 2]], [0, 1])), "num_samples of user 'a'"),
+        (GOOD | {"num_samples": [1, "2"]}, "num_samples of user 'b' is '2', expected a whole"),
+        (leaf(a=([[1, 2]], [0, 1])), "user 'a' has 1 of x and 2 of y, expected as many"),
+        (leaf(a=(["ab", "abc"], ["a", "b"])), "user 'a' has text, expected windows of one length"),
+        (leaf(a=(["ab"], ["ab"])), "user 'a' has text, expected windows of one length"),
+        (leaf(a=(["ab", 1], ["a", "b"])), "user 'a' has text, expected windows of one length"),
+        (leaf(a=(["ab"], ["a"]), b=([[1, 2]], [0])), "hold text and numbers, expected either"),
         (leaf(a=([[1, 2], [3]], [0, 1])), "x of user 'a' is ragged"),
         (leaf(a=([[1, 2]], [0]), b=([[1, 2, 3]], [0])), "samples of shape (3,), expected (2,)"),
         (leaf(a=([["one", "two"]], [0])), "x of user 'a' is not numeric"),
@@ -131,6 +136,36 @@ GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
 def test_bad_leaf(tmp_path, content, says):
     (tmp_path / "f.json").write_text(content if isinstance(content, str) else json.dumps(content))
     fails(says, tmp_path / "f.json", read_leaf, tmp_path / "f.json")
+
+
+def test_a_file_that_contradicts_itself_is_read_and_said(tmp_path, capsys):
+    """LEAF's test files of Shakespeare state 79 samples too many; others leave both lists out."""
+    stated = GOOD | {"num_samples": [80, 1]}
+    bare = {"user_data": GOOD["user_data"]}
+    for content, said in ((stated, True), (bare, False), (GOOD, False)):
+        (tmp_path / "f.json").write_text(json.dumps(content))
+        x, y, _, users = read_leaf(tmp_path / "f.json")
+        assert x.tolist() == [[1, 2], [3, 4]] and y.tolist() == [0, 1] and users == ["a", "b"]
+        error = capsys.readouterr().err
+        assert ("not what is there for 1 of 2 users, first 'a' with 80 for 1" in error) == said
+        assert error.count("\n") == said
+
+
+def test_windows_of_text_are_numbers_of_characters(tmp_path, capsys):
+    (tmp_path / "f.json").write_text(json.dumps(leaf(b=(["\n }z"], ["!"]), a=(["AbC."], ["b"]))))
+    pool = datasets.leaf(tmp_path / "f.json")
+    at = CHARACTERS.index
+    assert pool.x.dtype == np.float32 and pool.x.tolist() == [
+        [at("A"), at("b"), at("C"), at(".")],
+        [0, 1, 79, 78],
+    ]
+    assert pool.y.tolist() == [at("b"), 2] and pool.num_classes == 80
+    assert pool.client_names == ("a", "b") and pool.class_names[at("Q")] == "Q"
+    assert not capsys.readouterr().err
+    (tmp_path / "f.json").write_text(json.dumps(leaf(a=(["ab\u00e4d"], ["a"]))))
+    pool = datasets.leaf(tmp_path / "f.json")
+    assert pool.num_classes == 81 and pool.class_names[80] == "unknown" and pool.x[0, 2] == 80
+    assert "25.00% of the characters are not among LEAF's 80" in capsys.readouterr().err
 
 
 def test_bad_leaf_files(tmp_path):

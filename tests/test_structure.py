@@ -46,7 +46,7 @@ LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
 # what users call with keywords, and nothing else in the package does
-WIDE = {"simulation.driver.run"}
+WIDE = {"simulation.driver.run", "data.datasets.table.csv", "data.datasets.table.parquet"}
 
 
 class Function(NamedTuple):

@@ -16,11 +16,11 @@ from PIL import Image
 
 from fedjax_cfl.cli.build import deal_samples, describe_unused, resolve_settings
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import Columns, csv, parquet, readers, table_files
+from fedjax_cfl.data.datasets import csv, parquet, readers, table_files
 from fedjax_cfl.data.datasets.pickles import PFLLIB
 from fedjax_cfl.data.federated import federate
 
-ALL = Columns("state", client="user", split="part", time="when", concept="kind")
+ALL = dict(y="state", client="user", split="part", time="when", concept="kind")
 NAMES = ["", "user", "when", "temp", "part", "state", "hum", "kind", "note"]
 
 
@@ -72,7 +72,7 @@ def test_a_csv_is_what_a_plain_reader_reads(delimiter, decimal, ending, tmp_path
     rows = rows_of(decimal=decimal)
     sign = "\t" if delimiter == "tab" else delimiter
     path = written(tmp_path / f"a{ending}", rows, sign)
-    assert_as_plain(csv(path, ALL, delimiter, decimal), rows, decimal)
+    assert_as_plain(csv(path, **ALL, delimiter=delimiter, decimal=decimal), rows, decimal)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "columns 'note' hold no numbers and are not used" in said
 
@@ -82,32 +82,32 @@ def test_a_csv_is_read_block_by_block(tmp_path, monkeypatch):
     rows = rows_of(200)
     path = written(tmp_path / "a.csv", rows)
     monkeypatch.setattr(table_files, "BLOCK_BYTES", 300)
-    assert_as_plain(csv(path, ALL), rows)
+    assert_as_plain(csv(path, **ALL), rows)
     rows[170][3] = "warm"
     path = written(tmp_path / "a.csv", rows)
-    one_line("a.csv: column temp is 'warm' in row 171 (the first is 1)", csv, path, ALL)
+    one_line("a.csv: column temp is 'warm' in row 171 (the first is 1)", csv, path, **ALL)
 
 
 def test_features_are_named_or_all_numbers(tmp_path):
     path = written(tmp_path / "a.csv", [["1", "b", "0"], ["2", "a", "1"]], head=["p", "q", "y"])
-    assert csv(path, Columns("y", x="p")).x.tolist() == [[1], [2]]
-    assert csv(path, Columns("y", x=["q", "p"]), number_text=True).x.tolist() == [[1, 1], [0, 2]]
-    assert csv(path, Columns("y"), number_text=True).x.tolist() == [[1, 1], [2, 0]]
-    assert csv(path, Columns("q", x=["p", "y"])).class_names == ("a", "b")
-    assert csv(path, Columns("y", x="p", client="q")).client_names == ("a", "b")
+    assert csv(path, "y", x="p").x.tolist() == [[1], [2]]
+    assert csv(path, "y", x=["q", "p"], number_text=True).x.tolist() == [[1, 1], [0, 2]]
+    assert csv(path, "y", number_text=True).x.tolist() == [[1, 1], [2, 0]]
+    assert csv(path, "q", x=["p", "y"]).class_names == ("a", "b")
+    assert csv(path, "y", x="p", client="q").client_names == ("a", "b")
 
 
 def test_labels_are_numbers_where_all_are(tmp_path):
     def read(labels, **more):
         rows = [["1.5", label] for label in labels]
-        return csv(written(tmp_path / "a.csv", rows, head=["p", "y"]), Columns("y"), **more)
+        return csv(written(tmp_path / "a.csv", rows, head=["p", "y"]), "y", **more)
 
     assert read(["1", "0", "2"]).y.tolist() == [1, 0, 2]
     assert read(["1.0", "0.0", "02"]).class_names is None
     assert read(["10", "30", "20"]).class_names == ("10", "20", "30")
     assert read(["10", "9", "x"]).class_names == ("10", "9", "x")
     assert read(["NA", "x", "x"]).class_names == ("NA", "x")  # a word as any other
-    one_line("columns.y is NA in sample 1 and numbers in others", read, ["1", "NA", "0"])
+    one_line("y is NA in sample 1 and numbers in others", read, ["1", "NA", "0"])
     one_line("y is 1 .. 2 and never 0", read, ["1", "2"])
     one_line("looks like a target to regress", read, ["0.5", "2"])
     one_line("column y has no value in row 2 (the first is 1)", read, ["a", " ", "b"])
@@ -117,7 +117,7 @@ def test_clients_keep_their_names(tmp_path):
     def names(ids):
         rows = [["1.5", "a", one] for one in ids]
         path = written(tmp_path / "a.csv", rows, head=["p", "y", "c"])
-        pool = csv(path, Columns("y", client="c"))
+        pool = csv(path, "y", client="c")
         data = federate(pool, partition.by_user(pool, test_fraction=0))
         assert data.client_names.names == pool.client_names
         return pool.client_names, pool.client.tolist()
@@ -141,51 +141,51 @@ def test_clients_keep_their_names(tmp_path):
 def test_times_are_numbers_or_dates(cells, seconds, tmp_path):
     rows = [["1.5", "a", cell] for cell in cells]
     path = written(tmp_path / "a.csv", rows, head=["p", "y", "t"])
-    assert csv(path, Columns("y", time="t")).time.tolist() == seconds
+    assert csv(path, "y", time="t").time.tolist() == seconds
 
 
 GOOD = ["1", "2.5", "a", "0", "x"]
 HEAD = ["c", "p", "y", "s", "k"]
-NAMED = Columns("y", x=["p"], client="c", split="s", concept="k")
-TIMED = Columns("y", x=["p"], time="s")
+NAMED = dict(y="y", x=["p"], client="c", split="s", concept="k")
+TIMED = dict(y="y", x=["p"], time="s")
 BAD_CSV = {
     "empty": (b"", NAMED, "cannot be read (Empty CSV file), expected a CSV"),
     "no rows": (b"c,p,y,s,k\n", NAMED, "table has no rows"),
-    "a row too short": (b"p,y\n1,a\n2\n", Columns("y"), "Row #3: Expected 2 columns, got 1"),
-    "latin-1": ("p,y\n1,\xfc\n".encode("latin-1"), Columns("y"), "save it as UTF-8"),
-    "utf-16": ("p,y\n1,a\n".encode("utf-16"), Columns("y"), "cannot be read"),
-    "two of a name": (b"p,p,y\n1,2,a\n", Columns("y"), "column 'p' is there 2 times"),
-    "no such column": (b"p,label\n1,a\n", Columns("lable"), "did you mean 'label'?"),
-    "another delimiter": (b"p;y\n1;a\n", Columns("y"), "'p;y': is it the delimiter?"),
-    "a column twice": (b"p,y\n1,2\n", Columns("y", x=["p", "y"]), "y is columns.y, columns.x"),
-    "no features": (b"p,y\na,2\n", Columns("y"), "no column of features is left"),
-    "text as feature": (b"p,y\n1,a\nx,a\n", Columns("y", x="p"), "column p is 'x' in row 2"),
-    "decimal comma": (b'p,y\n"1,5",a\n', Columns("y", x="p"), "decimal=',' is the other point"),
-    "missing feature": (b"p,y\n1,a\nNA,a\n", Columns("y"), "column p has no value in row 2"),
+    "a row too short": (b"p,y\n1,a\n2\n", dict(y="y"), "Row #3: Expected 2 columns, got 1"),
+    "latin-1": ("p,y\n1,\xfc\n".encode("latin-1"), dict(y="y"), "save it as UTF-8"),
+    "utf-16": ("p,y\n1,a\n".encode("utf-16"), dict(y="y"), "cannot be read"),
+    "two of a name": (b"p,p,y\n1,2,a\n", dict(y="y"), "column 'p' is there 2 times"),
+    "no such column": (b"p,label\n1,a\n", dict(y="lable"), "did you mean 'label'?"),
+    "another delimiter": (b"p;y\n1;a\n", dict(y="y"), "'p;y': is it the delimiter?"),
+    "a column twice": (b"p,y\n1,2\n", dict(y="y", x=["p", "y"]), "y is y, x"),
+    "no features": (b"p,y\na,2\n", dict(y="y"), "no column of features is left"),
+    "text as feature": (b"p,y\n1,a\nx,a\n", dict(y="y", x="p"), "column p is 'x' in row 2"),
+    "decimal comma": (b'p,y\n"1,5",a\n', dict(y="y", x="p"), "decimal=',' is the other point"),
+    "missing feature": (b"p,y\n1,a\nNA,a\n", dict(y="y"), "column p has no value in row 2"),
     "missing client": (
-        b"c,p,y\n,1,a\n", Columns("y", client="c"), "column c has no value in row 1",
+        b"c,p,y\n,1,a\n", dict(y="y", client="c"), "column c has no value in row 1",
     ),
-    "infinite": (b"p,y\ninf,a\n", Columns("y"), "x is NaN or infinite"),
-    "beyond float32": (b"p,y\n1e300,a\n", Columns("y"), "x is NaN or infinite"),
+    "infinite": (b"p,y\ninf,a\n", dict(y="y"), "x is NaN or infinite"),
+    "beyond float32": (b"p,y\n1e300,a\n", dict(y="y"), "x is NaN or infinite"),
     "third split": (
-        b"p,y,s\n1,a,train\n2,b,val\n", Columns("y", split="s"), "split is 'val' in sample 1",
+        b"p,y,s\n1,a,train\n2,b,val\n", dict(y="y", split="s"), "split is 'val' in sample 1",
     ),
-    "split of 2": (b"p,y,s\n1,a,2\n", Columns("y", split="s"), "columns.split is '2'"),
+    "split of 2": (b"p,y,s\n1,a,2\n", dict(y="y", split="s"), "split is '2'"),
     "local date": (b"p,y,s\n1,a,28.2.2018\n", TIMED, "column s is '28.2.2018' in row 1"),
     "some dates": (b"p,y,s\n1,a,7\n1,a,2018-02-28\n", TIMED, "column s is '7' in row 1"),
     "times before": (b"p,y,s\n1,a,-7\n", TIMED, "store time - time.min()"),
     "half a second": (b"p,y,s\n1,a,0.5\n", TIMED, "time is 0.5 in sample 0"),
     "no time": (b"p,y,s\n1,a,\n", TIMED, "column s has no value in row 1"),
     "concept changes": (
-        b"c,p,y,k\n1,1,a,u\n2,1,a,u\n1,1,a,v\n", Columns("y", client="c", concept="k"),
-        "columns.concept changes within client 1, first in sample 2",
+        b"c,p,y,k\n1,1,a,u\n2,1,a,u\n1,1,a,v\n", dict(y="y", client="c", concept="k"),
+        "concept changes within client 1, first in sample 2",
     ),
     "concept of nobody": (
-        b"p,y,k\n1,a,u\n", Columns("y", concept="k"), "columns.concept needs columns.client",
+        b"p,y,k\n1,a,u\n", dict(y="y", concept="k"), "concept needs client",
     ),
-    "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], Columns("y"), "gzip stream is truncated"),
-    "pickle": (b"\x80\x04\x95anything", Columns("y"), "is a pickle and is not opened"),
-    "zero bytes": (b"\0" * 99, Columns("y"), "file cannot be read"),
+    "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], dict(y="y"), "gzip stream is truncated"),
+    "pickle": (b"\x80\x04\x95anything", dict(y="y"), "is a pickle and is not opened"),
+    "zero bytes": (b"\0" * 99, dict(y="y"), "file cannot be read"),
 }  # fmt: skip
 
 
@@ -194,19 +194,19 @@ def test_what_is_refused_of_a_csv_says_where(name, tmp_path):
     content, columns, says = BAD_CSV[name]
     path = tmp_path / "a.csv"
     path.write_bytes(content)
-    error = one_line(says, csv, path, columns)
+    error = one_line(says, csv, path, **columns)
     assert str(path) in error and "expected" in error and len(error) < 1000
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
 
 
 def test_settings_of_a_csv(tmp_path):
     path = written(tmp_path / "a.csv", [GOOD], head=HEAD)
-    assert csv(path, NAMED).client_names == (1,)
-    one_line("delimiter=;;: must be one character, or tab", csv, path, NAMED, ";;")
-    one_line("delimiter=,: is decimal as well", csv, path, NAMED, decimal=",")
+    assert csv(path, **NAMED).client_names == (1,)
+    one_line("delimiter=;;: must be one character, or tab", csv, path, **NAMED, delimiter=";;")
+    one_line("delimiter=,: is decimal as well", csv, path, **NAMED, decimal=",")
     written(path, [GOOD], ";", HEAD)
-    one_line("column p is '2.5' in row 1", csv, path, NAMED, ";", ",")
-    one_line("decimal=;: must be one of", csv, path, NAMED, decimal=";")
+    one_line("column p is '2.5' in row 1", csv, path, **NAMED, delimiter=";", decimal=",")
+    one_line("decimal=;: must be one of", csv, path, **NAMED, decimal=";")
 
 
 def image(mode="L", fill=0, size=(5, 4)):
@@ -269,7 +269,7 @@ def path(tmp_path):
     ],
 )
 def test_features_of_a_parquet_file(x, expected, path):
-    pool = parquet(path, Columns("y", x=x, client="user", time="when"))
+    pool = parquet(path, "y", x=x, client="user", time="when")
     kind = np.uint8 if getattr(expected, "dtype", None) == np.uint8 else np.float32
     assert pool.x.dtype == kind
     np.testing.assert_array_equal(pool.x, np.array(expected))
@@ -278,19 +278,19 @@ def test_features_of_a_parquet_file(x, expected, path):
 
 
 def test_other_parts_of_a_parquet_file(path):
-    pool = parquet(path, Columns("word", x="half", client="y", time="day", split="yes"))
+    pool = parquet(path, "word", x="half", client="y", time="day", split="yes")
     assert pool.class_names == ("x", "y") and pool.client_names == ("a", "b")
     assert pool.time.tolist() == [0, 86400, 0, 2 * 86400]
     assert pool.test.tolist() == [True, False, True, True]
-    assert parquet(path, Columns("y", x="word"), number_text=True).x.tolist() == [[0], [1]] * 2
-    resized = parquet(path, Columns("y", x="sizes"), size=[2, 3], mode="rgb").x
+    assert parquet(path, "y", x="word", number_text=True).x.tolist() == [[0], [1]] * 2
+    resized = parquet(path, "y", x="sizes", size=[2, 3], mode="rgb").x
     assert resized.shape == (4, 2, 3, 3) and resized.dtype == np.uint8
 
 
 @pytest.mark.parametrize(
     ("x", "says"),
     [
-        (None, "could be the features, expected columns.x=NAME"),
+        (None, "could be the features, expected x=NAME"),
         ("gap", "column gap has no value in row 2"),
         ("nan", "column nan has no value in row 2"),
         ("ragged", "lists of 1 and, in row 3 (the first is 1), of 2 values"),
@@ -298,7 +298,7 @@ def test_other_parts_of_a_parquet_file(path):
         ("inner", "column inner has no value in row 2"),
         ("words", "column words has lists of type string, expected numbers"),
         ("many", "expected at least one feature"),
-        ("when", "column when holds dates, expected numbers: name it columns.time"),
+        ("when", "column when holds dates, expected numbers: name it time"),
         ("word", "column word is 'x' in row 1 (the first is 1), expected a number"),
         ("other", "column other holds others, expected numbers, lists or bytes of images"),
         (["fixed", "half"], "column fixed holds lists, expected it as the only one"),
@@ -306,17 +306,17 @@ def test_other_parts_of_a_parquet_file(path):
         ("broken", "column broken in row 4: image cannot be read"),
         ("coloured", "images are grey"),
         ("sizes", "expected one, or size=[4,5]"),
-        ("nope", "columns.x=nope is not there"),
+        ("nope", "x=nope is not there"),
     ],
 )
 def test_what_is_refused_of_a_parquet_file_says_where(x, says, path):
-    error = one_line(says, parquet, path, Columns("y", x=x))
+    error = one_line(says, parquet, path, "y", x=x)
     assert str(path) in error and "expected" in error and len(error) < 1000
 
 
 def test_a_label_that_is_neither_number_nor_text(path):
     for name in ("when", "fixed", "png", "other"):
-        one_line("expected numbers or text", parquet, path, Columns(name, x="half"))
+        one_line("expected numbers or text", parquet, path, name, x="half")
 
 
 def test_shards_are_read_in_order_of_their_names(tmp_path):
@@ -327,22 +327,22 @@ def test_shards_are_read_in_order_of_their_names(tmp_path):
     (tmp_path / "_metadata").write_text("none of the shards")
     (tmp_path / ".hidden.parquet").write_text("none of the shards")
     for read in (csv, parquet):
-        pool = read(tmp_path, Columns("y", client="c"))
+        pool = read(tmp_path, "y", client="c")
         assert pool.x.tolist() == [[0], [1], [2], [3]] and pool.client.tolist() == [2, 1, 2, 0]
     table = pa.table({"x": ["0"], "y": [1]})
     pyarrow.parquet.write_table(table, tmp_path / "11.parquet")
-    one_line("11.parquet: column c is missing", parquet, tmp_path, Columns("y", client="c"))
-    one_line("11.parquet: column y is int64, expected text", parquet, tmp_path, Columns("y", x="x"))
+    one_line("11.parquet: column c is missing", parquet, tmp_path, "y", client="c")
+    one_line("11.parquet: column y is int64, expected text", parquet, tmp_path, "y", x="x")
     (tmp_path / "empty").mkdir()
-    one_line("holds no *.parquet", parquet, tmp_path / "empty", Columns("y"))
-    one_line("holds no *.csv or *.csv.gz", csv, tmp_path / "empty", Columns("y"))
+    one_line("holds no *.parquet", parquet, tmp_path / "empty", "y")
+    one_line("holds no *.csv or *.csv.gz", csv, tmp_path / "empty", "y")
 
 
 def test_shards_of_other_pixels_are_not_mixed(tmp_path):
     for name, kind in (("1", pa.uint8()), ("2", pa.float32())):
         table = pa.table({"x": pa.array([[1, 2]], pa.list_(kind)), "y": ["a"]})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    one_line("column x is float32 (2,) and uint8 (2,)", parquet, tmp_path, Columns("y"))
+    one_line("column x is float32 (2,) and uint8 (2,)", parquet, tmp_path, "y")
 
 
 def test_extension_types_run_nothing_and_give_their_storage(tmp_path, monkeypatch):
@@ -360,13 +360,13 @@ def test_extension_types_run_nothing_and_give_their_storage(tmp_path, monkeypatc
     table = pa.table([pa.array([[1, 2], [3, 4]], fields[0].type), ["a", "b"]], pa.schema(fields))
     pyarrow.parquet.write_table(table, "a.parquet")
     assert pyarrow.parquet.read_schema("a.parquet").metadata is None
-    pool = parquet("a.parquet", Columns("y"))
+    pool = parquet("a.parquet", "y")
     assert pool.x.tolist() == [[1, 2], [3, 4]] and os.listdir() == ["a.parquet"]
     tensor = pa.ExtensionArray.from_storage(
         pa.fixed_shape_tensor(pa.float32(), [2]), table["x"].chunk(0)
     )
     pyarrow.parquet.write_table(pa.table({"x": tensor, "y": ["a", "b"]}), "a.parquet")
-    assert parquet("a.parquet", Columns("y")).x.tolist() == [[1, 2], [3, 4]]
+    assert parquet("a.parquet", "y").x.tolist() == [[1, 2], [3, 4]]
 
 
 def test_a_small_file_of_many_rows_is_refused(path, tmp_path, monkeypatch):
@@ -374,16 +374,16 @@ def test_a_small_file_of_many_rows_is_refused(path, tmp_path, monkeypatch):
     table = pa.table({"x": pa.array([7] * 2**20, pa.int8()), "y": [1] * 2**20})
     pyarrow.parquet.write_table(table, path)
     assert path.stat().st_size < 2**16
-    one_line("store x.npy for dataset=npy", parquet, path, Columns("y"))
+    one_line("store x.npy for dataset=npy", parquet, path, "y")
     rows = written(tmp_path / "a.csv.gz", [["1", "2"]] * 2**20, head=["x", "y"])
-    one_line("expected it unpacked", csv, rows, Columns("y"))
+    one_line("expected it unpacked", csv, rows, "y")
 
 
 def test_damaged_parquet_files(path):
     whole, start = path.read_bytes(), pa.table(COLUMNS).select(["y", "half"])
     pyarrow.parquet.write_table(start, path, write_page_checksum=True, compression="none")
     sound = path.read_bytes()
-    assert len(parquet(path, Columns("y")).y) == 4
+    assert len(parquet(path, "y").y) == 4
     place = sound.index(np.float16([0.5, 1.5]).tobytes())
     for content, says in (
         (b"", "cannot be read"),
@@ -395,7 +395,7 @@ def test_damaged_parquet_files(path):
         (b"\x80\x02}q\x00.", "is a pickle and is not opened"),
     ):
         path.write_bytes(content)
-        assert says in refusal(parquet, path, Columns("y"))
+        assert says in refusal(parquet, path, "y")
 
 
 @pytest.mark.parametrize("read", [csv, parquet])
@@ -404,24 +404,24 @@ def test_no_regular_file(read, tmp_path):
     (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
     for name in ("loop", "nothing", "pipe", "absent", "z" * 300, "loop/inside", "a\0b"):
-        one_line("cannot be read", read, f"{tmp_path}/{name}", Columns("y"))
-    one_line("cannot be read", read, "/dev/zero", Columns("y"))
-    one_line("cannot be read", read, "~nobody_of_this_name/a", Columns("y"))
+        one_line("cannot be read", read, f"{tmp_path}/{name}", "y")
+    one_line("cannot be read", read, "/dev/zero", "y")
+    one_line("cannot be read", read, "~nobody_of_this_name/a", "y")
 
 
 def test_folders_of_pickles_are_refused_by_name(tmp_path):
     (tmp_path / "train").mkdir()
     np.savez(tmp_path / "train" / "0.npz", data=np.array({"x": 1}, dtype=object))
     for read in (csv, parquet):
-        one_line(f"0.npz: data.npy is {PFLLIB}", read, tmp_path, Columns("y"))
+        one_line(f"0.npz: data.npy is {PFLLIB}", read, tmp_path, "y")
 
 
 def test_what_a_run_leaves_unused_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = {"x": range(60), "y": [0, 1] * 30, "c": [0, 1, 2] * 20, "t": range(60)}
     pyarrow.parquet.write_table(pa.table({k: list(v) for k, v in table.items()}), "a.parquet")
-    line = "dataset=parquet dataset.source.path=a.parquet dataset.source.columns.y=y"
-    line += " dataset.source.columns.client=c dataset.source.columns.time=t dataset.clients=2"
+    line = "dataset=parquet dataset.source.path=a.parquet dataset.source.y=y"
+    line += " dataset.source.client=c dataset.source.time=t dataset.clients=2"
     for more, says in {"iid": "client of the file is not used", "auto": "time of the file"}.items():
         config = resolve_settings([*line.split(), f"partition={more}"])
         assert says in describe_unused(config, *deal_samples(config)).splitlines()[0]
@@ -429,19 +429,19 @@ def test_what_a_run_leaves_unused_is_said(tmp_path, monkeypatch):
 
 def test_a_run_on_a_csv(fedjax_cfl, tmp_path):
     written(tmp_path / "sensors.csv", rows_of())
-    line = "dataset=csv dataset.source.path=sensors.csv dataset.source.columns.y=state"
-    line += " dataset.source.columns.client=user dataset.source.columns.split=part"
-    line += " 'dataset.source.columns.x=[temp,hum]' rounds=1 algorithm=fedavg run_dir=run"
+    line = "dataset=csv dataset.source.path=sensors.csv dataset.source.y=state"
+    line += " dataset.source.client=user dataset.source.split=part"
+    line += " 'dataset.source.x=[temp,hum]' rounds=1 algorithm=fedavg run_dir=run"
     status, out, error = fedjax_cfl(line)
     assert (status, error) == (0, "")
     assert "fedavg on csv: 3 clients, 3 classes, 45 train and 15 test samples" in out
     clients = pyarrow.parquet.read_table(tmp_path / "run" / "clients.parquet")
     assert clients["client"].to_pylist() == [9, 10, 100]
     for change, says in {
-        "columns.y=stat": "sensors.csv: columns.y=stat is not there",
-        "columns.y=[]": "dataset.source.columns.y=[]: must be the name of a column",
-        "columns.x=[]": "no column of features is left",
-        "columns.why=a": "dataset.source.columns.why=a: unknown setting",
+        "y=stat": "sensors.csv: y=stat is not there",
+        "y=[]": "dataset.source.y=[]: must be the name of a column",
+        "x=[]": "no column of features is left",
+        "why=a": "dataset.source.why=a: unknown setting",
         "num_classes=2": "num_classes=2",
     }.items():
         status, _, error = fedjax_cfl(f"{line}2 'dataset.source.{change}'")

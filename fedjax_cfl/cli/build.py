@@ -25,6 +25,7 @@ from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_ta
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
+from fedjax_cfl.data.standardize import describe_scales, standardize
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu
@@ -80,6 +81,10 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
+    by = config["dataset"]["standardize"]
+    if (hint := describe_scales(data, by)) and distributed.is_primary():
+        print(hint)
+    data, scaling = standardize(data, by)
     usual = fit_cohort(config, data.num_clients) if fits else None
     if usual and distributed.is_primary():
         print(
@@ -99,7 +104,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     if share:
         make = with_selection(config, task, data, local)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
-    return Setup(algorithm, task, data, drift, mesh), local
+    return Setup(algorithm, task, data, drift, mesh, scaling), local
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
@@ -204,18 +209,45 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
             raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
+    if config["dataset"]["standardize"] == "client" and drift.moves:
+        raise InputError(
+            "dataset.standardize=client: samples would change clients with the scale of their first"
+            " one; use pool, or drift=none"
+        )
 
 
 def build_task(config: dict[str, Any], pool: Pool) -> Task:
     """Returns the model as a task on the samples of a pool."""
     model, l2 = config["model"], config["preset"]["l2"]
     module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
+    if size := getattr(module, "vocabulary", None):
+        check_ids(config, pool, size)
     try:
         return cfl.as_task(
             module, pool.x.shape[1:], pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
         )
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
+
+
+def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
+    """Raises InputError for samples that are not whole numbers from 0 to `size` - 1, which a model
+    of text reads.
+    """
+    model, by = config["model"]["name"], config["dataset"]["standardize"]
+    if by != "none":
+        raise InputError(f"dataset.standardize={by}: model={model} reads whole numbers; use none")
+    if pool.x.dtype == np.uint8:
+        raise InputError(
+            f"model={model}: reads whole numbers, and uint8 is read as x / 255; store"
+            " x.astype(numpy.int32)"
+        )
+    whole = (pool.x >= 0) & (pool.x < size) & (pool.x == np.floor(pool.x))
+    if not whole.all():
+        raise InputError(
+            f"model={model}: x is {pool.x[~whole][0]:g} somewhere, expected whole numbers from 0 to"
+            f" {size - 1}"
+        )
 
 
 def use_run_devices() -> None:

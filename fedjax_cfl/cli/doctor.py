@@ -22,6 +22,7 @@ from fedjax_cfl.data.datasets.celeba import PLACES as CELEBA
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
 from fedjax_cfl.data.datasets.sent140 import PLACES as SENT140
+from fedjax_cfl.data.datasets.shakespeare import PLACES as SHAKESPEARE
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.versions import find_version
@@ -52,6 +53,7 @@ FILES: dict[str, tuple[Paths, ...]] = {
     "femnist": FEMNIST_FILES,
     "femnist_writers": FEMNIST_FILES,
     "sent140": (*SENT140, ("sent140/data/",), ("sent140/",)),
+    "shakespeare": SHAKESPEARE,
     "cifar10": (images.CIFAR, (images.CIFAR_PART,)),
     "cifar100": (images.CIFAR_100,),
     "celeba": tuple((*files, *photos) for files in CELEBA for photos in CELEBA_IMAGES),

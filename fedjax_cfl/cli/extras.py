@@ -11,6 +11,7 @@ import numpy as np
 from fedjax_cfl.cli.build import build_local, deal_samples, federate_samples, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
+from fedjax_cfl.data.standardize import standardize
 from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result
@@ -76,6 +77,7 @@ def add_newcomers(
     everybody = federate_samples(config, *deal_samples(config))
     kept, held = hold_out_clients(everybody, share, config["seed"])
     population = take_clients(everybody, np.concatenate([kept, held]))
+    population, _ = standardize(population, config["dataset"]["standardize"], kept.size)
     task, mesh = setup.task, setup.mesh
     make = with_selection(config, task, population, build_local(config, task, population, mesh))
     key = jax.random.key(config["seed"])

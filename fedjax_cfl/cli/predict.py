@@ -1,7 +1,8 @@
-"""`fedjax-cfl predict RUN_DIR FILE.npz`: predicts samples with the models of a finished run.
+"""`fedjax-cfl predict RUN_DIR FILE`: predicts samples with the models of a finished run.
 
-The file has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
-clients.parquet) and split [N] (0 train, 1 test). A client of the run uses its own model.
+An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
+clients.parquet) and split [N] (0 train, 1 test); any other file, or folder, is read with the
+settings by which the run read its own. A client of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y. Where clients of
 the run mix all models, it finds its weights on them.
@@ -12,14 +13,20 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
-from fedjax_cfl.data.datasets.readers import read_npz
+from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
+from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run, to_probabilities
 from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.types import Pool
+
+SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
+MOST_CLASSES = 20  # of a confusion matrix that is printed
 
 
 class Predictions(NamedTuple):
@@ -28,6 +35,7 @@ class Predictions(NamedTuple):
     predicted: np.ndarray  # [N] int32, the class
     model: np.ndarray  # [N] int32, the model that predicted it; of a mixture the heaviest one
     known: np.ndarray  # [N] bool, whether the client has a model in the run
+    probabilities: np.ndarray  # [N, C] float32, of the classes
 
 
 def main(argv: list[str]) -> int:
@@ -36,14 +44,23 @@ def main(argv: list[str]) -> int:
         prog="fedjax-cfl predict", description="Predict with the models of a finished run."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR")
-    parser.add_argument("file", metavar="FILE.npz", help="x, and y, client, split if you like")
+    parser.add_argument(
+        "file", metavar="FILE", help=".npz with x, and y, client, split; or as the run's own data"
+    )
     parser.add_argument("--best", action="store_true", help="models of the best evaluation")
-    parser.add_argument("--out", metavar="OUT.npz", help="write predicted, model, known [N]")
+    parser.add_argument("--no-labels", action="store_true", help="a table without its label column")
+    parser.add_argument(
+        "--confusion", action="store_true", help="print who is taken for whom, model by model"
+    )
+    parser.add_argument(
+        "--out", metavar="OUT.npz", help="write predicted, model, known [N], probabilities [N, C]"
+    )
     given = parse_arguments(parser, argv)
     files = [Path(name) for name in (given.out, given.file) if name]
     if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
-    run, arrays = load_run(given.run_dir), read_npz(given.file, ("x",), ("y", "client", "split"))
+    run = load_run(given.run_dir)
+    arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
         raise InputError(f"run_dir={given.run_dir}: no evaluation had an accuracy to be best of")
@@ -53,9 +70,60 @@ def main(argv: list[str]) -> int:
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
     print("\n".join(describe_predictions(run, saved, arrays, found)))
+    confusion = count_confusions(run, saved, arrays, found) if "y" in arrays else None
+    if given.confusion:
+        if confusion is None:
+            raise InputError(f"{given.file}: has no labels y, which --confusion counts")
+        print("\n".join(describe_confusions(confusion, run.class_names)))
     if given.out:
-        write_predictions(given.out, found, run.class_names)
+        write_predictions(given.out, found, confusion, run.class_names)
     return 0
+
+
+def read_samples(run: LoadedRun, file: str, labels: bool) -> dict[str, np.ndarray]:
+    """Returns x and what else there is of y, client and split, of an .npz, or of a file that is
+    read as the run read its own; False `labels`: a table has none. Raises InputError for what
+    cannot be read so.
+    """
+    if file.lower().endswith(".npz"):
+        found = read_npz(file, ("x",), ("y", "client", "split"))
+        return found if labels else {name: found[name] for name in found if name != "y"}
+    pool = read_as_run(run, file, labels)
+    arrays = {"x": np.asarray(pool.x)}
+    if labels:
+        names = pool.class_names
+        arrays["y"] = pool.y if names is None else np.array(names)[pool.y]
+    if pool.client is not None:
+        names = pool.client_names
+        arrays["client"] = pool.client if names is None else np.array(names)[pool.client]
+    if pool.test is not None:
+        arrays["split"] = pool.test.astype(np.int32)
+    return arrays
+
+
+def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
+    """Returns the pool of a file, read with the settings of the run's own data."""
+    source = dict(run.settings["dataset"]["source"])
+    target = str(source.pop("_target_", ""))
+    name = target.removeprefix(SOURCES)
+    if not target.startswith(SOURCES) or name not in datasets.__all__ or "path" not in source:
+        raise InputError(f"{file}: expected an .npz, for the run read no file of a kind like this")
+    if source.get("number_text"):
+        raise InputError(
+            f"{file}: number_text=true numbers text anew in each file; expected an .npz of numbers"
+        )
+    if "concept" in source:  # a table
+        unread = [] if labels else ["y"]
+        if source["x"] is not None:  # else they would be features
+            unread += ["time", "concept"]
+        source |= dict.fromkeys(unread)
+    elif not labels:
+        raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
+    known = run.class_names
+    if "num_classes" in source and (known is None or all(name.isdecimal() for name in known)):
+        # a label that no sample of this file has is no gap
+        source["num_classes"] = run.num_classes if known is None else 1 + max(map(int, known))
+    return getattr(datasets, name)(**source | {"path": file})
 
 
 def read_as_training(file: str, arrays: dict[str, np.ndarray]) -> None:
@@ -82,31 +150,43 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
         arrays["y"] = run.check_labels(arrays["y"], len(x))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
-    predicted, model = np.zeros(len(x), np.int32), np.zeros(len(x), np.int32)
-    known = np.zeros(len(x), bool)
+    model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
+    scores = np.zeros((len(x), run.num_classes), np.float32)
+    scaled = x if run.final.scaling is None else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        here = met.get(str(client))
+        place, here = met.get(str(client), (None, None))
         known[rows] = here is not None
         used = choose_model(run, saved, arrays, rows) if here is None else here
         model[rows] = used if isinstance(used, int) else np.argmax(used)
+        if scaled is not x:
+            scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
         if not isinstance(used, int):
-            predicted[rows] = run.predict_with(used, x[rows], saved)
+            scores[rows] = run.infer(used, scaled[rows], saved)
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
-        predicted[rows] = run.predict_with(int(used), x[rows], saved)
-    return Predictions(predicted, model, known)
+        scores[rows] = run.infer(int(used), scaled[rows], saved)
+    guess = scores.argmax(1).astype(np.int32)
+    return Predictions(guess, model, known, to_probabilities(scores))
 
 
-def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, int | np.ndarray]:
-    """Returns the model of each client that has one, or its weights [M] of all models, by the
-    client's name as text.
+def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
+    """Returns the row in the run's table, and the model, or the weights [M] of all models, None:
+    it has none, of each client by its name as text.
     """
     index = saved.model_index.tolist()
     used = index if saved.weights is None else list(saved.weights)
     each = zip(run.table["client"].tolist(), index, used, strict=True)
-    return {str(name): mine for name, model, mine in each if model >= 0}
+    return {
+        str(name): (place, mine if model >= 0 else None)
+        for place, (name, model, mine) in enumerate(each)
+    }
+
+
+def list_training(arrays: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """Returns which of the samples `rows` of a client are for training: all without a split."""
+    return rows[~arrays["split"][rows]] if "split" in arrays else rows
 
 
 def choose_model(
@@ -118,10 +198,9 @@ def choose_model(
     if "y" not in arrays:
         who = f"client {arrays['client'][rows[0]]}" if "client" in arrays else "a file without ids"
         raise InputError(f"{who} has no model in this run, and without y none can be chosen")
-    if "split" in arrays:
-        rows = rows[~arrays["split"][rows]]
-        if not rows.size:
-            raise InputError("split: a client that the run never met has no training samples")
+    rows = list_training(arrays, rows)
+    if not rows.size:
+        raise InputError("split: a client that the run never met has no training samples")
     find = run.find_model if saved.weights is None else run.find_weights
     return find(arrays["x"][rows], arrays["y"][rows], saved)
 
@@ -130,9 +209,7 @@ def describe_predictions(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
 ) -> list[str]:
     """Returns the lines to print: one for clients with a model in the run, one for others."""
-    scored: Any = np.ones(len(found.known), bool)
-    if "split" in arrays:
-        scored = arrays["split"]
+    scored: Any = arrays.get("split", np.ones(len(found.known), bool))
     lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
     kinds = (("clients of the run", found.known), ("clients never met", ~found.known))
     for name, rows in kinds:
@@ -151,12 +228,59 @@ def describe_predictions(
     return lines
 
 
-def write_predictions(path: str, found: Predictions, names: tuple[str, ...] | None) -> None:
-    """Writes the predictions as arrays of an npz file; classes by name, if they have names."""
+def count_confusions(
+    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
+) -> np.ndarray:
+    """Returns how many samples of class c, those for testing where there is a split, each model
+    takes for class d, [M, C, C] int64; of a mixture the samples count for its heaviest model.
+    """
+    rows = np.flatnonzero(arrays.get("split", np.ones(len(found.known), bool)))
+    models, classes = len(jax.tree.leaves(saved.models)[0]), run.num_classes
+    counts = np.zeros((models, classes, classes), np.int64)
+    np.add.at(counts, (found.model[rows], arrays["y"][rows], found.predicted[rows]), 1)
+    return counts
+
+
+def describe_confusions(counts: np.ndarray, names: tuple[str, ...] | None) -> list[str]:
+    """Returns the matrix of each model that has samples, as lines: true classes down, predicted
+    ones across; of more than `MOST_CLASSES` the most frequent confusions alone.
+    """
+    classes, lines = name_classes(names, counts.shape[1]), []
+    for model in np.flatnonzero(counts.sum((1, 2))):
+        mine = counts[model]
+        lines.append(f"model {model}, {mine.sum():,} samples: true classes down, predicted across")
+        if len(classes) > MOST_CLASSES:
+            wrong = mine * (1 - np.eye(len(mine), dtype=int))
+            most = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CLASSES]
+            pairs = ((*divmod(int(place), len(mine)), wrong.flat[place]) for place in most)
+            lines += [f"  {classes[c]} as {classes[d]}: {n}" for c, d, n in pairs if n]
+            continue
+        rows = [[name, *map(str, row)] for name, row in zip(classes, mine, strict=True)]
+        table = np.array([["", *classes], *rows])
+        wide = np.char.str_len(table).max(0)
+        lines += ["  " + "  ".join(map(str.rjust, row, wide)) for row in table.tolist()]
+    return lines
+
+
+def name_classes(names: tuple[str, ...] | None, classes: int) -> list[str]:
+    """Returns what classes are called; their numbers, where they have no names."""
+    own = names or ()
+    return [*(shorten(name)[1:-1] for name in own), *map(str, range(len(own), classes))]
+
+
+def write_predictions(
+    path: str, found: Predictions, confusion: np.ndarray | None, names: tuple[str, ...] | None
+) -> None:
+    """Writes the predictions as arrays of an npz file, and the confusions [M, C, C] where labels
+    are known; classes by name, if they have names.
+    """
     arrays = found._asdict()
+    if confusion is not None:
+        arrays["confusion"] = confusion
     if names is not None:
-        numbers = range(len(names), 1 + found.predicted.max(initial=0))
-        arrays["predicted"] = np.array([*names, *map(str, numbers)])[found.predicted]
+        numbers = range(len(names), found.probabilities.shape[1])
+        arrays["classes"] = np.array([*names, *map(str, numbers)])
+        arrays["predicted"] = arrays["classes"][found.predicted]
     try:
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, **arrays)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fedjax_cfl.cli.choices import setting_rules
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
+from fedjax_cfl.data.standardize import Standardize
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
@@ -73,6 +74,12 @@ class TopSettings(NamedTuple):
     process: NaturalInt | None
 
 
+class DatasetSettings(NamedTuple):
+    """Settings under `dataset` that no function of the library takes by their name."""
+
+    standardize: Standardize
+
+
 class EvaluateSettings(NamedTuple):
     """Settings under `evaluate`."""
 
@@ -107,6 +114,7 @@ def collect_rules(config: dict) -> dict[str, Rule]:
         ("preset.", PresetSettings),
         ("local.", WidthSetting),
         ("checkpoint.", CheckpointSettings),
+        ("dataset.", DatasetSettings),
         ("evaluate.", EvaluateSettings),
         ("", TopSettings),
     ]

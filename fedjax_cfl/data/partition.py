@@ -18,6 +18,7 @@ import numpy as np
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.by_group import ifca_rotations, rotated_groups, source_groups
+from fedjax_cfl.data.partition_file import from_file
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -34,7 +35,7 @@ from fedjax_cfl.validation import (
 
 __all__ = [
     "auto", "by_user", "dirichlet", "dirichlet_per_client", "ditto", "femnist_power_law",
-    "ifca_rotations", "iid", "power_law", "quantity_skew", "rotated_groups", "shards",
+    "from_file", "ifca_rotations", "iid", "power_law", "quantity_skew", "rotated_groups", "shards",
     "source_groups",
 ]  # fmt: skip
 

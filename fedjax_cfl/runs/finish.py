@@ -65,7 +65,7 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     """
     run_dir = member.run_dir
     run_id = digest_identity(run_identity(member.settings, setup.data))
-    save_final(run_dir, setup.algorithm, result.state, result.data, run_id)
+    save_final(run_dir, setup.algorithm, result.state, result.data, run_id, setup.scaling)
     measured = attempt(
         "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
     )

@@ -6,6 +6,7 @@ format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves a
 `['models'][...]` [M, ...], the parameters of every model that a client may be served, and
 `['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
 models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
+One whose samples were standardised has `['scaling']` in `final/`, see `data.standardize`.
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
@@ -28,6 +29,7 @@ from jax import lax
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
+from fedjax_cfl.data.standardize import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
@@ -59,10 +61,13 @@ class SavedModels(NamedTuple):
     # [K, M] and [M, C], where clients mix all models, see `ServedModels`; None: they use one
     weights: np.ndarray | None = None
     label_shares: np.ndarray | None = None
+    scaling: Scaling | None = None  # of the run's samples, with its last models; None: none
 
 
 class LoadedRun(NamedTuple):
-    """What `load_run` returns. Clients go by their name, as `table["client"]` has it."""
+    """What `load_run` returns. Clients go by their name, as `table["client"]` has it. Samples x
+    are as they were before the run; where it standardised them, methods do so, too.
+    """
 
     settings: dict[str, Any]  # every setting of the run, nested as in conf/
     summary: dict[str, Any]  # summary.json
@@ -93,6 +98,17 @@ class LoadedRun(NamedTuple):
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
+        return self._score(client, x, saved).argmax(1).astype(np.int32)
+
+    def predict_proba(
+        self, client: str | int, x: Any, saved: SavedModels | None = None
+    ) -> np.ndarray:
+        """Returns the probabilities [B, C] float32 of the classes, where `predict` returns the
+        likeliest one.
+        """
+        return to_probabilities(self._score(client, x, saved))
+
+    def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
         saved = saved or self.final
         place = self.find_client(client)
         model = int(saved.model_index[place])
@@ -103,15 +119,41 @@ class LoadedRun(NamedTuple):
                 " chooses one by its samples"
             )
         used = model if saved.weights is None else saved.weights[place]
-        return self.predict_with(used, x, saved)
+        return self.infer(used, self.scale(x, place), saved)
 
     def predict_with(
-        self, model: int | np.ndarray, x: Any, saved: SavedModels | None = None
+        self,
+        model: int | np.ndarray,
+        x: Any,
+        saved: SavedModels | None = None,
+        like: Any = None,
     ) -> np.ndarray:
         """Returns the classes [B] int32 that model number `model`, or the mixture of all models
         with the weights `model` [M], gives samples x [B, ...]: the mean of their probabilities.
+
+        `like` [n, ...], the training samples of their client, is for runs that standardised each
+        client by its own, None: x itself.
         """
-        saved, samples = saved or self.final, self.check_samples(x)
+        scaled = self.scale(x, like=x if like is None else like)
+        return self.infer(model, scaled, saved or self.final).argmax(1).astype(np.int32)
+
+    def scale(self, x: Any, place: int | None = None, like: Any = None) -> np.ndarray:
+        """Returns samples x [B, ...] as the models take them: standardised as those of the client
+        in row `place` of `table`, or of one whose training samples are `like` [n, ...].
+        """
+        samples = self.check_samples(x)
+        scaling = self.final.scaling
+        if scaling is None:
+            return samples
+        if place is not None:
+            return scaling.apply(samples, place)
+        known = samples[:0] if like is None or not len(like) else self.check_samples(like)
+        return scaling.fit(known).apply(samples)
+
+    def infer(self, model: int | np.ndarray, samples: np.ndarray, saved: SavedModels) -> np.ndarray:
+        """Returns the logits [B, C] float32 that a model gives samples [B, ...] that `scale` has
+        returned, of a mixture the logarithms of probabilities; `model` is as in `predict_with`.
+        """
         total = _count_models(saved.models)
         if np.ndim(model):
             weights = check_weights(model, total)
@@ -133,7 +175,7 @@ class LoadedRun(NamedTuple):
 
         Raises InputError for a run whose clients use one model each.
         """
-        saved, samples = saved or self.final, self.check_samples(x)
+        saved, samples = saved or self.final, self.scale(x, like=x)
         if saved.weights is None:
             raise InputError("clients of this run use one model each; find_model(x, y) chooses one")
         labels, given = self.check_labels(y, len(samples)), (saved.models, saved.label_shares)
@@ -147,7 +189,7 @@ class LoadedRun(NamedTuple):
         Only models that serve a client are tried. Raises InputError for labels that the
         run does not have, and for a run whose clients mix all models.
         """
-        saved, samples = saved or self.final, self.check_samples(x)
+        saved, samples = saved or self.final, self.scale(x, like=x)
         if saved.weights is not None:
             raise InputError("clients of this run mix all models; find_weights(x, y) says how")
         labels = self.check_labels(y, len(samples))
@@ -219,6 +261,7 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
             )
     settings = read_settings(run_dir)
     shape, classes, names = check_facts(run_dir / FINAL, facts)
+    _check_scaling(run_dir / FINAL, final, shape)
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
     for models in (final, best):
         if models is not None:
@@ -280,14 +323,15 @@ def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None
         arrays = checkpoint.load_arrays(found[-1])
         index = arrays.pop("['index']")
         weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
-        models = _nest(arrays)["models"]
+        tree = _nest(arrays)
+        models, scaling = tree["models"], tree.get("scaling") and Scaling(**tree["scaling"])
         _check_models(models, index)
         _check_mixture(len(jax.tree.leaves(models)[0]), index, weights, label_shares)
     except KeyError as error:
         raise InputError(f"{found[-1]}: cannot be read: it has no {error}") from None
     except Exception as error:  # whatever damage does to a reader
         raise InputError(f"{found[-1]}: cannot be read: {atomic_folder.explain(error)}") from None
-    return SavedModels(step, models, index, weights, label_shares), facts
+    return SavedModels(step, models, index, weights, label_shares, scaling), facts
 
 
 def _check_models(models: Params, index: np.ndarray) -> None:
@@ -322,6 +366,28 @@ def _check_mixture(
             raise ValueError("its label shares are not a row for each model of a mixture")
         if not (label_shares > 0).all() or not np.isfinite(label_shares).all():
             raise ValueError("its label shares are not all above 0")
+
+
+def _check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless what samples of this shape are standardised with is as in
+    `Scaling`.
+    """
+    scaling, clients = saved.scaling, saved.model_index.size
+    if scaling is None:
+        return
+    for part in scaling:
+        rows = part.shape[0] if part.ndim else 0
+        fits = rows in (1, clients + 1) and part.shape[1:] == shape and part.dtype == np.float32
+        if not fits or not np.isfinite(part).all() or part.shape != scaling.mean.shape:
+            raise InputError(f"{folder}: its scaling does not fit samples of shape {shape}")
+    if not (scaling.deviation > 0).all():
+        raise InputError(f"{folder}: its scaling has deviations that are not above 0")
+
+
+def to_probabilities(scores: np.ndarray) -> np.ndarray:
+    """Returns the probabilities [B, C] float32 of what `LoadedRun.infer` returns."""
+    found = np.exp(scores - scores.max(1, keepdims=True))
+    return found / found.sum(1, keepdims=True)
 
 
 def check_weights(weights: Any, total: int) -> np.ndarray:
@@ -414,7 +480,7 @@ def _owner(count: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _predict_block(task: Task, model: Params, x: jax.Array, count: jax.Array) -> jax.Array:
-    return jnp.argmax(task.predict(model, x, _owner(count)), -1).astype(jnp.int32)
+    return task.predict(model, x, _owner(count))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -423,7 +489,7 @@ def _mix_block(
 ) -> jax.Array:
     models, weights = mixture
     each = jnp.broadcast_to(weights, (BLOCK, weights.size))
-    return jnp.argmax(mix_predictions(task, models, each, x, _owner(count)), -1).astype(jnp.int32)
+    return mix_predictions(task, models, each, x, _owner(count))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl.data import prefetch
+from fedjax_cfl.data.standardize import Scaling
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
@@ -154,13 +155,18 @@ def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def save_final(
-    run_dir: Path, algorithm: Algorithm, state: State, data: FederatedData, run_id: str
+    run_dir: Path,
+    algorithm: Algorithm,
+    state: State,
+    data: FederatedData,
+    run_id: str,
+    scaling: Scaling | None = None,
 ) -> None:
     """Saves the models of the last round in final/, with what `load_run` needs to use
     them. Raises RunError where they cannot be written.
 
     Args: `state` is where the run ended; `data` are its data; `run_id` is what `digest_identity`
-    returns.
+    returns; `scaling` is that of the samples, None: they are as they were.
     """
     facts: dict[str, Any] = {
         "run_id": run_id,
@@ -170,6 +176,8 @@ def save_final(
     if data.class_names is not None:
         facts["class_names"] = list(data.class_names)
     models = copy_models(algorithm, state, data)
+    if scaling is not None:
+        models["scaling"] = scaling._asdict()
     try:
         path = checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
         checkpoint.read_back(path)

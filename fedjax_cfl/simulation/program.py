@@ -98,7 +98,7 @@ def compile_run(
     not from the host, and for a run that does not fit into memory.
     """
     check_jax_settings()
-    algorithm, task, data, drift, mesh = setup
+    algorithm, task, data, drift, mesh, _ = setup
     check_plan(plan, [data])
     check_data(algorithm, drift, data)
     prefetch.check_host_data(data, algorithm, drift)

@@ -139,7 +139,7 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     """Returns shapes, types and shardings of a run's state and moving data: what a
     checkpoint is restored into. What lies on the host has NumPy arrays for shapes.
     """
-    algorithm, _, data, drift, mesh = setup
+    algorithm, _, data, drift, mesh, _ = setup
     streamed = prefetch.is_on_host(data)
     data = (
         prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)

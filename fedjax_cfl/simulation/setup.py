@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.standardize import Scaling
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 
@@ -16,3 +17,4 @@ class Setup(NamedTuple):
     data: FederatedData
     drift: Drift
     mesh: Mesh
+    scaling: Scaling | None = None  # by which the samples of `data` are scaled already

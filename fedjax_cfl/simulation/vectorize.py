@@ -102,7 +102,7 @@ def compile_members(
     Raises what `compile_run` raises; InputError if the data sets do not fit together.
     """
     check_plan(plan, data)
-    _, task, _, drift, mesh = setup
+    _, task, _, drift, mesh, _ = setup
     points = max(map(len, values.values()), default=1)
     places = [(s, h) for s in range(keys.size) for h in range(points)]
     settings = {name: jnp.asarray(each, jnp.float32) for name, each in values.items()}

@@ -3,7 +3,6 @@ to clients.
 """
 
 from fedjax_cfl.data.datasets.celeba import celeba
-from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
@@ -20,14 +19,15 @@ from fedjax_cfl.data.datasets.images import (
     rotated_mnist,
 )
 from fedjax_cfl.data.datasets.sent140 import sent140
+from fedjax_cfl.data.datasets.shakespeare import shakespeare
 from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.table import csv, parquet
 from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
-    "Columns", "celeba", "cifar10", "cifar100", "csv", "digits", "elec2", "fashion_mnist",
+    "celeba", "cifar10", "cifar100", "csv", "digits", "elec2", "fashion_mnist",
     "federated_sqlite", "femnist", "from_arrays", "huggingface", "image_folder", "leaf", "mnist",
-    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sent140", "speech_commands",
-    "synthetic", "tff_hdf5",
+    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sent140", "shakespeare",
+    "speech_commands", "synthetic", "tff_hdf5",
 ]  # fmt: skip

@@ -65,10 +65,10 @@ def _files() -> tuple[list[Path], Path]:
     return files, images[0]
 
 
-def _faces(path: Path, user: str, size: object, held: object) -> tuple[list[str], list[int]]:
+def _faces(path: Path, user: str, held: object) -> tuple[list[str], list[int]]:
     """Returns the image files and labels of one user of a LEAF file."""
     said = f"{path}: user {shorten(user)}"
-    names, labels = user_lists(path, user, size, held)
+    names, labels = user_lists(path, user, held)
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
         # no file outside the folder
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):

@@ -1,4 +1,4 @@
-"""What each column of a table is, as the user names them."""
+"""What each column of a table is, as the user names it."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -18,18 +18,17 @@ NAMES = Rule(
 )
 
 
+Name = Annotated[str, NAME]
+OptionalName = Annotated[str | None, or_none(NAME)]
+OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
+
+
 class Columns(NamedTuple):
-    """Which column of a table is what; columns without a part are not read.
+    """Which column of a table is what, see `csv`; columns without a part are not read."""
 
-    `y` is the label, numbers or text; `x` are the features, None: all columns of numbers without
-    another part; `client` is whose sample a row is, numbers or text; `split` is 0 or train, 1 or
-    test; `time` when the sample came into being, whole numbers or dates; `concept` the true group
-    of its client.
-    """
-
-    y: Annotated[str, NAME]
-    x: Annotated[list[str] | str | None, or_none(NAMES)] = None
-    client: Annotated[str | None, or_none(NAME)] = None
-    split: Annotated[str | None, or_none(NAME)] = None
-    time: Annotated[str | None, or_none(NAME)] = None
-    concept: Annotated[str | None, or_none(NAME)] = None
+    y: str | None  # None: the table has no labels, and they are 0
+    x: list[str] | str | None = None
+    client: str | None = None
+    split: str | None = None
+    time: str | None = None
+    concept: str | None = None

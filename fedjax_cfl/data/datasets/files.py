@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_cfl.data.datasets import leaf_json, readers
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, number_owners, read_test_mask
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -43,6 +43,11 @@ def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
 def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
     with train/ and test/ (then `test` is set).
+
+    Of windows of text (Shakespeare) x [N, T] are the numbers of their characters, and the label is
+    the one that follows, of `leaf_json.CHARACTERS`; others, if there are any, are one more class.
+    Raises InputError for files that cannot be read and for what does not fit; a `num_samples` that
+    is not what is there is said, and what is there is read.
     """
     root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
     parts = [
@@ -62,10 +67,25 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     )
     test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
     names = tuple(users[np.unique(client)].tolist())  # those with samples
-    classes = _count_classes(str(path), num_classes)
-    return check_pool(
-        Pool(x, y, classes, number_owners(client), test, client_names=names), str(path)
+    classes, class_names = _count_classes(str(path), num_classes), None
+    if x.dtype == np.int32:
+        class_names = name_characters(str(path), x, y)
+        classes = classes or len(class_names)
+    owner = number_owners(client)
+    pool = Pool(x, y, classes, owner, test, class_names=class_names, client_names=names)
+    return check_pool(pool, str(path))
+
+
+def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
+    """Returns what the classes of text are called, and says if there are unknown characters."""
+    unknown = [(part == leaf_json.UNKNOWN).mean() for part in (x, y)]
+    if not any(unknown):
+        return tuple(leaf_json.CHARACTERS)
+    warn(
+        f"{path}: {unknown[0]:.2%} of the characters are not among LEAF's"
+        f" {len(leaf_json.CHARACTERS)}; all of them are one more, 'unknown'"
     )
+    return (*leaf_json.CHARACTERS, "unknown")
 
 
 def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:

@@ -4,12 +4,14 @@ for each split.
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets.columns import OptionalName
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
 from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
@@ -19,9 +21,11 @@ from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import TEXT, check_arguments, or_none
 
 Layout = Literal[
-    "class", "split/class", "user/class", "class/user", "split/user/class", "user/split/class"
+    "class", "split/class", "user/class", "class/user", "split/user/class", "user/split/class",
+    "metadata",
 ]  # fmt: skip
-LAYOUTS = Layout.__args__
+LAYOUTS = Layout.__args__[:-1]  # of folders
+TABLES = "metadata.csv", "metadata.parquet"
 DEEPEST = 3  # folders between the root and an image
 SKIPPED = ("Thumbs.db", "desktop.ini", "__MACOSX")  # what systems leave there; and hidden files
 MOST_LISTED = 5  # names in a message
@@ -42,6 +46,8 @@ def image_folder(
     mode: Mode = "auto",
     train: Annotated[str, TEXT] = "train",
     test: Annotated[str | None, or_none(TEXT)] = "test",
+    y: OptionalName = None,
+    client: OptionalName = None,
 ) -> Pool:
     """Returns the images of a folder [N, H, W, C], C 1 (grey) or 3: uint8, or float32 v / 65535 of
     16-bit grey. Read are JPEG, PNG, PPM, PGM, BMP, TIFF and WebP, of several frames the first,
@@ -51,7 +57,9 @@ def image_folder(
     class, if there is one level, and an error that lists what fits if there are more. `size`,
     height and width, resizes the images; `mode` makes all of them grey or rgb. `train` and `test`
     are the folders of the splits, `test` None: there is none; other splits are left out, and it is
-    said.
+    said. Where metadata.csv or metadata.parquet is in the folder, or in those of both splits,
+    layout is metadata: it has a row an image with `file_name`, relative to it, the label `y`, None:
+    label, and if you like the owner `client`, None: user or client, and `split`, train or test.
     Classes and clients are numbered over all splits in the order of their names, names that are all
     digits as numbers, and keep their names. Samples come in the order of their paths.
     Raises InputError for images that cannot be read or do not fit together, for links that leave
@@ -59,22 +67,56 @@ def image_folder(
     """
     check_arguments(image_folder, locals(), "dataset.source")
     root = Path(os.path.expanduser(path))
+    tables = find_metadata(root, layout, train, test, y or client)
+    if tables:
+        from fedjax_cfl.data.datasets import image_metadata  # with pyarrow, which few need
+
+        stack = partial(stack_images, str(path), size=size, mode=mode)
+        return image_metadata.read_metadata(root, tables, y, client, stack)
     found = _list_root(root)
     layout = layout or _guess_layout(root, found)
     parts = layout.split("/")
     images = _take_splits(root, found, parts, train, test)
     _check_depth(root, images, layout)
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
-    classes, y = number_names(roles["class"])
+    classes, labels = number_names(roles["class"])
     _refuse_empty(root, found, parts, classes)
     x = stack_images(str(path), _read_files(root, images), len(images), size, mode)
-    pool = Pool(x, y, len(classes))
+    pool = Pool(x, labels, len(classes))
     if "user" in roles:
-        users, client = number_names(roles["user"])
-        pool = pool._replace(client=client, client_names=name_clients(users))
+        users, owner = number_names(roles["user"])
+        pool = pool._replace(client=owner, client_names=name_clients(users))
     if "split" in roles and test is not None:
         pool = pool._replace(test=np.array([name == test for name in roles["split"]]))
     return check_pool(pool._replace(class_names=tuple(classes)), str(path))
+
+
+def find_metadata(
+    root: Path, layout: Layout | None, train: str, test: str | None, named: str | None
+) -> list[Path]:
+    """Returns the tables beside the images, of layout metadata or where none is named. Raises
+    InputError where there should be one, also for a column that is `named`.
+    """
+    tables = list_tables(root, train, test) if layout in (None, "metadata") else []
+    if not tables and (layout == "metadata" or named):
+        what = f"column {named} is named" if named else "layout=metadata"
+        raise InputError(
+            f"{root}: {what}, expected {' or '.join(TABLES)} in the folder, and no other layout"
+        )
+    return tables
+
+
+def list_tables(root: Path, train: str, test: str | None) -> list[Path]:
+    """Returns the table beside the images of a folder, or those of its two splits, first that of
+    training; none if there is none.
+    """
+    for name in TABLES:
+        alone, sides = root / name, [root / side / name for side in (train, test) if side]
+        if os.path.lexists(alone):
+            return [alone]
+        if all(map(os.path.lexists, sides)):
+            return sides
+    return []
 
 
 def _list_root(root: Path) -> Found:

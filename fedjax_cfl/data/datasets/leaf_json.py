@@ -1,5 +1,8 @@
 """Reader of LEAF JSON, under the rules of `readers`: one line for a malformed file, no
 size believed.
+
+Files in the wild contradict themselves: LEAF's own test files of Shakespeare state 79 samples too
+many of each user, those of Reddit the samples of all splits. Samples that are there count.
 """
 
 import json
@@ -12,11 +15,15 @@ import numpy as np
 
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, open_unpacked, shorten
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, warn
 
 # bytes of memory that a sign in JSON stands for: number, list, object, entry
 JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}
 LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
+# the characters of LEAF's Shakespeare in its order; those that are not among them are one more
+CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+PLACE = {char: place for place, char in enumerate(CHARACTERS)}
+UNKNOWN = len(CHARACTERS)
 
 
 def read_leaf(
@@ -24,7 +31,8 @@ def read_leaf(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
     """Reads LEAF JSON: one file (plain or .gz), a folder of shards, or several of them.
 
-    Returns x [N, ...] float32, y [N] (int64 or float64, as written), client [N] int32
+    Returns x [N, ...] float32, of text [N, T] int32, see `number_characters`, y [N] (int64 or
+    float64, as written), client [N] int32
     (index into the names), and the names, sorted. Users come in the order of their
     names, the samples of a user in the order of the file. Source:
     github.com/TalwalkarLab/leaf.
@@ -39,6 +47,11 @@ def read_leaf(
         )
     shape = held[0][1].shape[1:]
     for user, x, _, path in held:
+        if x.dtype != held[0][1].dtype:
+            raise InputError(
+                f"{path}: x of user {shorten(user)} and of another one hold text and numbers,"
+                " expected either"
+            )
         if x.shape[1:] != shape:
             raise InputError(
                 f"{path}: x of user {shorten(user)} has samples of shape {x.shape[1:]}, expected"
@@ -56,10 +69,10 @@ def read_leaf(
 
 
 def read_users(
-    folders: Iterable[PathLike], parse: Callable[[Path, str, object, object], tuple]
+    folders: Iterable[PathLike], parse: Callable[[Path, str, object], tuple]
 ) -> dict[str, tuple[Any, Any, Path]]:
     """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file,
-    user, num_samples, user_data)` gives (x, y).
+    user, user_data)` gives (x, y). Says where num_samples is not what is there.
     """
     data: dict[str, tuple[Any, Any, Path]] = {}
     for path in [shard for folder in folders for shard in _shards(Path(folder))]:
@@ -86,14 +99,17 @@ def _shards(path: Path) -> list[Path]:
 
 def _shard(path: Path, parse: Callable[..., tuple]) -> list[tuple[str, Any, Any]]:
     """Returns (user, x, y) for every user of one LEAF file, checked."""
-    shard = _json(path)
-    for name, kind in {"users": list, "num_samples": list, "user_data": dict}.items():
-        if not isinstance(shard, dict) or not isinstance(shard.get(name), kind):
-            raise InputError(
-                f"{path}: key {name!r} is missing or no {kind.__name__}, expected users,"
-                " num_samples and user_data"
-            )
-    users, sizes, data = shard["users"], shard["num_samples"], shard["user_data"]
+    shard = read_json(path, "LEAF JSON")
+    if not isinstance(shard, dict) or not isinstance(data := shard.get("user_data"), dict):
+        raise InputError(
+            f"{path}: key 'user_data' is missing or no dict, expected users, num_samples and"
+            " user_data"
+        )
+    users = shard.get("users", list(data))  # not all who use the form write both
+    sizes = shard.get("num_samples", [None] * len(users) if isinstance(users, list) else [])
+    for name, value in (("users", users), ("num_samples", sizes)):
+        if not isinstance(value, list):
+            raise InputError(f"{path}: key {name!r} is no list, expected one entry for each user")
     if not all(isinstance(user, str) for user in users) or len(set(users)) != len(users):
         raise InputError(
             f"{path}: users holds a repeated or non-text name, expected distinct strings"
@@ -106,13 +122,30 @@ def _shard(path: Path, parse: Callable[..., tuple]) -> list[tuple[str, Any, Any]
         raise InputError(
             f"{path}: user_data holds {shorten(unlisted[0])}, expected only names listed in users"
         )
-    return [
-        (user, *parse(path, user, size, data.get(user)))
-        for user, size in zip(users, sizes, strict=True)
-    ]
+    held = [(user, *parse(path, user, data.get(user))) for user in users]
+    _compare_sizes(path, {user: len(y) for user, _, y in held}, sizes)
+    return held
 
 
-def _json(path: Path) -> Any:
+def _compare_sizes(path: Path, held: dict[str, int], sizes: list[Any]) -> None:
+    """Says whose num_samples is not what is held. Raises InputError for one that is no number."""
+    wrong = []
+    for (user, count), size in zip(held.items(), sizes, strict=True):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise InputError(
+                f"{path}: num_samples of user {shorten(user)} is {describe_value(size)}, expected a"
+                " whole number"
+            )
+        if size not in (None, count):
+            wrong.append(f"{shorten(user)} with {shorten(size)} for {count}")
+    if wrong:
+        warn(
+            f"{path}: num_samples is not what is there for {len(wrong)} of {len(held)} users, first"
+            f" {wrong[0]}; what is there is read"
+        )
+
+
+def read_json(path: Path, expected: str) -> Any:
     """Returns what a JSON file holds; objects with a repeated key are refused, as are
     files that would fill the memory with objects.
     """
@@ -131,7 +164,7 @@ def _json(path: Path) -> Any:
         except (ValueError, RecursionError) as error:
             # UnicodeDecodeError and JSONDecodeError are ValueErrors
             raise InputError(
-                f"{path}: file is not JSON ({line_of(error)}), expected LEAF JSON"
+                f"{path}: file is not JSON ({line_of(error)}), expected {expected}"
             ) from error
 
 
@@ -145,17 +178,14 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def user_lists(path: Path, user: str, size: object, held: object) -> tuple[list, list]:
+def user_lists(path: Path, user: str, held: object) -> tuple[list, list]:
     """Returns the lists x and y of one user, as `read_users` finds them, of anything."""
     x, y = (held.get(name) if isinstance(held, dict) else None for name in ("x", "y"))
     said = f"{path}: user {shorten(user)}"
     if not isinstance(x, list) or not isinstance(y, list):
         raise InputError(f"{said} is listed without data, expected lists x and y")
-    if isinstance(size, bool) or not isinstance(size, int) or not len(x) == len(y) == size:
-        raise InputError(
-            f"{said}: num_samples is {describe_value(size)}, expected {len(x)} (x) and {len(y)} (y)"
-            " to equal it"
-        )
+    if len(x) != len(y):
+        raise InputError(f"{said} has {len(x)} of x and {len(y)} of y, expected as many")
     return x, y
 
 
@@ -197,43 +227,52 @@ def describe_value(value: object) -> str:
     )
 
 
-def _user(path: Path, user: str, size: object, held: object) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x [n, ...] float32 and y [n] of one user."""
-    if not isinstance(held, dict) or "x" not in held or "y" not in held:
-        raise InputError(
-            f"{path}: user {shorten(user)} is listed without data, expected"
-            f" user_data[{shorten(user)}] with x and y"
-        )
-    x, y = (_numbers(path, user, name, held[name]) for name in ("x", "y"))
+def _user(path: Path, user: str, held: object) -> tuple[np.ndarray, np.ndarray]:
+    """Returns x [n, ...] float32 and y [n] of one user, of text the numbers of its characters."""
+    x, y = user_lists(path, user, held)
+    if x and isinstance(x[0], str):
+        return number_characters(path, user, x, y)
+    x, y = (_numbers(path, user, name, value) for name, value in (("x", x), ("y", y)))
     if y.ndim != 1:
         raise InputError(
             f"{path}: y of user {shorten(user)} has shape {y.shape}, expected one label a sample"
-        )
-    if not isinstance(size, int) or not len(x) == len(y) == size:
-        given = shorten(size) if isinstance(size, int | float | str | None) else type(size).__name__
-        raise InputError(
-            f"{path}: num_samples of user {shorten(user)} is {given}, expected {len(x)} (x) and"
-            f" {len(y)} (y) to equal it"
         )
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
         return x.astype(np.float32), y
 
 
-def _numbers(path: Path, user: str, name: str, value: object) -> np.ndarray:
+def number_characters(
+    path: Path, user: str, texts: list, following: list
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the characters of texts, [n, T] int32, and of those that follow
+    them, [n] int64: places in `CHARACTERS`, `UNKNOWN` for any other.
+
+    Raises InputError for texts of several lengths and for what is not one character.
+    """
+    lengths = {len(text) if isinstance(text, str) else 0 for text in texts}
+    alone = all(isinstance(char, str) and len(char) == 1 for char in following)
+    if len(lengths) > 1 or 0 in lengths or not alone:
+        raise InputError(
+            f"{path}: user {shorten(user)} has text, expected windows of one length and the"
+            " character that follows each"
+        )
+    numbers = [[PLACE.get(char, UNKNOWN) for char in text] for text in (*texts, following)]
+    return np.array(numbers[:-1], np.int32), np.array(numbers[-1], np.int64)
+
+
+def _numbers(path: Path, user: str, name: str, value: list) -> np.ndarray:
     """Returns a nested list as an array of int64, or of float64 if there is a float."""
     said = f"{path}: {name} of user {shorten(user)}"
     # by itself NumPy would give all the longest text's room
-    items = np.array(value if isinstance(value, list) else [value], dtype=object)
+    items = np.array(value, dtype=object)
     kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
-    if isinstance(value, list) and list in kinds:
+    if list in kinds:
         raise InputError(
             f"{said} is ragged, expected rows of equal length in at most {LEAF_DIMENSIONS}"
             " dimensions"
         )
-    if not isinstance(value, list) or not kinds <= {int, float}:
-        found = (
-            ", ".join(sorted(kind.__name__ for kind in kinds - {int, float})) or "a single number"
-        )
+    if not kinds <= {int, float}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int, float}))
         raise InputError(f"{said} is not numeric ({found}), expected a list of numbers")
     try:
         return items.astype(np.int64 if kinds == {int} else np.float64)

@@ -146,14 +146,12 @@ def parse_hour(date: object) -> int | None:
     return hours if hours >= 0 else None
 
 
-def _tweets(
-    path: Path, user: str, size: object, held: object
-) -> tuple[list[tuple[str, int | None]], list[int]]:
+def _tweets(path: Path, user: str, held: object) -> tuple[list[tuple[str, int | None]], list[int]]:
     """Returns the (text, hour) and the labels (1 positive, 0 negative) of one user of a LEAF
     file.
     """
     said = f"{path}: user {shorten(user)}"
-    rows, labels = user_lists(path, user, size, held)
+    rows, labels = user_lists(path, user, held)
     for i, (row, label) in enumerate(zip(rows, labels, strict=True)):
         if not isinstance(row, list) or len(row) < COLUMNS or not isinstance(row[TEXT], str):
             raise InputError(

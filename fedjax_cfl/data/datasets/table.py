@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fedjax_cfl.data.datasets.columns import Columns
+from fedjax_cfl.data.datasets.columns import Columns, Name, OptionalName, OptionalNames
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode, stack_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -19,7 +19,12 @@ SIGN = Rule(
 
 def csv(
     path: str | Path,
-    columns: Columns,
+    y: Name,
+    x: OptionalNames = None,
+    client: OptionalName = None,
+    split: OptionalName = None,
+    time: OptionalName = None,
+    concept: OptionalName = None,
     delimiter: Annotated[str, SIGN] = ",",
     decimal: Literal[".", ","] = ".",
     number_text: bool = False,
@@ -28,16 +33,20 @@ def csv(
     """Returns the samples of a CSV with a line of names, one row a sample, or of all *.csv of a
     folder; plain or gzipped, in UTF-8.
 
-    Args: `columns` says which column is what; `delimiter` is between cells; `decimal` is the
-    decimal point of features and labels; `number_text` numbers features of text in sorted order;
-    `num_classes` is as in `npz`.
+    Args: `y` is the column of labels, numbers or text; `x` those of features, None: all columns of
+    numbers without another part; `client` is whose sample a row is, numbers or text; `split` is 0
+    or train, 1 or test; `time` when the sample came into being, whole numbers or dates; `concept`
+    the true group of its client; `delimiter` is between cells; `decimal` is the decimal point of
+    features and labels; `number_text` numbers features of text in sorted order; `num_classes` is
+    as in `npz`. From Python `y` may be None: there are no labels, and they are 0.
     Features are float32 [N, F]. Labels, clients and concepts that are not all numbers are text,
     numbered in sorted order, and name the classes and clients; clients that are all digits sort as
     numbers. Dates in ISO 8601 become whole seconds since the first.
     Raises InputError for missing values, for text among numbers, with column and row, and for what
     `npz` would refuse.
     """
-    check_arguments(csv, locals(), "dataset.source")
+    columns = Columns(y, x, client, split, time, concept)
+    check_arguments(csv, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
     from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
 
     dialect = table_files.Dialect("\t" if delimiter == "tab" else delimiter, decimal)
@@ -58,7 +67,12 @@ def csv(
 
 def parquet(
     path: str | Path,
-    columns: Columns,
+    y: Name,
+    x: OptionalNames = None,
+    client: OptionalName = None,
+    split: OptionalName = None,
+    time: OptionalName = None,
+    concept: OptionalName = None,
     size: Annotated[list[int] | None, IMAGE_SIZE] = None,
     mode: Mode = "auto",
     number_text: bool = False,
@@ -67,14 +81,15 @@ def parquet(
     """Returns the samples of a Parquet file, one row a sample, or of all *.parquet of a folder in
     order of name.
 
-    Args: `columns`, `number_text` and `num_classes` are as in `csv`; `size` and `mode` are as in
-    `image_folder`, for a column of images.
+    Args: `size` and `mode` are as in `image_folder`, for a column of images; all others are as in
+    `csv`.
     Features are float32 [N, F], or of one column: lists of one length, also nested, [N, ...], of
     which uint8 is read as x / 255; or images [N, H, W, C], as bytes of PNG, JPEG and the like.
     Types that extensions of Arrow add are not used, only their storage.
     Raises InputError for what `csv` and `image_folder` would refuse.
     """
-    check_arguments(parquet, locals(), "dataset.source")
+    columns = Columns(y, x, client, split, time, concept)
+    check_arguments(parquet, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
     from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
 
     root = Path(os.path.expanduser(path))

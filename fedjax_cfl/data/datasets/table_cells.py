@@ -86,7 +86,7 @@ def read_numbers(place: Place, cells: pa.Array) -> np.ndarray:
             raise InputError(
                 f"{place.shard}: column {place.column} is {shorten(cells[bad].as_py())} in row"
                 f" {place.row + bad} (the first is 1), expected a number: leave the column out of"
-                f" columns.x, or set number_text=true to number text in sorted order{hint}"
+                f" x, or set number_text=true to number text in sorted order{hint}"
             )
         return numbers.to_numpy()
     _refuse_missing(place, _find_nulls(cells))

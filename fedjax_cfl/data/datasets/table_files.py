@@ -210,6 +210,6 @@ def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: li
     if need > readers.MAX_UNPACKED_BYTES:
         raise InputError(
             f"{path}: columns take {need} bytes of memory, expected at most"
-            f" {readers.MAX_UNPACKED_BYTES}; name fewer in columns.x, or store x.npy for"
+            f" {readers.MAX_UNPACKED_BYTES}; name fewer in x, or store x.npy for"
             " dataset=npy, which stays on the disk"
         )

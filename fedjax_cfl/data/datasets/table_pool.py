@@ -59,13 +59,14 @@ def read_pool(
     features = _choose_features(path, kinds, columns, roles, number_text)
     with_images = kinds[features[0]] == "images"
     texts = {name for name in features if number_text and kinds[name] == "text"}
-    found = _read_columns(table, roles, [] if with_images else features, texts)
+    found = read_columns(table, roles, [] if with_images else features, texts)
     parts = {role: found[name] for role, name in roles.items()}
     if with_images and stack:
-        x = stack(_iterate_images(table, features[0]), count_rows(parts["y"]))
+        rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
+        x = stack(_iterate_images(table, features[0]), rows)
     else:
         x = _stack_features([found[name] for name in features])
-    return _assemble(path, x, parts, num_classes)
+    return assemble_pool(path, x, parts, num_classes)
 
 
 def _choose_features(
@@ -80,11 +81,9 @@ def _choose_features(
         if name not in kinds:
             few = ", ".join(shorten(other) for other in list(kinds)[:MOST_LISTED])
             hint = ": is it the delimiter?" if len(kinds) == 1 else suggest_nearest(name, kinds)
-            raise InputError(
-                f"{path}: columns.{role}={name} is not there, expected one of {few}{hint}"
-            )
+            raise InputError(f"{path}: {role}={name} is not there, expected one of {few}{hint}")
         if [other for _, other in named].count(name) > 1:
-            twice = ", ".join(f"columns.{other}" for other, same in named if same == name)
+            twice = ", ".join(other for other, same in named if same == name)
             raise InputError(f"{path}: column {name} is {twice}, expected one part each")
     allowed = ("numbers", "text") if number_text else ("numbers",)
     if given is None:
@@ -94,17 +93,17 @@ def _choose_features(
         if whole and (features or len(whole) > 1):
             raise InputError(
                 f"{path}: columns {', '.join([*whole, *features][:MOST_LISTED])} could be the"
-                " features, expected columns.x=NAME or a list of names"
+                " features, expected x=NAME or a list of names"
             )
         if left := [name for name in rest if name not in features + whole]:
             warn(
                 f"{path}: columns {', '.join(map(shorten, left[:MOST_LISTED]))} hold no numbers and"
-                " are not used; name the features in columns.x, or set number_text=true"
+                " are not used; name the features in x, or set number_text=true"
             )
         given = features or whole
     features = [str(name) for name in given]
     if not features:
-        raise InputError(f"{path}: no column of features is left, expected some: name columns.x")
+        raise InputError(f"{path}: no column of features is left, expected some: name x")
     _check_features(path, {name: kinds[name] for name in features}, allowed)
     return features
 
@@ -114,19 +113,17 @@ def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...])
     for name, kind in kinds.items():
         if kind in ("lists", "images") and len(kinds) > 1:
             raise InputError(
-                f"{path}: column {name} holds {kind}, expected it as the only one of columns.x"
+                f"{path}: column {name} holds {kind}, expected it as the only one of x"
             )
         if kind == "dates":
-            raise InputError(
-                f"{path}: column {name} holds dates, expected numbers: name it columns.time"
-            )
+            raise InputError(f"{path}: column {name} holds dates, expected numbers: name it time")
         if kind not in (*allowed, "text", "lists", "images"):
             raise InputError(
                 f"{path}: column {name} holds {kind}, expected numbers, lists or bytes of images"
             )
 
 
-def _read_columns(
+def read_columns(
     table: Table, roles: dict[str, str], features: list[str], texts: set[str]
 ) -> dict[str, np.ndarray | Words]:
     """Returns columns by name: numbers [N, ...], dates [N] or words; `texts` are features of
@@ -161,6 +158,11 @@ def _read_columns(
     return {name: join_parts(table.path, name, parts.pop(name), known[name]) for name in wanted}
 
 
+def _count(table: Table, name: str) -> int:
+    """Returns the number of rows of a table, by one of its columns."""
+    return sum(batch.num_rows for shard in table.shards for batch in table.read(shard, [name]))
+
+
 def _iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
     """Yields (what a message calls it, content) of the images in a column."""
     for shard in table.shards:
@@ -191,11 +193,12 @@ def _stack_features(columns: list[np.ndarray | Words]) -> np.ndarray:
     return x
 
 
-def _assemble(
+def assemble_pool(
     path: str, x: np.ndarray, parts: dict[str, np.ndarray | Words], num_classes: int | None
 ) -> Pool:
     """Returns the checked pool of features and the other parts of a table."""
-    y, class_names = _as_numbers(path, "y", parts["y"])
+    none = np.zeros(len(x), np.int64)  # of a table without labels
+    y, class_names = _as_numbers(path, "y", parts.get("y", none))
     arrays, client_names = {"x": x, "y": y}, None
     client = parts.get("client")
     if isinstance(client, Words):
@@ -231,7 +234,7 @@ def _as_numbers(
         missing = next(word for word in column.words if word in MISSING)
         row = int((column.number == column.words.index(missing)).argmax())
         raise InputError(
-            f"{path}: columns.{role} is {missing} in sample {row} and numbers in others, expected"
+            f"{path}: {role} is {missing} in sample {row} and numbers in others, expected"
             " one in every row: fill it in or leave the row out"
         )
     values = numbers.to_numpy()
@@ -248,7 +251,7 @@ def _read_split(path: str, column: np.ndarray | Words) -> np.ndarray:
         if word.lower() not in SPLITS:
             row = int((column.number == number).argmax())
             raise InputError(
-                f"{path}: columns.split is {shorten(word)} in sample {row}, expected train or test,"
+                f"{path}: split is {shorten(word)} in sample {row}, expected train or test,"
                 " or 0 or 1: name it so, or leave the rows out"
             )
     return np.array([SPLITS[word.lower()] for word in column.words])[column.number]
@@ -261,7 +264,7 @@ def _concept_of_clients(
     samples [N]. Raises InputError for a client with two.
     """
     if client is None:
-        raise InputError(f"{path}: columns.concept needs columns.client, expected both or neither")
+        raise InputError(f"{path}: concept needs client, expected both or neither")
     concept = number_owners(concept)
     ids, number = number_clients(path, client, len(concept))
     first = concept[np.unique(number, return_index=True)[1]]
@@ -269,7 +272,7 @@ def _concept_of_clients(
     if other.any():
         k = int(number[other.argmax()])
         raise InputError(
-            f"{path}: columns.concept changes within client {shorten((names or ids.tolist())[k])},"
+            f"{path}: concept changes within client {shorten((names or ids.tolist())[k])},"
             f" first in sample {other.argmax()}, expected one of each client"
         )
     return first

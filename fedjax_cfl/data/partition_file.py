@@ -1,0 +1,114 @@
+"""A partition that somebody else has made: lists of sample numbers for each client, or arrays."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_cfl.data.datasets.files import number_clients
+from fedjax_cfl.data.datasets.leaf_json import read_json
+from fedjax_cfl.data.datasets.pool import name_clients, number_names, read_test_mask
+from fedjax_cfl.data.datasets.readers import read_npz, shorten
+from fedjax_cfl.data.dealing import (
+    check_partition,
+    group_places,
+    join_clients,
+    split_train_test,
+)
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Partition, Pool
+from fedjax_cfl.validation import BelowOne, Seed
+
+EXPECTED = "an object of lists of sample numbers by client, a list of such lists, or train and test"
+Held = tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[str | int, ...] | None]
+
+
+def from_file(pool: Pool, *, path: str, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
+    """Deals samples as a file says, by their numbers in the pool, from 0: those for training come
+    first where a data set has a test part of its own. Clients may share samples.
+
+    Args: `path` is JSON with lists of numbers, {"ann": [0, 5], "bob": [1]} or [[0, 5], [1]], or
+    {"train": ..., "test": ...} of such; or an .npz with `client` [n], numbers or text, `sample`
+    [n], without it sample i is entry i, and `split` [n] (0 train, 1 test). Without a split each
+    client's samples are shuffled with `seed`, and `test_fraction` of them are for testing.
+    Raises InputError for a file that cannot be read, samples that are not in the pool, and a client
+    that tests on what it trains on or holds a sample twice.
+    """
+    rng = check_partition(from_file, locals())
+    file = Path(os.path.expanduser(path))
+    read = read_arrays if file.suffix.lower() == ".npz" else read_lists
+    sample, owner, test, names = read(file, len(pool.y))
+    who = names or range(int(owner.max(initial=-1)) + 1)
+    _check(file, sample, owner, who, len(pool.y))
+    places = group_places(owner, len(who))
+    if test is None:
+        made = split_train_test([sample[part] for part in places], rng, test_fraction)
+    else:
+        sides = ([sample[part[test[part] == side]] for part in places] for side in (False, True))
+        made = join_clients(*sides)
+    return made._replace(client_names=names)
+
+
+def read_lists(file: Path, samples: int) -> Held:
+    """Returns (sample [n], owner [n], test [n] or None, names [K] or None) of a JSON file."""
+    found = read_json(file, EXPECTED)
+    split = isinstance(found, dict) and set(found) == {"train", "test"}
+    sides = [found["train"], found["test"]] if split else [found]
+    if len({type(side) for side in sides}) > 1:
+        raise InputError(f"{file}: train and test are a list and an object, expected the same")
+    named = [side if isinstance(side, dict) else _by_number(file, side) for side in sides]
+    keys, _ = number_names([key for side in named for key in side])
+    lists = [_numbers(file, key, side.get(key, [])) for side in named for key in keys]
+    cell = np.repeat(np.arange(len(lists)), [len(numbers) for numbers in lists])
+    side, owner = np.divmod(cell, max(len(keys), 1))
+    sample = np.concatenate([np.empty(0, np.int64), *lists])
+    names = name_clients(keys) if isinstance(sides[0], dict) else None
+    return sample, owner.astype(np.int32), side == 1 if split else None, names
+
+
+def _by_number(file: Path, lists: Any) -> dict[str, Any]:
+    """Returns lists by the number of their client. Raises InputError if they are none."""
+    if not isinstance(lists, list):
+        raise InputError(f"{file}: holds a {type(lists).__name__}, expected {EXPECTED}")
+    return {str(k): numbers for k, numbers in enumerate(lists)}
+
+
+def _numbers(file: Path, client: str, numbers: Any) -> np.ndarray:
+    """Returns a list of whole numbers [n] int64."""
+    kinds = set(map(type, numbers)) if isinstance(numbers, list) else {type(numbers)}
+    if not isinstance(numbers, list) or not kinds <= {int} or any(abs(n) >= 2**63 for n in numbers):
+        raise InputError(
+            f"{file}: client {shorten(client)} holds {shorten(numbers)}, expected a list of sample"
+            " numbers"
+        )
+    return np.array(numbers, np.int64)
+
+
+def read_arrays(file: Path, samples: int) -> Held:
+    """Returns the same as `read_lists` of an .npz file."""
+    arrays = read_npz(file, ("client",), ("sample", "split"))
+    client, sample = arrays["client"], arrays.get("sample", np.arange(samples))
+    if sample.ndim != 1 or sample.dtype.kind not in "iu":
+        raise InputError(
+            f"{file}: sample has shape {sample.shape} and dtype {sample.dtype}, expected integers"
+            " [n]"
+        )
+    ids, owner = number_clients(str(file), client, len(sample))
+    test = read_test_mask(file, arrays["split"], sample) if "split" in arrays else None
+    return sample.astype(np.int64), owner, test, tuple(ids.tolist())
+
+
+def _check(file: Path, sample: np.ndarray, owner: np.ndarray, who: Any, samples: int) -> None:
+    """Raises InputError for samples that are not in the pool, or twice with one client."""
+    outside = (sample < 0) | (sample >= samples)
+    if outside.any() or not sample.size:
+        found = f"sample {sample[outside][0]}" if outside.any() else "no samples"
+        raise InputError(f"{file}: has {found}, expected numbers from 0 to {samples - 1}")
+    held, count = np.unique(owner * np.int64(samples) + sample, return_counts=True)
+    if (count > 1).any():
+        k, twice = divmod(int(held[count > 1][0]), samples)
+        raise InputError(
+            f"{file}: client {shorten(who[k])} has sample {twice} twice, expected each once, for"
+            " training or for testing"
+        )

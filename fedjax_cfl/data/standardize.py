@@ -1,0 +1,132 @@
+"""Features with mean 0 and deviation 1, by the training samples: of all clients, or of each alone.
+
+Steps of one size learn little where one feature is counted in thousands and another in
+thousandths.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import FederatedData
+from fedjax_cfl.validation import check_arguments
+
+Standardize = Literal["none", "client", "pool"]
+BLOCK = 4096  # samples whose moments are added up at once
+ROUNDING = 1e-6  # a deviation that is smaller beside the mean is none
+UNLIKE = 100  # features whose deviations differ by so much are worth a hint
+
+
+class Scaling(NamedTuple):
+    """What samples are standardised with, before any model sees them."""
+
+    # [1, ...] of all clients, or [K + 1, ...] of each client and then of all
+    mean: np.ndarray  # float32, in the shape of a sample
+    deviation: np.ndarray  # float32 > 0; 1 where a feature never varies
+
+    def apply(self, x: np.ndarray, client: int | np.ndarray = -1) -> np.ndarray:
+        """Returns samples x [B, ...] float32, scaled as those of a `client` [] or [B]; -1: by all
+        of them.
+        """
+        row = client if len(self.mean) > 1 else 0
+        return (_as_float(x) - self.mean[row]) / self.deviation[row]
+
+    def fit(self, x: np.ndarray) -> "Scaling":
+        """Returns the scaling of a client that is not among them, by its training samples x
+        [B, ...]; where clients are not scaled each by its own, and without samples, that of all.
+        """
+        common = self.mean[-1:], self.deviation[-1:]
+        return Scaling(*_measure(x, *common)) if len(self.mean) > 1 and len(x) else Scaling(*common)
+
+
+def standardize(
+    data: FederatedData, by: Standardize, clients: int | None = None
+) -> tuple[FederatedData, Scaling | None]:
+    """Returns the data with standardised samples, and what they are scaled with, None: nothing.
+
+    Args: `by` is "pool", by the training samples of all clients; "client", each client by its own,
+    a feature that never varies there, and a client without training samples, by the pool; or
+    "none". `clients`: the pool are the first so many, None: all. Test samples never count.
+    Raises InputError for samples that are turned when they are read, or that stay on the host.
+    """
+    check_arguments(standardize, {"by": by})
+    if by == "none":
+        return data, None
+    if data.turns is not None or data.owner is None:
+        why = (
+            "samples stay as they are on the host; use resident=device"
+            if data.owner is None
+            else "this partition turns the images of its groups; use none"
+        )
+        raise InputError(f"dataset.standardize={by}: {why}")
+    x = np.asarray(data.x)
+    sample = np.arange(data.y.size) if data.sample is None else np.asarray(data.sample)
+    order, start, size = map(np.asarray, (data.train.order, data.train.start, data.train.size))
+    own = [sample[order[begin : begin + n]] for begin, n in zip(start, size, strict=True)]
+    mean, deviation = _measure(x, rows=np.concatenate(own[:clients]))
+    if by == "pool":
+        scaling = Scaling(mean, deviation)
+        return data.replace(x=jnp.asarray(scaling.apply(x))), scaling
+    parts = [_measure(x, mean, deviation, rows) for rows in own]
+    scaling = Scaling(
+        *(np.concatenate(each) for each in zip(*parts, (mean, deviation), strict=True))
+    )
+    # a sample that several clients hold is another one for each
+    scaled = scaling.apply(x[sample], np.asarray(data.owner))
+    return data.replace(x=jnp.asarray(scaled), sample=None), scaling
+
+
+def describe_scales(data: FederatedData, by: Standardize) -> str | None:
+    """Returns a hint where features in columns, of training samples, have very unlike scales and
+    are not standardised; None: it is well.
+    """
+    if by != "none" or data.owner is None or data.x.ndim != 2 or data.x.dtype == jnp.uint8:
+        return None
+    order = np.asarray(data.train.order)
+    rows = order if data.sample is None else np.asarray(data.sample)[order]
+    x = np.asarray(data.x)
+    _, deviation = _moments(x, rows)
+    deviation = deviation[0][deviation[0] > 0]
+    if deviation.size < 2 or deviation.max() < UNLIKE * deviation.min():
+        return None
+    return (
+        f"features have deviations from {deviation.min():.3g} to {deviation.max():.3g};"
+        " dataset.standardize=pool (or client) makes each of them 1"
+    )
+
+
+def _measure(
+    x: np.ndarray,
+    mean: np.ndarray | None = None,
+    deviation: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean [1, ...] and deviation [1, ...] of samples, `rows` [n] of x; where there
+    are none, or one never varies, those given, else 1 as deviation.
+    """
+    rows = np.arange(len(x)) if rows is None else rows
+    if not rows.size and mean is not None and deviation is not None:
+        return mean, deviation
+    own, spread = _moments(x, rows)
+    instead = np.ones_like(spread) if deviation is None else deviation
+    return own.astype(np.float32), np.where(spread > 0, spread, instead).astype(np.float32)
+
+
+def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean and the deviation [1, ...] float64 of `rows` [n] of x, 0 where nothing
+    varies.
+    """
+    blocks = [rows[begin : begin + BLOCK] for begin in range(0, len(rows), BLOCK)]
+    zero = np.zeros((1, *x.shape[1:]))
+    total = sum((_as_float(x[block]).sum(0, np.float64) for block in blocks), zero)
+    mean = total / len(rows)
+    square = sum((np.square(_as_float(x[block]) - mean).sum(0) for block in blocks), zero)
+    deviation = np.sqrt(square / len(rows))
+    return mean, np.where(deviation > ROUNDING * np.abs(mean), deviation, 0.0)
+
+
+def _as_float(x: np.ndarray) -> np.ndarray:
+    """Returns samples as models read them, see `models.task.as_float`."""
+    return x.astype(np.float32) / 255 if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
