@@ -20,6 +20,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("papers",),
+    ("library",),
     ("analysis",),
     ("runs",),
     ("algorithms", "simulation"),
@@ -36,7 +37,7 @@ LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
 # what users call with keywords, and nothing else in the package does
-WIDE = {"simulation.driver.run"}
+WIDE = {"library.run"}
 
 
 class Function(NamedTuple):

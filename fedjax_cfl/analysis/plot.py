@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,26 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as PNG."""
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
+
+
+def save_pictures(figure: Figure, stem: Path) -> list[Path]:
+    """Writes a figure as PNG, SVG and PDF, with texts that stay texts; returns the files."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg", "pdf")]
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        for path in paths:
+            # no date: the same runs give the same file
+            when = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+            with atomic_write(path) as temporary:
+                figure.savefig(temporary, dpi=110, format=path.suffix[1:], metadata=when)
+            figure.set_layout_engine("none")  # it has been laid out
+    return paths
+
+
+def format_written(names: Sequence[str], before: Collection[str]) -> str:
+    """Returns the names of files in words, with those that were there `before` and are replaced."""
+    replaced = [name for name in names if name in before]
+    said = f" (replaced: {', '.join(replaced)})" if replaced else ""
+    return ", ".join(names) + said
 
 
 def add_legend(
@@ -210,9 +230,10 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     groups = series(rows, "group_discrepancy")
-    _lines(axes, rows, {"discrepancy": "all participants"})
+    # 0: every group had one participant, and the model is its own
+    known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
+    _lines(axes, known, {"discrepancy": "all participants"})
     several = groups.ndim == 2 and groups.shape[1] > 1
-    # 0: one client, and the model is its own
     values = np.where(groups > 0, groups, np.nan) if several else np.empty(0)
     _group_lines(axes, rows, values, 0.9)
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")

@@ -75,9 +75,11 @@ LOG_SECONDS = 30  # between two lines about progress
 
 
 @contextlib.contextmanager
-def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, Any]], None]]:
+def progress(
+    total_rounds: int, start: int = 0, verbose: bool = True
+) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
-    line every LOG_SECONDS where stderr is not a terminal.
+    line every LOG_SECONDS where stderr is not a terminal; nothing unless `verbose`.
     """
     columns = (
         BarColumn(),
@@ -85,7 +87,7 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    terminal, shown = sys.stderr.isatty(), time.monotonic()
+    terminal, shown = verbose and sys.stderr.isatty(), time.monotonic()
     # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
     # are further apart
     bar = Progress(
@@ -100,7 +102,7 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
             speed = bar.tasks[0].speed
             pace = f", {speed:.1f} rounds/s" if speed else ""
             bar.update(task, description=format_progress(row) + pace)
-            if not terminal and time.monotonic() - shown >= LOG_SECONDS:
+            if verbose and not terminal and time.monotonic() - shown >= LOG_SECONDS:
                 shown = time.monotonic()
                 line = f"fedjax-cfl: round {row['round']} of {total_rounds}, {format_progress(row)}"
                 print(line, file=sys.stderr, flush=True)

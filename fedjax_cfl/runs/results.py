@@ -109,6 +109,11 @@ def write_csv(path: str | Path, names: Sequence[str], rows: Iterable[Sequence[An
             writer.writerow(escape_csv(value) if value == value else "" for value in row)
 
 
+def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows of the same names as a table for spreadsheets, see `write_csv`."""
+    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+
+
 def write_clients(
     run_dir: str | Path,
     columns: dict[str, Any],
