@@ -23,7 +23,7 @@ from PIL import Image
 from fedjax_cfl.analysis import compare, flows
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
 from fedjax_cfl.analysis.compare_outputs import MEASURES
-from fedjax_cfl.analysis.plot import draw_curves, format_written, save_pictures
+from fedjax_cfl.analysis.plot import draw_curves, save_pictures
 from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
@@ -144,7 +144,10 @@ def write_report(
                 for name, figure in found.figures.items()
                 for path in save_pictures(figure, folder / name)
             ]
-            print(f"wrote {format_written(files, before)} in {folder}")
+            kept = len(before.intersection(files))
+            replaced = f" ({kept} files replaced)" if kept else ""
+            count = f"{len(found.figures)} pictures as PNG, SVG and PDF"
+            print(f"wrote {count} in {folder}{replaced}")
     except OSError as error:
         raise InputError(f"{written}: cannot be written ({error.strerror})") from None
     return None if out is None else Path(out)
@@ -317,7 +320,7 @@ def format_estimate(
     whether the interval, rounded as it is shown, excludes 0.
     """
     if not estimate.values:
-        return {"mean": "-", "interval": "", "apart": False, "tests": ""}
+        return {"mean": "-", "interval": "", "apart": False, "tests": []}
     mean, low, high = (
         f"{factor * value:{sign},.{digits}f}"
         for value in (estimate.mean, estimate.low, estimate.high)
@@ -327,16 +330,14 @@ def format_estimate(
         "mean": mean,
         "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
         "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
-        "tests": format_tests(estimate.tests) if estimate.values > 1 and estimate.tests else "",
+        "tests": format_tests(estimate.tests) if estimate.values > 1 and estimate.tests else [],
     }
 
 
-def format_tests(tests: PairedTests) -> str:
-    """Returns what exact tests say of differences, in a line."""
-    return (
-        f"{tests.ahead} up, {tests.behind} down; p {tests.mean:.2g}, Wilcoxon {tests.wilcoxon:.2g},"
-        f" sign {tests.sign:.2g}"
-    )
+def format_tests(tests: PairedTests) -> list[str]:
+    """Returns what exact tests say of differences, in two lines."""
+    said = f"p {tests.mean:.2g}, Wilcoxon {tests.wilcoxon:.2g}, sign {tests.sign:.2g}"
+    return [f"{tests.ahead} up, {tests.behind} down", said]
 
 
 def main(argv: list[str]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from fedjax_cfl.analysis.plot_costs import group_by_data
@@ -68,7 +69,7 @@ def bootstrap_mean(values: Sequence[float | None]) -> Estimate:
     return Estimate(float(kept.mean()), float(low), float(high), kept.size)
 
 
-def find_chance(differences: Sequence[float]) -> float:
+def find_chance(differences: ArrayLike) -> float:
     """Returns the chance, two-sided, of a mean at least as far from 0 if every difference were as
     likely to have the other sign (Fisher's paired randomisation test); NaN without differences.
 

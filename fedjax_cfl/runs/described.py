@@ -8,6 +8,7 @@ were made, are what tells two methods apart: step size, epochs, groups, model.
 import dataclasses
 import functools
 import hashlib
+import inspect
 import types
 from typing import Any
 
@@ -77,7 +78,7 @@ def _open(part: Any) -> tuple[str | None, dict[str, Any]]:
     if isinstance(part, types.FunctionType):
         return f"{part.__module__}.{part.__qualname__}", _enclosed(part)
     if hasattr(part, "__wrapped__"):  # by `jit`
-        return None, {"wrapped": part.__wrapped__}
+        return None, {"wrapped": inspect.unwrap(part)}
     kind = part if isinstance(part, type) else type(part)
     return f"{kind.__module__}.{kind.__qualname__}", {}
 
