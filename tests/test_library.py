@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import report
+from fedjax_cfl.analysis.plot import draw_curves
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results, session
 from fedjax_cfl.runs.described import describe
+from fedjax_cfl.simulation.rows import count_concepts
 
 KEY = jax.random.key(3)
 
@@ -53,6 +55,41 @@ def test_a_directory_changes_no_number(finished):
     samples = np.zeros((2, 5), np.float32)
     again = cfl.load_run(folder)  # the package's own module is built from the settings
     np.testing.assert_array_equal(again.predict(0, samples), run.predict(0, samples))
+
+
+def test_a_row_has_the_accuracy_of_each_true_group(finished, toy):
+    """Of all test samples of its clients, whatever group they are in; by hand from the clients."""
+    run, _, _ = finished
+    right = np.nan_to_num(run.table["accuracy"] * run.table["test_samples"])
+    for row in run.rows:
+        assert len(row["concept_accuracy"]) == 2
+    for concept, found in enumerate(run.rows[-1]["concept_accuracy"]):
+        inside = run.table["concept"] == concept
+        wanted = right[inside].sum() / run.table["test_samples"][inside].sum()
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert run.rows[-1]["concept_accuracy"] != run.rows[-1]["group_accuracy"]
+    assert run.summary["concept_accuracy"] == run.rows[-1]["concept_accuracy"]
+    assert count_concepts(toy) == 2
+    for concept in (-1, 10_000):  # not known; too many for a row
+        assert count_concepts(toy.replace(concept=np.full(14, concept))) == 0
+
+
+def test_curves_show_true_groups_and_no_zeros_of_single_participants():
+    def row(number, spread):
+        known = {"concept_accuracy": [0.5, 0.6], "group_discrepancy": [0.2, 0.0]}
+        known |= {"group_sizes": [3, 1], "discrepancy": spread, "accuracy": 0.55}
+        return known | {"round": number, "group_accuracy": [0.5, 0.7], "ari": 0.4}
+
+    figure = draw_curves([row(1, 0.2), row(2, 0.0)], "")
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert len(titles) == 7 and titles[3] == "Test accuracy of each true group"
+    drawn = figure.axes[titles.index("Discrepancy")].lines
+    values = [np.asarray(line.get_ydata(), float).tolist() for line in drawn[:3]]
+    assert values[0] == pytest.approx([0.2, np.nan], nan_ok=True)
+    assert not any(0.0 in own for own in values) and values[1] == [0.2, 0.2]
+    one = {"round": 1, "accuracy": 0.5, "group_accuracy": [0.5], "concept_accuracy": [0.4, None]}
+    assert len(draw_curves([one], "").axes) == 5, "of one model, too"
+    assert len(draw_curves([one | {"concept_accuracy": None}], "").axes) == 4
 
 
 @pytest.fixture
