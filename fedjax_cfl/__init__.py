@@ -95,9 +95,11 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("algorithms", "models", "personal"):
-        return importlib.import_module(f"fedjax_cfl.{name}")
-    home = next((room for room, names in HOMES.items() if name in names), "types")
-    return getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
+        found = importlib.import_module(f"fedjax_cfl.{name}")
+    else:
+        home = next((room for room, names in HOMES.items() if name in names), "types")
+        found = getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
+    return importlib.import_module("fedjax_cfl.signatures").tidy(found)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,9 @@
 frames; figures.
 """
 
+import dataclasses
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -72,6 +74,22 @@ def test_a_row_has_the_accuracy_of_each_true_group(finished, toy):
     assert count_concepts(toy) == 2
     for concept in (-1, 10_000):  # not known; too many for a row
         assert count_concepts(toy.replace(concept=np.full(14, concept))) == 0
+
+
+def glossary(part: str) -> set[str]:
+    """Returns the names that a part of the glossary explains."""
+    text = (Path(__file__).parents[1] / "docs/reference/glossary.md").read_text()
+    lines = text.partition(f"\n## {part}\n")[2].partition("\n## ")[0].splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_the_glossary_is_complete(finished):
+    """And has nothing that is no more."""
+    run, _, _ = finished
+    assert glossary("Rows") == set(run.rows[-1])
+    assert glossary("Local") == {field.name for field in dataclasses.fields(cfl.Local)}
+    assert glossary("Pool") == set(cfl.Pool._fields)
 
 
 def test_curves_show_true_groups_and_no_zeros_of_single_participants():

@@ -31,7 +31,17 @@ FLOORS = (
     ("client",),
     ("data", "tree"),
     ("models",),
-    ("types", "errors", "validation", "sharding", "distributed", "formatting", "decompose", "keys"),
+    (
+        "types",
+        "errors",
+        "validation",
+        "sharding",
+        "distributed",
+        "formatting",
+        "decompose",
+        "keys",
+        "signatures",
+    ),
 )
 LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`

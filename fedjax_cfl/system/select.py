@@ -16,6 +16,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Selection
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
+__all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 
 
