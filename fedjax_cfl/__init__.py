@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from fedjax_cfl.client import Execution, Local, make_execution
     from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
     from fedjax_cfl.errors import InputError
+    from fedjax_cfl.library import compare, draw_run, report, run, to_frame
     from fedjax_cfl.models import as_task
     from fedjax_cfl.round import federated
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
-    from fedjax_cfl.simulation import check_algorithm, choose_k, make_run_fn, run
+    from fedjax_cfl.simulation import check_algorithm, choose_k, make_run_fn
     from fedjax_cfl.system import Faults, System, select
     from fedjax_cfl.types import (
         Algorithm,
@@ -53,8 +54,10 @@ __all__ = [
     "as_task",
     "check_algorithm",
     "choose_k",
+    "compare",
     "concept",
     "datasets",
+    "draw_run",
     "drift",
     "federate",
     "federated",
@@ -66,20 +69,23 @@ __all__ = [
     "partition",
     "personal",
     "perturb",
+    "report",
     "run",
     "select",
     "stream",
+    "to_frame",
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
     "client": ("Execution", "Local", "make_execution"),
     "data": ("concept", "datasets", "drift", "federate", "partition", "perturb", "stream"),
     "errors": ("InputError",),
+    "library": ("compare", "draw_run", "report", "run", "to_frame"),
     "models": ("as_task",),
     "round": ("federated",),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
-    "simulation": ("check_algorithm", "choose_k", "make_run_fn", "run"),
+    "simulation": ("check_algorithm", "choose_k", "make_run_fn"),
     "system": ("Faults", "System", "select"),
 }
 
@@ -89,9 +95,11 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("algorithms", "models", "personal"):
-        return importlib.import_module(f"fedjax_cfl.{name}")
-    home = next((room for room, names in HOMES.items() if name in names), "types")
-    return getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
+        found = importlib.import_module(f"fedjax_cfl.{name}")
+    else:
+        home = next((room for room, names in HOMES.items() if name in names), "types")
+        found = getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
+    return importlib.import_module("fedjax_cfl.signatures").tidy(found)
 
 
 def __dir__() -> list[str]:

@@ -321,11 +321,10 @@ def test_compare_by_hand(multirun, tmp_path, capsys):
     assert "2.0 (1/3)" in (out / "compare.md").read_text()
     assert (found["fedavg"]["ari_mean"], found["ifca"]["ari_mean"]) == ("", "0.5")
     assert imread(out / "compare.png").shape[1] >= 1200
-    assert sorted(path.name for path in out.iterdir()) == [
-        "compare.csv",
-        "compare.md",
-        "compare.png",
-    ]
+    names = {"compare.csv", "compare.md", "compare.pdf", "compare.png", "compare.svg"}
+    assert {path.name for path in out.iterdir()} == names | {"differences.csv"}
+    compare.main([str(multirun), "--out", str(out)])
+    assert "(replaced: compare.csv, compare.md, compare.png" in capsys.readouterr().out
 
 
 def test_swept_overrides_make_sets_of_their_own(tmp_path):

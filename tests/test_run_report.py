@@ -15,15 +15,19 @@ import numpy as np
 import pytest
 from conftest import call
 from PIL import Image
-from scipy.stats import norm, permutation_test
+from scipy.stats import binomtest, norm, permutation_test, wilcoxon
 
 from fedjax_cfl.analysis import statistics
+from fedjax_cfl.analysis.compare_outputs import draw_comparison
+from fedjax_cfl.analysis.plot import format_written
 from fedjax_cfl.analysis.plot_costs import draw_costs, last_cost
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.report import (
     DPI,
     format_estimate,
+    hide_path,
     load_costs,
+    name_runs,
     read_run_tables,
     report,
     to_png,
@@ -88,7 +92,8 @@ def test_a_page_has_all_parts(page, runs):
     assert names.count("Accuracy, ") == 2 and names.count("Test accur") == 1
     assert names.count("Who moved ") == names.count("Found agai") == 1
     written = sorted(path.name for path in (runs / "pictures").iterdir())
-    assert len(written) == len(names) and "costs.png" in written
+    assert len(written) == 3 * len(names)
+    assert {"costs.png", "costs.svg", "costs.pdf"} <= set(written)
     assert "algorithm._target_" in page
 
 
@@ -146,6 +151,77 @@ def test_texts_from_files_do_nothing(runs, tmp_path):
     assert json.loads(next(t for t in found.scripts if t.startswith("{")))["rows"][0][0] == names[0]
 
 
+def test_a_page_says_nothing_of_whose_it_is(tmp_path):
+    """A page for reviewers who must not know: no folders of absolute paths."""
+    own = ["run_dir=/home/jane/a/b", "dataset.source.path='~/data/my.npz'", "local.lr=0.1"]
+    shown = [hide_path(text) for text in own]
+    assert shown == ["run_dir=.../b", "dataset.source.path='.../my.npz'", "local.lr=0.1"]
+    kept = ["a/b/c", "../x/y", "https://arxiv.org/abs/1", "['x', 'a/b']", "1/2", "/", "x=/tmp"]
+    assert [hide_path(text) for text in kept] == kept
+    assert hide_path("['/a/b/c.npz', '/a/d']") == "['.../c.npz', '.../d']"
+    row = json.dumps({"round": 1, "accuracy": 0.5, "bytes_up": 1, "bytes_down": 1}) + "\n"
+    folder = tmp_path / "jane" / "one"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(row)
+    summary = {"algorithm": "ifca", "dataset": "npz", "seed": 0}
+    summary["overrides"] = [f"dataset.source.path={tmp_path}/jane/my.npz"]
+    results.write_json(folder / "summary.json", summary)
+    settings = f"run_dir: {tmp_path}/jane/one\nmodel: {{module: {{}}}}\n"
+    (folder / ".hydra" / "config.yaml").write_text(settings)
+    text = report([folder], tmp_path / "page.html").read_text()
+    assert str(tmp_path) not in text and ".../my.npz" in text and ".../one" in text
+
+
+def test_headings_tell_runs_apart():
+    def runs(*places):
+        return [{"seed": seed, "run_dir": Path("x", place)} for seed, place in places]
+
+    sets = [{"label": "ifca m=2", "members": runs((0, "0"), (1, "1"))}]
+    sets.append({"label": "ifca m=3", "members": runs((0, "2"), (0, "3"))})
+    assert name_runs(sets) == [
+        "ifca m=2, seed 0",
+        "ifca m=2, seed 1",
+        "ifca m=3, seed 0, x/2",
+        "ifca m=3, seed 0, x/3",
+    ]
+
+
+def test_nothing_is_replaced_silently(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
+    monkeypatch.setattr("fedjax_cfl.analysis.report.draw_run", lambda run: {})
+    (tmp_path / "notes.html").write_text("<!DOCTYPE html> my own")
+    with pytest.raises(InputError, match=r"notes.html: exists and is no page of `report`"):
+        report([runs / "ifca"], tmp_path / "notes.html")
+    report([runs / "ifca"], tmp_path / "page.html")
+    report([runs / "ifca"], tmp_path / "page.html")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("wrote ") and said[1].startswith("replaced ")
+    assert format_written(["a", "b"], {"b", "c"}) == "a, b (replaced: b)"
+    assert format_written(["a"], {"b"}) == "a"
+
+
+def test_a_panel_for_each_data_set_and_a_style_for_each_method():
+    def group(method, data):
+        run = {"rows": ROWS, "steps": 0, "megabytes": 5, "sim_time": None}
+        own = {"dataset": data, "partition": "iid", "model": "mlp", "label": f"{method} {data}"}
+        return own | {"method": method, "members": [run]}
+
+    groups = [group(method, data) for data in ("digits", "mnist") for method in ("a", "b")]
+    figure = draw_costs(groups)
+    assert len(figure.axes) == 6 and [len(axes.lines) for axes in figure.axes] == [2] * 6
+    assert [figure.axes[n].get_title("left") for n in (0, 3)] == ["digits", "mnist"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+    colours = [[line.get_color() for line in figure.axes[n].lines] for n in (0, 3)]
+    assert colours[0] == colours[1] and len(set(colours[0])) == 2
+    drawn = draw_comparison(groups)
+    assert len(drawn.axes) == 4 and "digits" in drawn.axes[0].get_title("left")
+
+
+ROWS = [
+    {"round": r, "accuracy": 0.5, "bytes_up": 2, "bytes_down": 3, "local_steps": 4} for r in (1, 2)
+]
+
+
 def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
     for name in ("metrics.jsonl", "summary.json"):
         (tmp_path / name).write_bytes((runs / "ifca" / "0" / name).read_bytes())
@@ -162,9 +238,10 @@ def test_a_page_that_cannot_be_written(runs, tmp_path):
 
 
 def test_pictures_are_small(page, runs):
-    for path in (runs / "pictures").iterdir():
-        picture = Image.open(io.BytesIO(path.read_bytes()))
-        assert picture.mode == "P" and path.stat().st_size < 90_000, path.name
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    for image in map(base64.b64decode, images):
+        assert Image.open(io.BytesIO(image)).mode == "P" and len(image) < 90_000
+    assert len(images) == len(list((runs / "pictures").glob("*.svg"))) > 3
 
 
 def test_pictures_keep_their_colours(runs):
@@ -209,7 +286,7 @@ def test_differences_are_of_the_same_seed():
     (found,) = statistics.compare_pairs(sets, ["final_accuracy"])
     assert (found.label, found.minus, found.seeds) == ("high", "low", 2)
     assert found.values["final_accuracy"][:3] == pytest.approx((0.1, 0.1, 0.1))
-    assert found.values["final_accuracy"].chance == 0.5
+    assert found.values["final_accuracy"].tests == (2, 0, 0.5, 0.5, 0.5)
 
 
 def test_the_chance_of_a_difference_is_that_of_scipy():
@@ -221,6 +298,13 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
         )
         assert statistics.find_chance(values) == pytest.approx(want.pvalue)
     assert statistics.find_chance([0.1, 0.2, 0.3]) == 0.25 and np.isnan(statistics.find_chance([]))
+    assert statistics.compute_tests([]) is None
+    for values in (rng.normal(0.5, 1.0, 7), np.array([0.3, -0.1, 0.2, 0.0, 0.4, 0.5])):
+        tests, moved = statistics.compute_tests(values), values[values != 0]
+        assert tests.wilcoxon == pytest.approx(wilcoxon(moved, method="exact").pvalue)
+        assert tests.sign == pytest.approx(binomtest(tests.ahead, moved.size).pvalue)
+        assert tests.ahead + tests.behind == moved.size
+    assert statistics.compute_tests([0.0, 0.0]) == (0, 0, 1, 1, 1)
     many = rng.normal(0.3, 1.0, 40)
     # of so many the mean is about normal
     want = 2 * norm.sf(abs(many.sum()) / np.sqrt((many**2).sum()))
@@ -228,12 +312,12 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
 
 
 def test_only_what_leaves_out_zero_is_bold(page):
-    told = statistics.Estimate(0.02, 0.01, 0.03, 3, 0.25)
+    told = statistics.Estimate(0.02, 0.01, 0.03, 3, statistics.compute_tests([0.01, 0.02, 0.03]))
     assert format_estimate(told, 100, 2, "+") == {
         "mean": "+2.00",
         "interval": "+1.00 to +3.00",
         "apart": True,
-        "chance": "p 0.25",
+        "tests": ["3 up, 0 down", "p 0.25, Wilcoxon 0.25, sign 0.25"],
     }
     for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
         assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]

@@ -20,6 +20,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("papers",),
+    ("library",),
     ("analysis",),
     ("runs",),
     ("algorithms", "simulation"),
@@ -40,13 +41,14 @@ FLOORS = (
         "decompose",
         "keys",
         "tree",
+        "signatures",
     ),
 )
 LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
 # what users call with keywords, and nothing else in the package does
-WIDE = {"simulation.driver.run", "data.datasets.table.csv", "data.datasets.table.parquet"}
+WIDE = {"library.run", "data.datasets.table.csv", "data.datasets.table.parquet"}
 
 
 class Function(NamedTuple):

@@ -2,6 +2,8 @@
 Algorithm per method.
 """
 
+import sys
+
 from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
 from fedjax_cfl.algorithms.auxo.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
@@ -37,6 +39,7 @@ from fedjax_cfl.algorithms.pacfl import pacfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
 from fedjax_cfl.algorithms.tkm import tkm
+from fedjax_cfl.signatures import tidy
 
 __all__ = [
     "ColdStart",
@@ -84,3 +87,5 @@ __all__ = [
     "tkm",
     "wecfl",
 ]
+
+tidy(sys.modules[__name__])

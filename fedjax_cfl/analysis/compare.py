@@ -16,20 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.analysis.compare_inputs import IDENTITY, find_runs, read_run
+from fedjax_cfl.analysis.compare_inputs import DATA, IDENTITY, find_runs, read_run
 from fedjax_cfl.analysis.compare_outputs import (
     MEASURES,
-    draw,
+    draw_comparison,
     format_cells,
     format_markdown,
+    list_measures,
     print_table,
-    write_measures,
 )
-from fedjax_cfl.analysis.pivot import make_pivot, write_pivot
+from fedjax_cfl.analysis.pivot import Pivot, make_pivot, write_pivot
+from fedjax_cfl.analysis.plot import format_written, save_pictures
 from fedjax_cfl.analysis.relative import add_baseline
+from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
-from fedjax_cfl.runs.results import write_text
+from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 
 
@@ -41,8 +43,53 @@ def compare(
     pivot: tuple[str, str] | None = None,
     measure: str = "best_accuracy",
 ) -> list[dict[str, Any]]:
-    """Prints the comparison and writes compare.csv, compare.md and compare.png in
-    `out`; returns a dict per set of runs.
+    """Prints the comparison and writes it into `out`: compare.csv, compare.md, the picture
+    compare.png, .svg and .pdf, and differences.csv where sets share seeds; returns a dict per set
+    of runs. The other arguments are those of `compare_runs`.
+    """
+    groups, table = compare_runs(paths, target, baseline, pivot, measure)
+    measures = shown_measures(groups)
+    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
+    if target is not None:
+        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
+    header = ["runs of", "n", *(names[name] for name in measures)]
+    lines = [format_cells(group, measures) for group in groups]
+    out = Path(out or ".")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        before = {path.name for path in out.iterdir()}
+        marked = [[escape_markup(text) for text in line] for line in lines]
+        print_table("mean ± sample standard deviation over seeds", header, *marked)
+        plain = [[escape_markdown(text) for text in line] for line in [header, *lines]]
+        write_columns(out / "compare.csv", list_measures(groups))
+        write_text(out / "compare.md", format_markdown(*plain))
+        pictures = save_pictures(draw_comparison(groups), out / "compare")
+        written = ["compare.csv", "compare.md", *(path.name for path in pictures)]
+        if differences := list_differences(groups):
+            write_columns(out / "differences.csv", differences)
+            written.append("differences.csv")
+        if table:
+            write_pivot(table, out)
+            written += ["pivot.csv", "pivot.md", "pivot.tex"]
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
+            " if need be"
+        ) from None
+    print(f"wrote {format_written(written, before)} in {out}")
+    return groups
+
+
+def compare_runs(
+    paths: Iterable[str | Path],
+    target: float | None = None,
+    baseline: str | None = None,
+    pivot: tuple[str, str] | None = None,
+    measure: str = "best_accuracy",
+) -> tuple[list[dict[str, Any]], Pivot | None]:
+    """Returns a dict per set of runs, and the table of one setting by another, None: not asked for.
 
     Each measure of a set is (mean, sample sd, number of values).
     Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction;
@@ -58,35 +105,8 @@ def compare(
     sets = merge_seeds(add_shared_best(runs))
     sets = sets if baseline is None else add_baseline(sets, baseline)
     groups = [reduce_set(one) for one in sets]
-    table = make_pivot(groups, *pivot, measure) if pivot else None
     print_notes(groups, baseline)
-    measures = shown_measures(groups)
-    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
-    if target is not None:
-        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
-    header = ["runs of", "n", *(names[name] for name in measures)]
-    lines = [format_cells(group, measures) for group in groups]
-    out = Path(out or ".")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        marked = [[escape_markup(text) for text in line] for line in lines]
-        print_table("mean ± sample standard deviation over seeds", header, *marked)
-        write_measures(out / "compare.csv", groups)
-        plain = [[escape_markdown(text) for text in line] for line in [header, *lines]]
-        write_text(out / "compare.md", format_markdown(*plain))
-        draw(out / "compare.png", groups)
-        if table:
-            write_pivot(table, out)
-    except BrokenPipeError:  # the reader of our output has gone
-        raise
-    except OSError as error:
-        raise InputError(
-            f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
-            " if need be"
-        ) from None
-    more = ", pivot.csv, pivot.md and pivot.tex" if table else ""
-    print(f"wrote compare.csv, compare.md and compare.png{more} in {out}")
-    return groups
+    return groups, make_pivot(groups, *pivot, measure) if pivot else None
 
 
 def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
@@ -125,12 +145,13 @@ def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _data_of(run: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(run.get(name) or "") for name in ("dataset", "partition", "model"))
+    return tuple(str(run.get(name) or "") for name in DATA)
 
 
 def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Puts together the runs that differ in nothing but the seed and where and how they
-    ran, and labels each set by what tells it from the others.
+    ran, and labels each set by what tells it from the others; `method` is the label without the
+    data.
     """
     same: dict[tuple, list[dict[str, Any]]] = {}
     for run in runs:
@@ -152,7 +173,8 @@ def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             extra = " ".join(f"{name}={run['overrides'][name]}" for name in given)
             said = [f"{short[name]}={shorten_value(run['overrides'][name])}" for name in given]
             label = " ".join([*(fields[name] for name in varying), *said])
-            new = {**fields, "overrides": extra, "label": label, "members": []}
+            method = " ".join([*(fields[name] for name in varying if name not in DATA), *said])
+            new = {**fields, "overrides": extra, "label": label, "method": method, "members": []}
             sets.setdefault((*identity, extra), new)["members"].append(run)
     return [sets[name] for name in sorted(sets)]
 
@@ -209,7 +231,7 @@ def main(argv: list[str]) -> int:
         "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where the three files go (default: the current directory)"
+        "--out", metavar="DIR", help="where the files go (default: the current directory)"
     )
     parser.add_argument(
         "--target",

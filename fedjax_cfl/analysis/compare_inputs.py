@@ -21,6 +21,7 @@ from fedjax_cfl.runs.results import (
 from fedjax_cfl.runs.scoring import scored_rounds
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
+DATA = ("dataset", "partition", "model")  # what runs must share to be compared
 # what is read from a summary
 NUMBERS = (
     "best_accuracy",

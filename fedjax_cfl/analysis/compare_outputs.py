@@ -1,12 +1,10 @@
-"""What a comparison writes: the table on the terminal, compare.csv, compare.md and
-compare.png.
-"""
+"""What a comparison shows: the table on the terminal, its numbers, and its picture."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -15,11 +13,17 @@ from fedjax_cfl.analysis.plot import (
     add_legend,
     format_percent_axis,
     new_figure,
-    save_figure,
     style_axes,
 )
-from fedjax_cfl.analysis.plot_costs import ROUNDS, Cost, draw_band, line_styles, mean_curve
-from fedjax_cfl.runs.results import write_csv
+from fedjax_cfl.analysis.plot_costs import (
+    ROUNDS,
+    Cost,
+    draw_band,
+    group_by_data,
+    line_label,
+    mean_curve,
+    style_lines,
+)
 
 # name in the CSV -> heading, factor and decimals of the printed table
 MEASURES = {
@@ -68,15 +72,20 @@ def print_table(title: str, header: list[str], *lines: list[str]) -> None:
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
-def write_measures(path: Path, groups: list[dict[str, Any]]) -> None:
-    """Writes every measure of every set: mean, sd and number of values."""
-    names = (*IDENTITY, "overrides", "runs", "seeds")
-    numbers = [f"{name}_{part}" for name in MEASURES for part in ("mean", "sd", "n")]
-    rows = [
-        [*(group[name] for name in names), *(value for name in MEASURES for value in group[name])]
-        for group in groups
-    ]
-    write_csv(path, [*names, *numbers], rows)
+def list_measures(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row per set of runs: what it is of, and of every measure that some set has the
+    mean, sd and number of values.
+    """
+    names = ("label", *IDENTITY, "overrides", "runs", "seeds")
+    rows = []
+    for group in groups:
+        numbers = {
+            f"{name}_{part}": value
+            for name in MEASURES
+            for part, value in zip(("mean", "sd", "n"), group[name], strict=True)
+        }
+        rows.append({name: group[name] for name in names} | numbers)
+    return rows
 
 
 def format_markdown(header: list[str], *lines: list[str]) -> str:
@@ -106,30 +115,31 @@ def scale_cost(cost: str, largest: float) -> tuple[float, str]:
     return 1, "communication, down + up (B)"
 
 
-def draw(path: Path, groups: list[dict[str, Any]]) -> None:
-    """Draws compare.png: accuracy against rounds and against communication, a line with
-    a band of one sd per set.
+def draw_comparison(groups: list[dict[str, Any]]) -> Figure:
+    """Draws accuracy against rounds and against communication, a line with a band of one sd per
+    set; a row of panels for each data set, partition and model.
     """
     cost = choose_cost(groups)
     sums = Cost((f"{cost}_down", f"{cost}_up"), 1, cost, 0)
-    drawn = [
-        (*mean_curve(group["members"], ROUNDS), mean_curve(group["members"], sums)[0])
-        for group in groups
-    ]
-    largest = max((float(np.nanmax(sent, initial=0.0)) for *_, sent in drawn), default=0.0)
-    scale, heading = scale_cost(cost, largest)
-    figure = new_figure(13, 5.0)
-    left, right = figure.subplots(1, 2, sharey=True)
-    labels, lines = [group["label"] for group in groups], []
-    for label, style, (rounds, mean, sd, sent) in zip(
-        labels, line_styles(len(groups)), drawn, strict=True
-    ):
-        lines.append(draw_band(left, rounds, mean, sd, style, label))
-        draw_band(right, sent / scale, mean, sd, style, label)
-    style_axes(left, "Accuracy against round", "round", "test accuracy, mean ± sd over seeds")
-    style_axes(right, "Accuracy against communication", heading, "")
-    for axes in (left, right):
-        axes.set_xlim(left=0)
-        format_percent_axis(axes)
-    add_legend(figure, lines, labels)
-    save_figure(figure, path)
+    named = group_by_data(groups)
+    figure = new_figure(13, 1.0 + 4.0 * len(named))
+    rows = figure.subplots(len(named), 2, sharey="row", squeeze=False)
+    styles, lines = style_lines(groups), {}
+    for (name, members), (left, right) in zip(named.items(), rows, strict=True):
+        sent = [mean_curve(group["members"], sums)[0] for group in members]
+        largest = max((float(np.nanmax(values, initial=0.0)) for values in sent), default=0.0)
+        scale, heading = scale_cost(cost, largest)
+        for group, spent in zip(members, sent, strict=True):
+            label = line_label(group, named)
+            curve = mean_curve(group["members"], ROUNDS)
+            lines[label] = draw_band(left, *curve, styles[label], label)
+            draw_band(right, spent / scale, *curve[1:], styles[label], label)
+        where = f", {name}" if len(named) > 1 else ""
+        said = "test accuracy, mean ± sd over seeds"
+        style_axes(left, f"Accuracy against round{where}", "round", said)
+        style_axes(right, "Accuracy against communication", heading, "")
+        for axes in (left, right):
+            axes.set_xlim(left=0)
+            format_percent_axis(axes)
+    add_legend(figure, list(lines.values()), list(lines))
+    return figure

@@ -1,5 +1,6 @@
 """A table as papers print it, methods by data sets or any settings by any others: mean ± standard
-deviation over seeds, the best of each column bold. Written as CSV, Markdown and LaTeX.
+deviation over seeds, the best of each column bold, and what seeds do not tell from it. Written as
+CSV, Markdown and LaTeX.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from fedjax_cfl.analysis.relative import pair_key
 from fedjax_cfl.analysis.statistics import bootstrap_mean
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.formatting import escape_latex, escape_markdown, escape_markup
-from fedjax_cfl.runs.results import read_settings, write_csv, write_text
+from fedjax_cfl.runs.results import read_settings, write_columns, write_text
 from fedjax_cfl.validation import flatten_settings
 
 # settings that choose an option, which a summary names
@@ -20,7 +21,7 @@ NAMED = (*IDENTITY, "concept", "drift")
 # of these the smallest is best
 COSTS = ("rounds_to_target", "units", "sim_time_s", "wall_s")
 PLAIN, BEST, TIED = "plain", "best", "tied"
-LEGEND = "bold: the best of its column; underlined: seeds do not tell it from the best"
+LEGEND = "bold: the best of its column, and what seeds do not tell from it (paired 95 % interval)"
 
 
 class Cell(NamedTuple):
@@ -40,6 +41,14 @@ class Pivot(NamedTuple):
     rows: list[str]
     columns: list[str]
     cells: dict[tuple[str, str], Cell]  # by row and column
+
+    def list_cells(self) -> list[dict[str, Any]]:
+        """Returns a row per cell."""
+        named = {"measure": self.measure}
+        return [
+            {"row": row, "column": column, **named, **cell._asdict()}
+            for (row, column), cell in self.cells.items()
+        ]
 
 
 def make_pivot(
@@ -160,13 +169,12 @@ def write_pivot(pivot: Pivot, out: Path) -> None:
     terminal = lay_out(
         pivot,
         escape_markup,
-        {PLAIN: "{}", BEST: "[bold]{}[/bold]", TIED: "[underline]{}[/underline]"},
+        {PLAIN: "{}", BEST: "[bold]{}[/bold]", TIED: "[bold]{}[/bold]"},
     )
     print_table(describe(pivot), *terminal)
     print(LEGEND)
-    cells = [(*place, pivot.measure, *cell) for place, cell in pivot.cells.items()]
-    write_csv(out / "pivot.csv", ["row", "column", "measure", *Cell._fields], cells)
-    markdown = lay_out(pivot, escape_markdown, {PLAIN: "{}", BEST: "**{}**", TIED: "<u>{}</u>"})
+    write_columns(out / "pivot.csv", pivot.list_cells())
+    markdown = lay_out(pivot, escape_markdown, {PLAIN: "{}", BEST: "**{}**", TIED: "**{}**"})
     text = format_markdown(*markdown)
     write_text(out / "pivot.md", f"{text}\n{describe(pivot)}; {LEGEND}\n")
     write_text(out / "pivot.tex", format_latex(pivot))
@@ -174,7 +182,7 @@ def write_pivot(pivot: Pivot, out: Path) -> None:
 
 def format_latex(pivot: Pivot) -> str:
     """Returns the table for LaTeX with the package booktabs."""
-    marks = {PLAIN: "{}", BEST: r"\textbf{{{}}}", TIED: r"\underline{{{}}}"}
+    marks = {PLAIN: "{}", BEST: r"\textbf{{{}}}", TIED: r"\textbf{{{}}}"}
     head, *lines = (
         " & ".join(line) + r" \\" for line in lay_out(pivot, escape_latex, marks, r" $\pm$ ")
     )

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,26 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as PNG."""
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
+
+
+def save_pictures(figure: Figure, stem: Path) -> list[Path]:
+    """Writes a figure as PNG, SVG and PDF, with texts that stay texts; returns the files."""
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg", "pdf")]
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+        for path in paths:
+            # no date: the same runs give the same file
+            when = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+            with atomic_write(path) as temporary:
+                figure.savefig(temporary, dpi=110, format=path.suffix[1:], metadata=when)
+            figure.set_layout_engine("none")  # it has been laid out
+    return paths
+
+
+def format_written(names: Sequence[str], before: Collection[str]) -> str:
+    """Returns the names of files in words, with those that were there `before` and are replaced."""
+    replaced = [name for name in names if name in before]
+    said = f" (replaced: {', '.join(replaced)})" if replaced else ""
+    return ", ".join(names) + said
 
 
 def add_legend(
@@ -173,7 +193,7 @@ def _group_lines(
         return
     for own, colour in zip(values.T, make_palette(values.shape[1]), strict=True):
         axes.plot(rounds, own, color=colour, linewidth=linewidth, marker="." * (len(rows) <= 20))
-    label = "single groups (colours of their sizes)"
+    label = "each group, coloured as in clients per group"
     axes.plot([], [], color="0.5", linewidth=linewidth, label=label)
 
 
@@ -210,9 +230,10 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
     groups = series(rows, "group_discrepancy")
-    _lines(axes, rows, {"discrepancy": "all participants"})
+    # 0: every group had one participant, and the model is its own
+    known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
+    _lines(axes, known, {"discrepancy": "all participants"})
     several = groups.ndim == 2 and groups.shape[1] > 1
-    # 0: one client, and the model is its own
     values = np.where(groups > 0, groups, np.nan) if several else np.empty(0)
     _group_lines(axes, rows, values, 0.9)
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
@@ -249,22 +270,48 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     )
 
 
+def _plot_concepts(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Draws the accuracy of the clients of each true group, whatever group they are in."""
+    values = series(rows, "concept_accuracy")
+    count = values.shape[1]
+    rounds, marker = [row["round"] for row in rows], "." * (len(rows) <= 20)
+    for number, (own, colour) in enumerate(zip(values.T, make_palette(count), strict=True)):
+        label = f"true group {number}" if count <= 8 else ""
+        axes.plot(rounds, own, color=colour, linewidth=1.2, marker=marker, label=label)
+    axes.set_ylim(0, 1.02)
+    format_percent_axis(axes)
+    style_axes(axes, "Test accuracy of each true group", "round", "correct test samples")
+
+
 def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Draws how a run went, from the rows of metrics.jsonl: each group's accuracy, too, where there
-    are a few groups.
+    """Draws how a run went, from the rows of metrics.jsonl: the accuracy of each group and of each
+    true group, too, where there are a few and the true ones are known.
     """
-    draws = [_plot_accuracy, _plot_loss, _plot_discrepancy, _plot_sizes]
-    accuracies = series(rows, "group_accuracy")
-    if accuracies.ndim == 2 and 1 < accuracies.shape[1] <= MOST_GROUPS:
-        draws = [*draws[:2], _plot_groups, _plot_agreement, *draws[2:]]
-    figure = new_figure(13, 4.25 * len(draws) / 2, name, fontsize=14)
-    for axes, draw in zip(figure.subplots(len(draws) // 2, 2).flat, draws, strict=True):
+    draws = [_plot_accuracy, _plot_loss]
+    draws += [_plot_groups] if _has_several(rows, "group_accuracy") else []
+    draws += [_plot_concepts] if _has_several(rows, "concept_accuracy") else []
+    draws += [_plot_agreement] if _has_several(rows, "group_accuracy") else []
+    draws += [_plot_discrepancy, _plot_sizes]
+    height = -(-len(draws) // 2)
+    figure = new_figure(13, 4.25 * height, name, fontsize=14)
+    grid = figure.add_gridspec(height, 2)
+    for number, draw in enumerate(draws):
+        last = number == len(draws) - 1
+        # of an odd number the last one is as wide as two
+        axes = figure.add_subplot(grid[number // 2, number % 2 :] if last else grid[number])
         draw(axes, rows)
         axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
         if axes.get_legend_handles_labels()[0]:
             # white behind it: where every place has a line, it must be readable still
             axes.legend(framealpha=0.7, edgecolor="none", fontsize=10)
     return figure
+
+
+def _has_several(rows: list[dict[str, Any]], name: str) -> bool:
+    """Returns whether rows have a value for each of several groups, not too many to be drawn."""
+    values = series(rows, name)
+    several = values.ndim == 2 and 1 < values.shape[1] <= MOST_GROUPS
+    return several and bool(np.isfinite(values).any())
 
 
 def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:

@@ -2,6 +2,7 @@
 what it costs: rounds, communication, local steps, simulated time.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from fedjax_cfl.analysis.compare_inputs import DATA
 from fedjax_cfl.analysis.plot import (
     add_legend,
     format_percent_axis,
@@ -117,27 +119,54 @@ def mean_curve(
     return spent / cost.scale, mean, sd
 
 
+def group_by_data(groups: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns sets of runs by the data set, partition and model that they share, named by those of
+    the three that differ.
+    """
+    varying = [name for name in DATA if len({group.get(name) for group in groups}) > 1]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        found.setdefault(", ".join(str(group[name]) for name in varying), []).append(group)
+    return found
+
+
+def line_label(group: dict[str, Any], panels: Collection[str]) -> str:
+    """Returns what a set of runs is called in a legend: without the data, if each has a panel."""
+    return group["method"] if len(panels) > 1 else group["label"]
+
+
+def style_lines(groups: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
+    """Returns the style of every label: a method's line looks the same in all panels."""
+    panels = group_by_data(groups)
+    labels = list(dict.fromkeys(line_label(group, panels) for group in groups))
+    return dict(zip(labels, line_styles(len(labels)), strict=True))
+
+
 def draw_costs(groups: list[dict[str, Any]]) -> Figure:
     """Draws accuracy against every cost that some run counts, a line with a band of one sd
-    over seeds for each set of runs.
+    over seeds for each set of runs; a row of panels for each data set, partition and model.
     """
     timed = any(run["sim_time"] for group in groups for run in group["members"])
-    costs = {"rounds": ROUNDS} | COSTS
-    if not timed:
-        del costs["sim_time"]
-    figure = new_figure(12, 7.6 if timed else 4.2)
-    shape = (2, 2) if timed else (1, 3)
-    panels, lines = figure.subplots(*shape, sharey=True).flat, {}
-    for (name, cost), axes in zip(costs.items(), panels, strict=True):
-        for position, (group, style) in enumerate(
-            zip(groups, line_styles(len(groups)), strict=True)
-        ):
-            if any(run.get(name, 0) is None for run in group["members"]):
-                continue  # it was not counted
-            x, mean, sd = mean_curve(group["members"], cost)
-            lines.setdefault(position, draw_band(axes, x, mean, sd, style, group["label"]))
-        style_axes(axes, "", cost.heading, "test accuracy" if cost is ROUNDS else "")
-        axes.set_xlim(left=0)
-        format_percent_axis(axes)
-    add_legend(figure, list(lines.values()), [groups[position]["label"] for position in lines])
+    costs = {name: cost for name, cost in COSTS.items() if timed or name != "sim_time"}
+    costs, named = {"rounds": ROUNDS} | costs, group_by_data(groups)
+    square = timed and len(named) == 1
+    figure = new_figure(12, 7.6 if square else 0.4 + 3.8 * len(named))
+    shape = (2, 2) if square else (len(named), len(costs))
+    panels = figure.subplots(*shape, sharey=True if square else "row", squeeze=False)
+    styles, lines = style_lines(groups), {}
+    rows = [panels.flat] if square else panels
+    for (data, members), row in zip(named.items(), rows, strict=True):
+        for (name, cost), axes in zip(costs.items(), row, strict=True):
+            for group in members:
+                if any(run.get(name, 0) is None for run in group["members"]):
+                    continue  # it was not counted
+                label = line_label(group, named)
+                curve = mean_curve(group["members"], cost)
+                line = draw_band(axes, *curve, styles[label], label)
+                lines.setdefault(label, line)
+            left = cost is ROUNDS
+            style_axes(axes, data if left else "", cost.heading, "test accuracy" if left else "")
+            axes.set_xlim(left=0)
+            format_percent_axis(axes)
+    add_legend(figure, list(lines.values()), list(lines))
     return figure

@@ -8,10 +8,11 @@ import argparse
 import base64
 import hashlib
 import io
+import re
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -22,11 +23,18 @@ from PIL import Image
 from fedjax_cfl.analysis import compare, flows
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
 from fedjax_cfl.analysis.compare_outputs import MEASURES
-from fedjax_cfl.analysis.plot import draw_curves
+from fedjax_cfl.analysis.plot import draw_curves, save_pictures
 from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
-from fedjax_cfl.analysis.statistics import LEVEL, Estimate, bootstrap_mean, compare_pairs
+from fedjax_cfl.analysis.statistics import (
+    LEVEL,
+    PAIRED,
+    Estimate,
+    PairedTests,
+    bootstrap_mean,
+    compare_pairs,
+)
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
@@ -41,21 +49,46 @@ DPI, COLOURS = 110, 256  # of the pictures: PNG with a palette
 # measures of a comparison that the page shows
 SHOWN = ("best_accuracy", "shared_best_accuracy", "final_accuracy", "worst10_accuracy", "ari")
 SCORES = {name: MEASURES[name] for name in SHOWN}
-PAIRED = ("final_accuracy", "shared_best_accuracy", "worst10_accuracy", "ari")
+MARK = '<meta name="generator" content="fedjax-cfl report">'
+ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
+
+
+class Found(NamedTuple):
+    """What a page shows."""
+
+    groups: list[dict[str, Any]]  # sets of runs, see `compare.reduce_set`
+    runs: list[dict[str, Any]]  # of each run, see `describe_run`
+    figures: dict[str, Figure]  # costs, and of run n: n-curves, n-alluvial, n-groups
 
 
 def report(
     paths: Iterable[str | Path], out: str | Path = "report.html", pictures: str | Path | None = None
 ) -> Path:
     """Writes one page about the finished runs at or below `paths`, and the pictures in it
-    as PNG files where `pictures` is a folder; returns its path.
+    as PNG, SVG and PDF files where `pictures` is a folder; returns its path.
 
     Raises InputError for files that no run wrote, or a page that cannot be written.
     """
-    if not Path(out).absolute().parent.is_dir():
+    check_out(Path(out))
+    write_report(make_report(paths), out, pictures)
+    return Path(out)
+
+
+def check_out(out: Path) -> None:
+    """Raises InputError for a file that a page cannot be written to, or that is no such page."""
+    if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: cannot be written, there is no such folder")
-    if Path(out).is_dir():
+    if out.is_dir():
         raise InputError(f"{out}: is a folder, expected a file to write")
+    if out.exists() and out.is_file():
+        with out.open("rb") as handle:
+            ours = MARK.encode() in handle.read(4096)
+        if not ours:
+            raise InputError(f"{out}: exists and is no page of `report`; choose another file")
+
+
+def make_report(paths: Iterable[str | Path]) -> Found:
+    """Returns what a page about the finished runs at or below `paths` shows."""
     runs = [load_costs(path) for path in find_runs(list(paths))]
     groups = [
         compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))
@@ -64,24 +97,60 @@ def report(
     few = [group["members"][0] for group in groups][:MAX_PICTURED]
     pictured = {run["run_dir"] for run in (runs if len(runs) <= MAX_PICTURED else few)}
     # what can be wrong with files is found before anything is drawn
-    shown = [describe_run(run, MAX_CLIENTS // len(runs)) for run in runs]
+    headings = name_runs(groups)
+    most = MAX_CLIENTS // len(runs)
+    shown = [describe_run(run, most, name) for run, name in zip(runs, headings, strict=True)]
     drawn = {"costs": draw_costs(groups)}
     for number, run in enumerate(runs):
         if run["run_dir"] in pictured:
-            drawn |= {f"{number}-{name}": figure for name, figure in draw_run(run).items()}
-    images = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
-    text = render(groups, shown, images)
+            found = {name: figure for name, figure in draw_run(run).items() if figure is not None}
+            drawn |= {f"{number}-{name}": figure for name, figure in found.items()}
+    return Found(groups, shown, drawn)
+
+
+def name_runs(groups: list[dict[str, Any]]) -> list[str]:
+    """Returns a heading for every run of the sets, in their order, that no other run has."""
+    runs = [(group, run) for group in groups for run in group["members"]]
+    if len(runs) == 1:
+        return [title(runs[0][1])]
+    names = [f"{group['label']}, seed {run.get('seed')}" for group, run in runs]
+    return [
+        name if names.count(name) == 1 else f"{name}, {'/'.join(run['run_dir'].parts[-2:])}"
+        for name, (_, run) in zip(names, runs, strict=True)
+    ]
+
+
+def write_report(
+    found: Found, out: str | Path | None, pictures: str | Path | None = None
+) -> Path | None:
+    """Writes the page, if `out` is a file, and the pictures, if `pictures` is a folder; returns the
+    path of the page.
+    """
     written = out
     try:
-        write_text(out, text)
-        for name, image in images.items() if pictures else ():
-            written = Path(str(pictures)) / f"{name}.png"
-            written.parent.mkdir(parents=True, exist_ok=True)
-            written.write_bytes(image)
+        if out is not None:
+            images = {name: to_png(figure) for name, figure in found.figures.items()}
+            text, before = render(found, images), Path(out).exists()
+            write_text(out, text)
+            size, runs = len(text.encode()) / 1e6, len(found.runs)
+            verb = "replaced" if before else "wrote"
+            print(f"{verb} {out}: {runs} run{'s' * (runs > 1)}, {size:.1f} MB")
+        if pictures is not None:
+            written = folder = Path(pictures)
+            folder.mkdir(parents=True, exist_ok=True)
+            before = {path.name for path in folder.iterdir()}
+            files = [
+                path.name
+                for name, figure in found.figures.items()
+                for path in save_pictures(figure, folder / name)
+            ]
+            kept = len(before.intersection(files))
+            replaced = f" ({kept} files replaced)" if kept else ""
+            count = f"{len(found.figures)} pictures as PNG, SVG and PDF"
+            print(f"wrote {count} in {folder}{replaced}")
     except OSError as error:
         raise InputError(f"{written}: cannot be written ({error.strerror})") from None
-    print(f"wrote {out}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(text.encode()) / 1e6:.1f} MB")
-    return Path(out)
+    return None if out is None else Path(out)
 
 
 # a run
@@ -98,17 +167,23 @@ def read_run_tables(run: dict[str, Any]) -> Tables:
     return read_tables(run["run_dir"], run, run["rows"])
 
 
-def describe_run(run: dict[str, Any], most: int) -> dict[str, Any]:
+def hide_path(value: Any) -> str:
+    """Returns a text without the folders of absolute paths in it: a page may go to readers who must
+    not know whose it is.
+    """
+    return escape_text(ABSOLUTE.sub(".../", str(value)))
+
+
+def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]:
     """Returns what the page says of a run in words and tables, of `most` clients at most."""
     tables = read_run_tables(run)
     file = run["run_dir"] / ".hydra" / "config.yaml"
     settings = dict(flatten_settings(read_settings(run["run_dir"]))) if file.is_file() else {}
     return {
-        "title": title(run),
-        # no more of the path: a page may go to readers who must not know whose it is
+        "title": hide_path(heading),
         "folder": escape_text("/".join(run["run_dir"].parts[-2:])),
-        "overrides": [escape_text(line) for line in run["asked"]],
-        "settings": {escape_text(name): escape_text(value) for name, value in settings.items()},
+        "overrides": [hide_path(line) for line in run["asked"]],
+        "settings": {escape_text(name): hide_path(value) for name, value in settings.items()},
         "numbers": format_numbers(run),
         "clients": None
         if tables.clients is None
@@ -185,13 +260,11 @@ def to_png(figure: Figure) -> bytes:
 # the page
 
 
-def render(
-    groups: list[dict[str, Any]], runs: list[dict[str, Any]], images: dict[str, bytes]
-) -> str:
+def render(found: Found, images: dict[str, bytes]) -> str:
     """Returns the page. What comes from files is escaped, and the page's own script is the
     only one that its policy lets run.
     """
-    room = resources.files("fedjax_cfl.analysis")
+    room, groups = resources.files("fedjax_cfl.analysis"), found.groups
     script = (room / "report.js").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         (room / "report.html").read_text(encoding="utf-8")
@@ -210,7 +283,8 @@ def render(
         groups=[_line(group, names) for group in groups],
         paired=[SCORES[name][0] for name in PAIRED],
         differences=_list_differences(groups),
-        runs=runs,
+        runs=found.runs,
+        mark=Markup(MARK),
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
     )
 
@@ -221,14 +295,15 @@ def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
     for name in names:
         estimate = bootstrap_mean([run.get(name) for run in group["members"]])
         cells.append(format_estimate(estimate, *(SCORES | COST_WORDS)[name][1:]))
-    return {"label": group["label"], "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
+    label = hide_path(group["label"])
+    return {"label": label, "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
 
 
 def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
-            "label": found.label,
-            "minus": found.minus,
+            "label": hide_path(found.label),
+            "minus": hide_path(found.minus),
             "seeds": found.seeds,
             "cells": [
                 format_estimate(found.values[name], *SCORES[name][1:], sign="+") for name in PAIRED
@@ -241,11 +316,11 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def format_estimate(
     estimate: Estimate, factor: float, digits: int, sign: str = ""
 ) -> dict[str, Any]:
-    """Returns the texts of a mean, of its interval and of the chance of such a difference, and
+    """Returns the texts of a mean, of its interval and of the tests of a difference, and
     whether the interval, rounded as it is shown, excludes 0.
     """
     if not estimate.values:
-        return {"mean": "-", "interval": "", "apart": False, "chance": ""}
+        return {"mean": "-", "interval": "", "apart": False, "tests": []}
     mean, low, high = (
         f"{factor * value:{sign},.{digits}f}"
         for value in (estimate.mean, estimate.low, estimate.high)
@@ -255,8 +330,14 @@ def format_estimate(
         "mean": mean,
         "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
         "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
-        "chance": f"p {estimate.chance:.2g}" if estimate.values > 1 and sign else "",
+        "tests": format_tests(estimate.tests) if estimate.values > 1 and estimate.tests else [],
     }
+
+
+def format_tests(tests: PairedTests) -> list[str]:
+    """Returns what exact tests say of differences, in two lines."""
+    said = f"p {tests.mean:.2g}, Wilcoxon {tests.wilcoxon:.2g}, sign {tests.sign:.2g}"
+    return [f"{tests.ahead} up, {tests.behind} down", said]
 
 
 def main(argv: list[str]) -> int:
@@ -266,7 +347,9 @@ def main(argv: list[str]) -> int:
         "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
     )
     parser.add_argument("-o", "--out", metavar="FILE", default="report.html")
-    parser.add_argument("--pictures", metavar="DIR", help="write the pictures as PNG files, too")
+    parser.add_argument(
+        "--pictures", metavar="DIR", help="write the pictures as PNG, SVG and PDF files"
+    )
     options = parse_arguments(parser, argv)
     report(options.runs, options.out, options.pictures)
     return 0

@@ -1,5 +1,5 @@
 """Means over seeds with bootstrap intervals, and differences between methods seed by seed, with
-an exact test.
+exact tests.
 """
 
 import itertools
@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import rankdata
 
+from fedjax_cfl.analysis.plot_costs import group_by_data
 from fedjax_cfl.analysis.relative import pair_key
 
 RESAMPLES, LEVEL = 10_000, 0.95
 MAX_FLIPPED = 14  # values of which all signs are tried
-MAX_PAIRED_SETS = 6  # beyond it all sets are compared with the best one only
+MAX_PAIRED_SETS = 6  # on the same data; beyond it all are compared with the best one only
+# measures that pairs of sets are compared by
+PAIRED = ("final_accuracy", "shared_best_accuracy", "worst10_accuracy", "ari")
 
 
 class Estimate(NamedTuple):
@@ -23,7 +28,20 @@ class Estimate(NamedTuple):
     low: float
     high: float
     values: int  # how many there are
-    chance: float = math.nan  # of a difference, see `find_chance`
+    tests: "PairedTests | None" = None  # of a difference
+
+
+class PairedTests(NamedTuple):
+    """What exact tests say of differences, two-sided: the chance of differences at least as far
+    from 0 if each were as likely to have the other sign. Of n seeds none is below 2 / 2^n: 0.25 for
+    three, 0.0625 for five, so that fewer than six can never be below 0.05.
+    """
+
+    ahead: int  # of the differences that are not 0, how many are above
+    behind: int
+    mean: float  # Fisher's randomisation test: by the mean
+    wilcoxon: float  # signed ranks: one seed that is far off counts no more than its rank
+    sign: float  # signs alone: counts seeds, whatever their size
 
 
 class Difference(NamedTuple):
@@ -51,12 +69,13 @@ def bootstrap_mean(values: Sequence[float | None]) -> Estimate:
     return Estimate(float(kept.mean()), float(low), float(high), kept.size)
 
 
-def find_chance(differences: Sequence[float]) -> float:
+def find_chance(differences: ArrayLike) -> float:
     """Returns the chance, two-sided, of a mean at least as far from 0 if every difference were as
     likely to have the other sign (Fisher's paired randomisation test); NaN without differences.
 
-    It is exact up to `MAX_FLIPPED` values: of n it cannot be below 2 / 2^n, so that three seeds
-    never say more than 0.25. Beyond, it is from `RESAMPLES` draws of signs and the observed ones.
+    Of signed ranks it is Wilcoxon's signed-rank test, of signs the sign test. It is exact up to
+    `MAX_FLIPPED` values: of n it cannot be below 2 / 2^n, so that three seeds never say more than
+    0.25. Beyond, it is from `RESAMPLES` draws of signs and the observed ones.
     """
     values = np.asarray(differences, float)
     if not values.size:
@@ -73,18 +92,46 @@ def find_chance(differences: Sequence[float]) -> float:
 def compare_pairs(groups: list[dict[str, Any]], measures: Sequence[str]) -> list[Difference]:
     """Returns the differences between sets of runs (see `compare.reduce_set`) on the same
     data, model and partition, where they share seeds: of all pairs, or with the best set
-    where there are many.
+    where there are many on the same data.
     """
     ranked = sorted(groups, key=lambda group: -np.nan_to_num(group["final_accuracy"][0], nan=-1))
-    pairs = list(itertools.combinations(ranked, 2))
-    if len(ranked) > MAX_PAIRED_SETS:
-        pairs = [(ranked[0], other) for other in ranked[1:]]
-    found = [_subtract(one, other, measures) for one, other in pairs if _same_data(one, other)]
+    found = []
+    for same in group_by_data(ranked).values():
+        pairs = list(itertools.combinations(same, 2))
+        if len(same) > MAX_PAIRED_SETS:
+            pairs = [(same[0], other) for other in same[1:]]
+        found += [_subtract(one, other, measures) for one, other in pairs]
     return [difference for difference in found if difference.seeds]
 
 
-def _same_data(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[name] == other[name] for name in ("dataset", "partition", "model"))
+def list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row per pair of sets and measure, with the interval and the exact tests."""
+    rows = []
+    for found in compare_pairs(groups, PAIRED):
+        for measure, value in found.values.items():
+            if value.tests is None:
+                continue
+            row = {"set": found.label, "minus": found.minus, "measure": measure}
+            row |= {"seeds": value.values, "mean": value.mean}
+            row |= {"low": value.low, "high": value.high}
+            tests = value.tests._asdict()
+            row |= {name: tests.pop(name) for name in ("ahead", "behind")}
+            rows.append(row | {f"p_{name}": chance for name, chance in tests.items()})
+    return rows
+
+
+def compute_tests(differences: Sequence[float]) -> PairedTests | None:
+    """Returns what exact tests say of differences, None where there are none. Those of 0 say
+    nothing about signs and ranks, and are left out there.
+    """
+    values = np.asarray(differences, float)
+    if not values.size:
+        return None
+    moved = values[values != 0]
+    ranks = np.sign(moved) * rankdata(np.abs(moved)) if moved.size else np.zeros(1)
+    signs = np.sign(moved) if moved.size else np.zeros(1)
+    chances = map(find_chance, (values, ranks, signs))
+    return PairedTests(int((values > 0).sum()), int((values < 0).sum()), *chances)
 
 
 def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
@@ -94,6 +141,6 @@ def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str
     def minus(name: str) -> Estimate:
         pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
         gaps = [a - b for a, b in pairs if a is not None and b is not None]
-        return bootstrap_mean(gaps)._replace(chance=find_chance(gaps))
+        return bootstrap_mean(gaps)._replace(tests=compute_tests(gaps))
 
     return Difference(one["label"], other["label"], len(shared), {m: minus(m) for m in measures})

@@ -232,11 +232,20 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
         own = {field: settings.pop(field) for field in options._fields if field in settings}
         required = set(options._fields) - set(options._field_defaults)
         if own and all(own.get(field) is not None for field in required):
-            default = inspect.signature(factory).parameters[name].default
+            default = find_default(factory, name)
             settings[name] = (
                 default._replace(**own) if isinstance(default, options) else options(**own)
             )
     return settings
+
+
+def find_default(function: Callable, name: str) -> Any:
+    """Returns the default of a function's parameter, None where it has none. Its signature has
+    texts in the place of defaults, see `signatures`.
+    """
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    return (dict(zip(names, given, strict=True)) | (function.__kwdefaults__ or {})).get(name)
 
 
 def setting_rules(factory: Callable) -> dict[str, Rule]:

@@ -35,11 +35,10 @@ from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
 from fedjax_cfl.runs.identity import digest_data
 from fedjax_cfl.runs.results import atomic_write
-from fedjax_cfl.runs.resume import resume_grid, resume_run, sync_resume
+from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
-from fedjax_cfl.runs.session import make_console, train_run
+from fedjax_cfl.runs.session import make_console, train_in_dir
 from fedjax_cfl.simulation.compiler import use_compile_cache
-from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.setup import Setup
 
 
@@ -108,16 +107,7 @@ def run_one(resolved: dict[str, Any], run_dir: Path, fits: bool) -> int:
     inputs = find_inputs(resolved, setup, local)
     digest = digest_data(setup.data)
     member = make_member(resolved, list_overrides(), run_dir, setup, local, digest)
-    with contextlib.ExitStack() as locks:
-
-        def lock_and_resume() -> Snapshot | None:
-            locks.enter_context(lock(make_dir(run_dir)))
-            start = resume_run(member.settings, run_dir, setup)
-            record(member)
-            return start
-
-        start = sync_resume(lock_and_resume, member.settings, setup)
-        return train_run(member, setup, inputs, start)
+    return train_in_dir(member, setup, inputs, lambda: record(member))
 
 
 def make_member(

@@ -14,6 +14,7 @@ from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import PositiveInt, Seed
 
+__all__ = ["permute_labels", "rotate"]
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 

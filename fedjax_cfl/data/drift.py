@@ -27,8 +27,9 @@ from fedjax_cfl.data.federated import (
 )
 from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, check_arguments
 
+__all__ = ["Drift", "label_swap", "none", "swap_all", "swap_at", "swap_part"]
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
 ORDER, COIN, LABELS, RELEASE = range(4)
 CHOOSE, SWAP = 11, 12  # of `label_swap`
@@ -93,6 +94,21 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
         # the truth about a client's data moves with them
         data = data.replace(concept=data.concept[heir])
         return exchange_clients(data, jnp.any(shifted), heir), memory, shifted
+
+    return Drift(keep_nothing, apply)
+
+
+def swap_at(round: NaturalInt, p: Fraction | jax.Array = 1.0, pool: SwapPool = "all") -> Drift:
+    """As `swap_all`, in one round alone: when `round` rounds have finished, so that the row of that
+    number is the last before the shift.
+    """
+    check_arguments(swap_at, locals(), "drift")
+
+    def apply(
+        key: Key, now: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
+    ) -> tuple[FederatedData, Any, jax.Array]:
+        chance = jnp.where(now == round, p, 0.0)
+        return swap_all(chance, pool).apply(key, now, data, memory, warm)
 
     return Drift(keep_nothing, apply)
 

@@ -12,6 +12,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Partition, Pool
 from fedjax_cfl.validation import Fraction, NaturalInt, Seed, check_arguments
 
+__all__ = ["draw_false_orders", "report_falsely", "share_samples"]
+
 
 def draw_false_orders(key: Key, clients: int, classes: int, fraction: Fraction) -> jax.Array:
     """Draws in which order [K, C] each client reports its labels: a random `fraction` of the

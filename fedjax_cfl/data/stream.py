@@ -24,6 +24,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, check_arguments
 
+__all__ = ["Window", "bucket", "burst", "by_time", "gradual", "rotate"]
 ALWAYS = -1  # the interval of a holding that is in every window
 ARRANGE = 10  # purpose of a draw, see `drift`
 

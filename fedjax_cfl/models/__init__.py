@@ -1,5 +1,7 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
+import sys
+
 from fedjax_cfl.models.norms import BatchNorm, BatchStatNorm, GroupNorm
 from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
@@ -18,6 +20,7 @@ from fedjax_cfl.models.zoo import (
     StackedGRU,
     StackedLSTM,
 )
+from fedjax_cfl.signatures import tidy
 
 __all__ = [
     "MCLR",
@@ -43,3 +46,5 @@ __all__ = [
     "count_params",
     "model_bytes",
 ]
+
+tidy(sys.modules[__name__])

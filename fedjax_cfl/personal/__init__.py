@@ -2,6 +2,8 @@
 `Personal` per method. `Local.personal` takes it.
 """
 
+import sys
+
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
 from fedjax_cfl.personal.fedala import fedala
@@ -12,6 +14,7 @@ from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
 from fedjax_cfl.personal.scaffold import scaffold
 from fedjax_cfl.personal.split import fedbabu, fedbn, fedper, fedrep, lg_fedavg
+from fedjax_cfl.signatures import tidy
 
 __all__ = [
     "apfl",
@@ -29,3 +32,5 @@ __all__ = [
     "pfedme",
     "scaffold",
 ]
+
+tidy(sys.modules[__name__])

@@ -19,6 +19,8 @@ from fedjax_cfl.types import Algorithm
 
 def _cell(name: str, summary: dict[str, Any]) -> str:
     value = summary[name]
+    if isinstance(value, str):
+        return value
     if name == "best_accuracy":
         return (
             f"{value:.2%} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
@@ -75,9 +77,11 @@ LOG_SECONDS = 30  # between two lines about progress
 
 
 @contextlib.contextmanager
-def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, Any]], None]]:
+def progress(
+    total_rounds: int, start: int = 0, verbose: bool = True
+) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
-    line every LOG_SECONDS where stderr is not a terminal.
+    line every LOG_SECONDS where stderr is not a terminal; nothing unless `verbose`.
     """
     columns = (
         BarColumn(),
@@ -85,7 +89,7 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    terminal, shown = sys.stderr.isatty(), time.monotonic()
+    terminal, shown = verbose and sys.stderr.isatty(), time.monotonic()
     # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
     # are further apart
     bar = Progress(
@@ -100,7 +104,7 @@ def progress(total_rounds: int, start: int = 0) -> Iterator[Callable[[dict[str, 
             speed = bar.tasks[0].speed
             pace = f", {speed:.1f} rounds/s" if speed else ""
             bar.update(task, description=format_progress(row) + pace)
-            if not terminal and time.monotonic() - shown >= LOG_SECONDS:
+            if verbose and not terminal and time.monotonic() - shown >= LOG_SECONDS:
                 shown = time.monotonic()
                 line = f"fedjax-cfl: round {row['round']} of {total_rounds}, {format_progress(row)}"
                 print(line, file=sys.stderr, flush=True)
@@ -191,20 +195,22 @@ def format_summary(summary: dict) -> dict:
     words = {
         name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
     } | sizes
-    simulated, accuracies = summary["sim_time_s"], to_plain(summary["group_accuracy"])
+    simulated = summary["sim_time_s"]
+    named = {"accuracy per group": "group_accuracy", "accuracy per true group": "concept_accuracy"}
+    scored = {words: to_plain(summary.get(name)) or [] for words, name in named.items()}
     return {
         name: summary[name]
         for name in summary
         if name in SUMMARY_FIELDS
-        or ("accuracy" in name and name != "group_accuracy")
+        or ("accuracy" in name and name not in named.values())
         or "_f1" in name
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
-        **(
-            {"right in each group": ", ".join(format_share(value) for value in accuracies)}
-            if 1 < len(accuracies) <= MOST_SHOWN
-            else {}
-        ),
+        **{
+            words: ", ".join(map(format_share, values))
+            for words, values in scored.items()
+            if 1 < len(values) <= MOST_SHOWN
+        },
         "models sent": "{units_up} up, {units_down} down".format(**words),
         "data sent": "{bytes_up} up, {bytes_down} down".format(**words),
         "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(

@@ -54,6 +54,7 @@ class Member(NamedTuple):
     trackers: Mapping[str, Opener]  # by name, see `trackers.py`
     extras: Callable[[Result], Extras] = lambda result: Extras({}, {}, {})
     draw: Callable[[Path, dict], None] = lambda run_dir, summary: None  # curves.png
+    verbose: bool = True  # show progress and the final table
 
 
 def finish_run(member: Member, setup: Setup, result: Result) -> dict:
@@ -162,7 +163,7 @@ def build_summary(member: Member, rows: list[dict], setup: Setup, result: Result
     """
     settings, mesh = member.settings, setup.mesh
     names = {
-        group: settings.choices[group]
+        group: settings.choices.get(group)
         for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")
     }
     numbers = results.summarize_rows(rows)

@@ -1,6 +1,7 @@
 """What a run is called, and which of its settings say only where and how it ran."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 # settings that change neither what is computed nor, beyond rounding, its numbers
 EXECUTION_SETTINGS = (
@@ -47,7 +48,7 @@ def is_execution(name: str) -> bool:
     )
 
 
-def name_parts(names: Mapping[str, str], overrides: Iterable[str]) -> dict[str, str]:
+def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Returns what ran: the `names` of the chosen options, with a part whose
     `_target_` the command line gave named by that, as my_file.MyModel.
     """

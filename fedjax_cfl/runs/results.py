@@ -42,13 +42,15 @@ COLUMNS = {
 }
 # of a row: a value for each group
 LIST_FIELDS = ("group_sizes", "group_accuracy", "group_loss", "group_discrepancy")
+LIST_FIELDS += ("concept_accuracy",)  # for each true group
 MAX_NUMBER = 3.5e38  # of a number in a row: beyond what float32 holds
 WINDOW = 10  # evaluations, of last10_evals_*
 # what a summary copies from the last row
 LAST_ROW_FIELDS = (
     "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
-    "group_accuracy", "groupless_clients", "nonfinite_model_clients", "units_up", "units_down",
-    "bytes_up", "bytes_down", "client_updates", "local_steps", "sim_time_s",
+    "group_accuracy", "concept_accuracy", "groupless_clients", "nonfinite_model_clients",
+    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
+    "sim_time_s",
 )  # fmt: skip
 SUMMED_FIELDS = ("dropped_clients", "nonfinite_clients", "hostile_clients", "late_clients")
 
@@ -107,6 +109,11 @@ def write_csv(path: str | Path, names: Sequence[str], rows: Iterable[Sequence[An
         for row in rows:
             # of all values NaN alone is not itself
             writer.writerow(escape_csv(value) if value == value else "" for value in row)
+
+
+def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows of the same names as a table for spreadsheets, see `write_csv`."""
+    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
 
 
 def write_clients(

@@ -64,14 +64,19 @@ def has_ended(settings: RunSettings, run_dir: Path, step: int) -> bool:
 
 
 def resume_run(
-    settings: RunSettings, run_dir: Path, setup: Setup, until: int | None = None
+    settings: RunSettings,
+    run_dir: Path,
+    setup: Setup,
+    say: Callable[[str], None] = print,
+    until: int | None = None,
 ) -> Snapshot | None:
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
 
     That is the newest checkpoint that can be read and whose rows are still there; groups that
     have gone are warned of.
-    With `until`, only the newest readable checkpoint up to that round is tried.
+    `say` gets the line that says so. With `until`, only the newest readable checkpoint up to that
+    round is tried.
     Raises InputError if the directory belongs to another run, if the run has finished or
     cannot be continued, or if the setting `resume` forbids it.
     """
@@ -107,7 +112,7 @@ def resume_run(
     for name, content in kept.items():
         with atomic_write(run_dir / name) as temporary:
             temporary.write_bytes(content)
-    print(f"resuming after round {found.step}")
+    say(f"resuming after round {found.step}")
     state, data_state = found.tree
     return Snapshot(state, data_state, found.facts["counters"])
 

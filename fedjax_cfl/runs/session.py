@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import yaml
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -23,7 +24,9 @@ from fedjax_cfl.runs.finish import Member, finish_run
 from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
-from fedjax_cfl.runs.results import SUMMARY_FILE
+from fedjax_cfl.runs.results import SUMMARY_FILE, to_plain, write_text
+from fedjax_cfl.runs.resume import resume_run, sync_resume
+from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
@@ -33,17 +36,45 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 
 
-def train_run(member: Member, setup: Setup, inputs: Inputs, start: Snapshot | None) -> int:
+def train_in_dir(
+    member: Member, setup: Setup, inputs: Inputs | None, record: Callable[[], None]
+) -> int:
+    """Runs, or goes on with, a run in its directory, which is locked meanwhile; returns the exit
+    status as `train_run` does. `record()` writes its settings, once the directory is known to be
+    this run's. Raises InputError for a directory that is not, RunError.
+    """
+    run_dir, settings = member.run_dir, member.settings
+    with contextlib.ExitStack() as locks:
+
+        def lock_and_resume() -> Snapshot | None:
+            locks.enter_context(lock(make_dir(run_dir)))
+            start = resume_run(settings, run_dir, setup, make_console(member.verbose).print)
+            record()
+            return start
+
+        return train_run(member, setup, inputs, sync_resume(lock_and_resume, settings, setup))
+
+
+def write_settings(member: Member) -> None:
+    """Writes settings and what was asked for to .hydra/, as the command line does."""
+    folder = member.run_dir / ".hydra"
+    folder.mkdir(exist_ok=True)
+    asked = {"config": member.settings.everything, "overrides": member.overrides}
+    for name, value in asked.items():
+        write_text(folder / f"{name}.yaml", yaml.safe_dump(to_plain(value), sort_keys=False))
+
+
+def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapshot | None) -> int:
     """Runs, or goes on with, one run, and writes its files; returns the exit status: 0, or
     128 + the signal that stopped it.
 
     Raises RunError if it cannot go on; what was written until then stays, and the last
     checkpoint can be resumed.
 
-    `inputs` are the numbers that its programs are given, see `Inputs`; `start` is where it
-    stands, None: it begins.
+    `inputs` are the numbers that its programs are given, see `Inputs`, None: they hold all
+    numbers; `start` is where it stands, None: it begins.
     """
-    settings, console = member.settings, make_console()
+    settings, console = member.settings, make_console(member.verbose)
     machine = describe_machine(setup.mesh)
     console.print(f"{headline(member)}: {format_description(setup.data)}, {machine}")
     print_met_rule(console, setup, settings)
@@ -68,14 +99,16 @@ def headline(member: Member) -> str:
 
 def print_met_rule(console: Console, setup: Setup, settings: RunSettings) -> None:
     """Prints from when on accuracies count, if they do so only once every client has a group."""
-    if setup.algorithm.clustered and settings.plan.discard == "met":
-        counts = setup.data.num_clients, settings.clients_per_round, settings.plan.rounds
+    cohort = settings.clients_per_round
+    if setup.algorithm.clustered and settings.plan.discard == "met" and cohort:
+        counts = setup.data.num_clients, cohort, settings.plan.rounds
         console.print(describe_met_rule(*counts), markup=False)
 
 
-def make_console() -> Console:
-    """Returns what prints to stdout, in process 0 alone."""
-    return Console(highlight=False, soft_wrap=True, quiet=not distributed.is_primary())
+def make_console(verbose: bool = True) -> Console:
+    """Returns what prints to stdout, in process 0 alone, and only if `verbose`."""
+    quiet = not (verbose and distributed.is_primary())
+    return Console(highlight=False, soft_wrap=True, quiet=quiet)
 
 
 def describe_machine(mesh: Mesh) -> str:
@@ -106,7 +139,7 @@ def train_members(
             found = record_rounds(members, setups, program, plan, starts, asked)
             done = int(found[0].state.round)
             if done < plan.rounds:
-                make_console().print(f"stopped after round {done}")
+                make_console(members[0].verbose).print(f"stopped after round {done}")
                 return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
             if not distributed.is_primary():
                 return 0, []
@@ -145,7 +178,7 @@ def record_rounds(
                 for member, setup in zip(members, setups, strict=True)
             ]
             records, trackers = zip(*opened, strict=True)
-            show = files.enter_context(progress(plan.rounds, begun))
+            show = files.enter_context(progress(plan.rounds, begun, members[0].verbose))
 
         def on_start(snapshots: Snapshots) -> None:
             if not starts:  # from now on the directories are known to be these runs'

@@ -23,7 +23,7 @@ class RunSettings(NamedTuple):
 
     seed: int
     plan: Plan
-    clients_per_round: int
+    clients_per_round: int | None  # None: not known
     width: int  # lanes, see `Execution`
     faults: Faults
     assignments: int  # clients whose groups are kept at every evaluation

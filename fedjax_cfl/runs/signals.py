@@ -14,9 +14,12 @@ def catch_signals() -> Iterator[list[int]]:
     process at once.
 
     A thread listens, because Python's own handlers have to wait until a compiled block
-    of rounds returns.
+    of rounds returns. Only the main thread can be told of signals: elsewhere none is caught.
     """
     asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
     listening, waking = os.pipe()
     os.set_blocking(waking, False)
 

@@ -2,6 +2,6 @@
 
 from fedjax_cfl.simulation.check import check_algorithm
 from fedjax_cfl.simulation.choose_k import choose_k
-from fedjax_cfl.simulation.driver import make_run_fn, run
+from fedjax_cfl.simulation.driver import make_run_fn
 
-__all__ = ["check_algorithm", "choose_k", "make_run_fn", "run"]
+__all__ = ["check_algorithm", "choose_k", "make_run_fn"]

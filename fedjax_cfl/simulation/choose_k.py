@@ -9,10 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
-from fedjax_cfl.simulation.driver import run
+from fedjax_cfl.sharding import make_mesh
+from fedjax_cfl.simulation.driver import run_setup
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_value, one_of
 
@@ -57,7 +61,8 @@ def choose_k(
     few = draw_clients(derive_key(key, SELECT), data, clients)
     table = []
     for m in candidates:
-        last = run(make(m), task, few, key, rounds=rounds, discard="none", mesh=mesh).rows[-1]
+        setup = Setup(make(m), task, few, no_drift(), mesh or make_mesh())
+        last = run_setup(setup, Plan(rounds, discard="none"), key).rows[-1]
         table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
     return Choice(pick_best(table, by), table)
 

@@ -8,7 +8,7 @@ several, so that numbers appear while it goes on: there is no other loop.
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.distributed import gather_to_hosts
-from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.program import Program, compile_run
@@ -91,30 +90,13 @@ class Result(NamedTuple):
     programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache
 
 
-def run(
-    algorithm: Algorithm,
-    task: Task,
-    data: FederatedData,
+def run_setup(
+    setup: Setup,
+    plan: Plan,
     key: Key,
-    *,
-    rounds: int,
-    eval_every: int = 1,
-    drift: Drift | None = None,
-    discard: Literal["rounds", "met", "none"] = "rounds",
-    mesh: Mesh | None = None,
     on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
 ) -> Result:
-    """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last.
-
-    Args: `data` are on the device or on the host, see `prefetch`; `key` fixes all draws;
-    `drift` of None: no data change; `discard` is as in `Plan`; `mesh` of None: every device JAX
-    shows; `on_row` gets each evaluation's row as soon as it is known, and where the run stands
-    then; the run ends early if it returns true.
-    Raises InputError for data without test samples and for a run that does not fit into memory,
-    NonFiniteUpdate where the faults ask for it.
-    """
-    plan = Plan(rounds, eval_every, discard)
-    setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh())
+    """Runs what a setup describes in memory; `fedjax_cfl.run` says what `on_row` gets."""
     program = compile_run(setup, key, plan)
     (result,) = drive(
         program, plan, on_rows=lambda rows, groupings, snapshots: on_row(rows[0], snapshots[0]())

@@ -343,13 +343,26 @@ def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
     )
 
 
-def finalize(tested: Tested, num_models: int) -> dict:
+def score_groups(clients: metrics.ClientMetrics, groups: Any, count: int) -> tuple[Any, Any]:
+    """Returns accuracy and mean loss [count] over all test samples of the clients of each group;
+    accuracy is NaN where the loss is not finite, both where a group has no sample.
+    """
+    xp = clients.samples.__array_namespace__()
+    right, loss = (
+        metrics.means_by_group(values, clients.samples, groups, count)
+        for values in (clients.accuracy, clients.loss)
+    )
+    return xp.where(xp.isfinite(loss), right, xp.nan), loss
+
+
+def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     """Returns one evaluation's metrics from the results of all its parts: a dict
     of JAX's or of NumPy's arrays.
 
     Without an auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
     tested on a model that is not finite, or if no client's loss is finite: such a model
-    does not predict. Groups with other models keep their own. `groupless_clients` are those of
+    does not predict. Groups with other models keep their own. With `num_concepts`, how many true
+    groups there are, accuracy is also that of the clients of each. `groupless_clients` are those of
     which nothing is known to choose a model by, see `engine.withhold_groups`; others without a
     model have not been met yet.
     """
@@ -360,11 +373,10 @@ def finalize(tested: Tested, num_models: int) -> dict:
     numbers = xp.where(has_model, index, num_models)
     row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
     row["groups"] = (row["group_sizes"] > 0).sum()
-    right, loss = (  # of all test samples of a group's clients
-        metrics.means_by_group(values, clients.samples, index, num_models)
-        for values in (clients.accuracy, clients.loss)
-    )
-    row |= {"group_accuracy": xp.where(xp.isfinite(loss), right, xp.nan), "group_loss": loss}
+    right, row["group_loss"] = score_groups(clients, index, num_models)
+    row["group_accuracy"] = right
+    if num_concepts:
+        row["concept_accuracy"] = score_groups(clients, concept, num_concepts)[0]
     row["ari"] = metrics.ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
@@ -377,6 +389,6 @@ def finalize(tested: Tested, num_models: int) -> dict:
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:
-        if name.endswith(("accuracy", "f1")) and name != "group_accuracy":
+        if name.endswith(("accuracy", "f1")) and not name.startswith(("group_", "concept_")):
             row[name] = xp.where(bad > 0, xp.nan, row[name])
     return row | {"nonfinite_model_clients": bad}

@@ -13,8 +13,9 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.system import reports
 from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Algorithm, Params
+from fedjax_cfl.types import Algorithm, FederatedData, Params
 
+MOST_CONCEPTS = 256  # whose accuracies a row has
 TIMES = ("compile_s", "train_s", "eval_s")
 COUNTERS = {"client_updates": 0, "local_steps": 0} | dict.fromkeys(("wall_s", *TIMES), 0.0)
 
@@ -41,14 +42,23 @@ def make_row(
     raise_if_nonfinite(algorithm, state.groups, done, infos)
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
     check_groups_exist(done, tested.index, num_models)
-    found = evaluate.finalize(tested, num_models)
+    found = evaluate.finalize(tested, num_models, count_concepts(program.data[member]))
     sent = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
     row = metrics_row(done, ledger, sent, infos, found, counters)
+    row.setdefault("concept_accuracy", None)  # not known
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
         row["accuracy"] = None
     return row
+
+
+def count_concepts(data: FederatedData) -> int:
+    """Returns how many true groups the clients of a run have, numbered 0, 1, ...; 0 if they are not
+    known or more than `MOST_CONCEPTS`. A drift moves clients between them and adds none.
+    """
+    count = int(np.max(jax.device_get(data.concept), initial=-1)) + 1
+    return count if count <= MOST_CONCEPTS else 0
 
 
 def update_counters(

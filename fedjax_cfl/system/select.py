@@ -23,6 +23,7 @@ from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
+__all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
 Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
 
 

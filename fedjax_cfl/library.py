@@ -1,0 +1,231 @@
+"""What callers from Python have of the command line: a run in a directory, comparisons and
+reports, as data frames and figures.
+
+Frames are pandas' where it is installed, else dicts of columns: see `to_frame`. What writes files
+and draws is imported when it is first used, so that a run in memory needs none of it.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+from jax.sharding import Mesh
+
+from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.drift import none as no_drift
+from fedjax_cfl.errors import FinishedRun, InputError
+from fedjax_cfl.sharding import make_mesh
+from fedjax_cfl.simulation import driver
+from fedjax_cfl.simulation.driver import Result, Snapshot
+from fedjax_cfl.simulation.rounds import Plan
+from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedjax_cfl.runs.load import LoadedRun
+
+OnRow = Callable[[dict[str, Any], Snapshot], bool | None]
+
+
+class Comparison(NamedTuple):
+    """What `compare` returns. Accuracies are fractions."""
+
+    table: Any  # frame: a row per set of runs that differ in nothing but the seed
+    differences: Any  # frame: a row per pair of sets and measure, over the seeds that both have
+    pivot: Any  # frame: a row per cell of the table of one setting by another; None: not asked for
+    figure: "Figure"  # accuracy against rounds and communication
+
+
+class Report(NamedTuple):
+    """What `report` returns."""
+
+    page: Path | None  # where the page was written, None: nowhere
+    results: Any  # frame, `Comparison.table`
+    differences: Any  # frame, `Comparison.differences`
+    figures: dict[str, "Figure"]  # by name: costs, and of each run, as 0-curves and 0-alluvial
+
+
+@overload
+def run(
+    algorithm: Algorithm,
+    task: Task,
+    data: FederatedData,
+    key: Key,
+    *,
+    rounds: int,
+    eval_every: int = 1,
+    drift: Drift | None = None,
+    discard: Literal["rounds", "met", "none"] = "rounds",
+    mesh: Mesh | None = None,
+    on_row: OnRow | None = None,
+) -> Result: ...
+
+
+@overload
+def run(
+    algorithm: Algorithm,
+    task: Task,
+    data: FederatedData,
+    key: Key,
+    *,
+    rounds: int,
+    eval_every: int = 1,
+    drift: Drift | None = None,
+    discard: Literal["rounds", "met", "none"] = "rounds",
+    mesh: Mesh | None = None,
+    run_dir: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    verbose: bool = True,
+) -> "LoadedRun": ...
+
+
+def run(
+    algorithm: Algorithm,
+    task: Task,
+    data: FederatedData,
+    key: Key,
+    *,
+    rounds: int,
+    eval_every: int = 1,
+    drift: Drift | None = None,
+    discard: Literal["rounds", "met", "none"] = "rounds",
+    mesh: Mesh | None = None,
+    on_row: OnRow | None = None,
+    run_dir: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    verbose: bool = True,
+) -> "Result | LoadedRun":
+    """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last. With a
+    `run_dir` it is the command line's run: its files are written, a run that was stopped goes on,
+    a finished one is read, and what is returned is what `load_run` reads.
+
+    Args: `data` are on the device or on the host, see `prefetch`; `key` fixes all draws;
+    `drift` of None: no data change; `discard` is as in `Plan`; `mesh` of None: every device JAX
+    shows; `on_row` gets each evaluation's row as soon as it is known, and where the run stands
+    then; the run ends early if it returns true. It goes without `run_dir`.
+    With `run_dir`: `settings` are names and values that tell the run from others in tables:
+    `algorithm`, `dataset`, `partition` and `model` name its parts, all others are yours; `verbose`
+    shows progress and the final table.
+    Raises InputError for data without test samples, for a run that does not fit into memory, and
+    for a `run_dir` with another run, or with other settings, in it; NonFiniteUpdate where the
+    faults ask for it; KeyboardInterrupt where Ctrl-C stopped it, with a checkpoint.
+    """
+    plan = Plan(rounds, eval_every, discard)
+    setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh())
+    if run_dir is not None:
+        if on_row is not None:
+            raise InputError("on_row: goes without run_dir, whose rows are in metrics.jsonl")
+        return _run_in_dir(setup, plan, key, Path(run_dir), dict(settings or {}), verbose)
+    if settings is not None:
+        raise InputError("settings: are written to a run_dir; name one, as run_dir='runs/one'")
+    return driver.run_setup(setup, plan, key, on_row or (lambda row, snapshot: None))
+
+
+def _run_in_dir(
+    setup: Setup, plan: Plan, key: Key, run_dir: Path, given: dict[str, Any], verbose: bool
+) -> "LoadedRun":
+    """Runs what `run` describes as the command line would, and reads it."""
+    from fedjax_cfl.analysis.plot import plot_curves
+    from fedjax_cfl.runs.finish import Member
+    from fedjax_cfl.runs.from_python import find_module, list_given, make_settings
+    from fedjax_cfl.runs.load import load_run
+    from fedjax_cfl.runs.session import train_in_dir, write_settings
+    from fedjax_cfl.simulation.compiler import use_compile_cache
+
+    use_compile_cache()
+    run_dir = run_dir.expanduser().absolute()
+    own = make_settings(setup, plan, key, given)
+    member = Member(own, list_given(given), run_dir, {}, draw=plot_curves, verbose=verbose)
+    with contextlib.suppress(FinishedRun):
+        status = train_in_dir(member, setup, None, lambda: write_settings(member))
+        if status:
+            raise KeyboardInterrupt if status == 130 else SystemExit(status)
+    return load_run(run_dir, find_module(setup.task))
+
+
+def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Any:
+    """Returns a table as a pandas.DataFrame, without pandas as a dict of columns, a list each.
+
+    `table` are rows, as `load_run(...).rows`, or columns, as `load_run(...).table`. Values that a
+    row does not have are None; a column of lists, as `group_accuracy`, stays one.
+    """
+    if isinstance(table, Mapping):
+        columns = {name: list(values) for name, values in table.items()}
+    else:
+        rows = list(table)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+    try:
+        import pandas  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return columns
+    return pandas.DataFrame(columns)
+
+
+def compare(
+    paths: str | Path | Iterable[str | Path],
+    *,
+    out: str | Path | None = None,
+    target: float | None = None,
+    baseline: str | None = None,
+    pivot: tuple[str, str] | None = None,
+    measure: str = "best_accuracy",
+) -> Comparison:
+    """Compares finished runs, as `fedjax-cfl compare` does; prints nothing but notes.
+
+    Args: `paths` are run directories and folders of them; `out` is a folder for the command's
+    files, None: none are written; the others are as in `analysis.compare`. Raises InputError.
+    """
+    from fedjax_cfl.analysis import compare as command
+    from fedjax_cfl.analysis import compare_outputs, statistics
+
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    asked = target, baseline, pivot, measure
+    if out is not None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.compare(paths, out, *asked)
+    groups, table = command.compare_runs(paths, *asked)
+    return Comparison(
+        to_frame(compare_outputs.list_measures(groups)),
+        to_frame(statistics.list_differences(groups)),
+        None if table is None else to_frame(table.list_cells()),
+        compare_outputs.draw_comparison(groups),
+    )
+
+
+def report(
+    paths: str | Path | Iterable[str | Path],
+    out: str | Path | None = None,
+    pictures: str | Path | None = None,
+) -> Report:
+    """Returns what the page of `fedjax-cfl report` shows, and writes the page to `out` and its
+    pictures to the folder `pictures`, where they are named. Raises InputError.
+    """
+    from fedjax_cfl.analysis import compare_outputs, statistics
+    from fedjax_cfl.analysis import report as command
+
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    found = command.make_report(paths)
+    page = None
+    if out is not None or pictures is not None:
+        page = command.write_report(found, out, pictures)
+    return Report(
+        page,
+        to_frame(compare_outputs.list_measures(found.groups)),
+        to_frame(statistics.list_differences(found.groups)),
+        found.figures,
+    )
+
+
+def draw_run(run_dir: str | Path) -> dict[str, "Figure"]:
+    """Returns the pictures of a finished run by name: curves and, where it has groups, alluvial
+    (who moved where) and groups (found against true groups). Raises InputError.
+    """
+    from fedjax_cfl.analysis import report as command
+
+    figures = command.draw_run(command.load_costs(Path(run_dir).expanduser()))
+    return {name: figure for name, figure in figures.items() if figure is not None}

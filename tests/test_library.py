@@ -1,0 +1,275 @@
+"""From Python what the command line does: a run in a directory, gone on with and read; tables as
+frames; figures.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import fedjax_cfl as cfl
+from fedjax_cfl.analysis import report
+from fedjax_cfl.analysis.plot import draw_curves
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs import results, session
+from fedjax_cfl.runs.described import describe
+from fedjax_cfl.simulation.rows import count_concepts
+
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def ifca(linear, local):
+    return cfl.algorithms.ifca(linear, local, cfl.select.uniform(5), m=2)
+
+
+def fingerprint(rows) -> list[dict]:
+    """Returns rows without seconds."""
+    return [{name: value for name, value in row.items() if name != "wall_s"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, ifca, linear, toy):
+    """(run in a directory, the directory, what is in memory), four rounds each."""
+    folder = tmp_path_factory.mktemp("library") / "runs" / "0"
+    names = {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}
+    mesh = cfl.make_mesh(1)
+    run = cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=mesh, run_dir=folder, settings=names)
+    return run, folder, cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=mesh)
+
+
+def test_a_directory_changes_no_number(finished):
+    run, folder, memory = finished
+    assert fingerprint(run.rows) == fingerprint(results.to_plain(memory.rows))
+    names = {path.name for path in folder.iterdir()}
+    wanted = {"metrics.jsonl", "summary.json", "clients.parquet", "assignments.parquet"}
+    assert wanted | {"curves.png", "final", "best", "checkpoints", ".hydra", "run.log"} == names
+    assert run.summary["algorithm"] == "ifca" and run.summary["overrides"] == ["eta=0.5"]
+    assert run.settings["seed"] == 3 and run.summary["seed"] == 3
+    samples = np.zeros((2, 5), np.float32)
+    again = cfl.load_run(folder)  # the package's own module is built from the settings
+    np.testing.assert_array_equal(again.predict(0, samples), run.predict(0, samples))
+
+
+def test_a_row_has_the_accuracy_of_each_true_group(finished, toy):
+    """Of all test samples of its clients, whatever group they are in; by hand from the clients."""
+    run, _, _ = finished
+    right = np.nan_to_num(run.table["accuracy"] * run.table["test_samples"])
+    for row in run.rows:
+        assert len(row["concept_accuracy"]) == 2
+    for concept, found in enumerate(run.rows[-1]["concept_accuracy"]):
+        inside = run.table["concept"] == concept
+        wanted = right[inside].sum() / run.table["test_samples"][inside].sum()
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert run.rows[-1]["concept_accuracy"] != run.rows[-1]["group_accuracy"]
+    assert run.summary["concept_accuracy"] == run.rows[-1]["concept_accuracy"]
+    assert count_concepts(toy) == 2
+    for concept in (-1, 10_000):  # not known; too many for a row
+        assert count_concepts(toy.replace(concept=np.full(14, concept))) == 0
+
+
+def glossary(part: str) -> set[str]:
+    """Returns the names that a part of the glossary explains."""
+    text = (Path(__file__).parents[1] / "docs/reference/glossary.md").read_text()
+    lines = text.partition(f"\n## {part}\n")[2].partition("\n## ")[0].splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_the_glossary_is_complete(finished):
+    """And has nothing that is no more."""
+    run, _, _ = finished
+    assert glossary("Rows") == set(run.rows[-1])
+    assert glossary("Local") == {field.name for field in dataclasses.fields(cfl.Local)}
+    assert glossary("Pool") == set(cfl.Pool._fields)
+
+
+def test_curves_show_true_groups_and_no_zeros_of_single_participants():
+    def row(number, spread):
+        known = {"concept_accuracy": [0.5, 0.6], "group_discrepancy": [0.2, 0.0]}
+        known |= {"group_sizes": [3, 1], "discrepancy": spread, "accuracy": 0.55}
+        return known | {"round": number, "group_accuracy": [0.5, 0.7], "ari": 0.4}
+
+    figure = draw_curves([row(1, 0.2), row(2, 0.0)], "")
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert len(titles) == 7 and titles[3] == "Test accuracy of each true group"
+    drawn = figure.axes[titles.index("Discrepancy")].lines
+    values = [np.asarray(line.get_ydata(), float).tolist() for line in drawn[:3]]
+    assert values[0] == pytest.approx([0.2, np.nan], nan_ok=True)
+    assert not any(0.0 in own for own in values) and values[1] == [0.2, 0.2]
+    one = {"round": 1, "accuracy": 0.5, "group_accuracy": [0.5], "concept_accuracy": [0.4, None]}
+    assert len(draw_curves([one], "").axes) == 5, "of one model, too"
+    assert len(draw_curves([one | {"concept_accuracy": None}], "").axes) == 4
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Runs do not draw curves.png."""
+    monkeypatch.setattr("fedjax_cfl.analysis.plot.plot_curves", lambda run_dir, summary: None)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_finished_run_is_read_and_a_longer_one_goes_on(finished, ifca, linear, toy, capsys):
+    run, folder, _ = finished
+    given = {"mesh": cfl.make_mesh(1), "run_dir": folder}
+    given |= {"settings": {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}}
+    same = cfl.run(ifca, linear, toy, KEY, rounds=4, **given)
+    assert same.rows == run.rows and capsys.readouterr().out == ""
+    longer = cfl.run(ifca, linear, toy, KEY, rounds=5, **given)
+    assert longer.rows[:4] == run.rows and len(longer.rows) == 5
+    said = capsys.readouterr().out
+    assert said.startswith("resuming after round 4\n") and "best accuracy" in said
+    quiet = cfl.run(ifca, linear, toy, KEY, rounds=6, **given, verbose=False)
+    answer = capsys.readouterr()
+    assert len(quiet.rows) == 6 and answer.out == "" and answer.err == ""
+
+
+def test_another_run_in_the_directory_is_refused(finished, linear, local, toy):
+    _, folder, _ = finished
+    names = {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}
+    other = cfl.algorithms.ifca(linear, local.replace(lr=0.3), cfl.select.uniform(5), m=2)
+    with pytest.raises(InputError, match=r"different run \(made_of.*lr: 0.2 there, 0.3 here"):
+        cfl.run(other, linear, toy, KEY, rounds=9, run_dir=folder, settings=names)
+    with pytest.raises(InputError, match=r"seed: 3 there, 4 here|seed"):
+        cfl.run(other, linear, toy, jax.random.key(4), rounds=9, run_dir=folder, settings=names)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch):
+    """Ctrl-C comes as KeyboardInterrupt, and the same call goes on."""
+    begun = session.signals.catch_signals
+
+    class Asked:
+        def __enter__(self):
+            return [2]
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(session.signals, "catch_signals", Asked)
+    given = {"mesh": cfl.make_mesh(1), "run_dir": tmp_path / "run", "verbose": False}
+    with pytest.raises(KeyboardInterrupt):
+        cfl.run(ifca, linear, toy, KEY, rounds=2, **given)
+    monkeypatch.setattr(session.signals, "catch_signals", begun)
+    assert len(cfl.run(ifca, linear, toy, KEY, rounds=2, **given).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"settings": {"m": 2}}, "settings: are written to a run_dir"),
+        ({"run_dir": "a", "on_row": lambda row, where: None}, "on_row: goes without run_dir"),
+        ({"run_dir": "a", "settings": {"algorithm": 3}}, r"settings\['algorithm'\]=3"),
+        ({"run_dir": "a", "settings": {"m": "x\ny"}}, r"settings\['m'\]"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, said, ifca, linear, toy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=said):
+        cfl.run(ifca, linear, toy, KEY, rounds=1, **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_must_be_of_a_seed(ifca, linear, toy, tmp_path):
+    with pytest.raises(InputError, match=r"use jax.random.key\(SEED\)"):
+        cfl.run(ifca, linear, toy, jax.random.split(KEY)[0], rounds=1, run_dir=tmp_path / "run")
+
+
+def test_what_a_method_is_made_of(ifca, linear, local, toy):
+    """The same calls give the same; a number, a function or a module make another."""
+
+    def made(task, own, **settings):
+        ids = cfl.select.uniform(5)
+        return describe(cfl.algorithms.ifca(task, own, ids, **{"m": 2, **settings}), "it")
+
+    first = made(linear, local)
+    assert first == made(linear, local.replace()) == describe(ifca, "it")
+    others = [
+        made(linear, local.replace(momentum=0.5)),
+        made(linear, local, m=3),
+        made(linear, local, mu=0.1),
+        made(linear, local, with_l2=True),
+        made(cfl.as_task(cfl.models.MLP(4, hidden=(3,)), (5,), 4), local),
+    ]
+    assert all(first != other for other in others)
+    assert all(isinstance(value, str | int | float | None) for value in first.values())
+    assert json.dumps(first) and not [v for v in first.values() if " at 0x" in str(v)]
+
+
+class Own(nn.Module):
+    """A module of the user's own."""
+
+    num_classes: int = 4
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.num_classes)(x)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("undrawn")
+def test_a_module_of_ones_own_is_read_with_it(local, toy, tmp_path):
+    task = cfl.as_task(Own(), (5,), 4)
+    method = cfl.algorithms.fedavg(task, local, cfl.select.uniform(5))
+    given = {"run_dir": tmp_path / "run", "verbose": False, "mesh": cfl.make_mesh(1)}
+    run = cfl.run(method, task, toy, KEY, rounds=1, **given)
+    assert run.predict(0, np.zeros((2, 5), np.float32)).shape == (2,)
+    assert run.summary["algorithm"].startswith("method-") and run.summary["model"] == "Own"
+    with pytest.raises(InputError, match=r"test_library\.Own: is no model of the package"):
+        cfl.load_run(tmp_path / "run")
+    cfl.load_run(tmp_path / "run", Own())
+
+
+# tables and figures
+
+
+def test_comparisons_and_reports_are_frames_and_figures(finished, tmp_path, monkeypatch, capsys):
+    _, folder, _ = finished
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pandas", None)  # not installed
+    runs = tmp_path / "runs"
+    for number, (algorithm, seed) in enumerate([("ifca", 0), ("ifca", 1), ("a", 0), ("a", 1)]):
+        copy_run(folder, runs / str(number), algorithm, seed)
+    found = cfl.compare(runs, pivot=("algorithm", "dataset"))
+    assert found.table["algorithm"] == ["a", "ifca"] and found.table["best_accuracy_n"] == [2, 2]
+    assert set(found.differences["measure"]) >= {"final_accuracy", "ari"}
+    assert found.differences["p_wilcoxon"][0] == 1 and found.pivot["column"] == ["toy", "toy"]
+    assert isinstance(found.figure, Figure) and capsys.readouterr().out == ""
+    assert set(cfl.draw_run(runs / "0")) >= {"curves", "alluvial"}
+    monkeypatch.setattr(report, "draw_run", lambda run: {"curves": found.figure})
+    page = cfl.report(runs)
+    assert page.page is None and page.results == found.table
+    assert {"costs", "0-curves", "3-curves"} == set(page.figures) - {"1-curves", "2-curves"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}, "nothing is written"
+    cfl.compare([runs], out="tables")
+    monkeypatch.setattr(report, "to_png", lambda figure: b"")
+    assert cfl.report([runs], "page.html").page == Path("page.html")
+    assert (tmp_path / "tables/differences.csv").exists() and (tmp_path / "page.html").exists()
+
+
+def copy_run(folder: Path, to: Path, algorithm: str, seed: int) -> None:
+    """Copies what tables and pictures are made of, under another name and seed."""
+    to.mkdir(parents=True)
+    for name in ("metrics.jsonl", "clients.parquet", "assignments.parquet"):
+        (to / name).write_bytes((folder / name).read_bytes())
+    summary = json.loads((folder / "summary.json").read_text())
+    (to / "summary.json").write_text(json.dumps(summary | {"algorithm": algorithm, "seed": seed}))
+
+
+def test_frames_are_pandas_where_it_is_installed(monkeypatch):
+    rows = [{"round": 1, "group_sizes": [1, 2]}, {"round": 2, "ari": 0.5}]
+    columns = {"round": [1, 2], "group_sizes": [[1, 2], None], "ari": [None, 0.5]}
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert cfl.to_frame(rows) == columns == cfl.to_frame(columns)
+    pandas = types.ModuleType("pandas")
+    pandas.DataFrame = lambda columns: ("frame", columns)
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert cfl.to_frame(rows) == ("frame", columns)

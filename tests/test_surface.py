@@ -1,0 +1,86 @@
+"""What users see of the package from Python: short signatures, names that it offers and no others,
+and a glossary of every field and key.
+"""
+
+import inspect
+import re
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl.cli.choices import find_default
+from fedjax_cfl.data.drift import swap_all, swap_at
+
+ROOT = Path(__file__).parents[1]
+MODULES = [name for name in cfl.__all__ if isinstance(getattr(cfl, name), types.ModuleType)]
+
+
+def public():
+    """Yields (name, function or type) of all that `cfl.` and its modules offer to call."""
+    for name in cfl.__all__:
+        found = getattr(cfl, name)
+        names = found.__all__ if name in MODULES else [""]
+        for inner in names:
+            value = getattr(found, inner) if inner else found
+            if callable(value) and name != "models":  # Flax's modules have signatures of Flax
+                yield f"{name}.{inner}".rstrip("."), value
+
+
+def test_signatures_are_short():
+    """No rule, no address, no dotted home of a type."""
+    called = {name: found for name, found in public() if name != "InputError"}
+    shown = {name: str(inspect.signature(found)) for name, found in called.items()}
+    assert len(shown) > 120
+    wrong = [
+        name
+        for name, text in shown.items()
+        if re.search(r"Annotated|\bRule\(|0x|jax\.|cfl\.", text)
+    ]
+    assert wrong == []
+    assert shown["algorithms.ifca"].startswith(
+        "(task: Task, local: Local, system: System | Selection, *, m: PositiveInt | Array,"
+        " max_m: PositiveInt | None = None, start: Callable = independent_models,"
+    )
+    assert shown["drift.swap_at"] == (
+        "(round: NaturalInt, p: Fraction | Array = 1.0, pool: 'all' | 'warm' = 'all') -> Drift"
+    )
+    assert shown["Local"].startswith("(lr: PositiveFloat | Array, epochs: Epochs, batch_size:")
+    lengths = sorted((len(text), name) for name, text in shown.items())
+    assert lengths[-1][0] < 600, lengths[-1]
+
+
+def test_settings_are_read_behind_what_is_shown():
+    founding = find_default(cfl.algorithms.flexcfl, "founding")
+    assert founding.alpha == 20 and founding._fields
+    assert find_default(cfl.drift.swap_all, "p") == 0.05
+    assert find_default(cfl.algorithms.fedavg, "task") is None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_completion_shows_what_a_module_offers(name):
+    found = getattr(cfl, name)
+    assert dir(found) == sorted(found.__all__) and "jax" not in dir(found)
+    assert all(hasattr(found, one) for one in found.__all__)
+
+
+# drift
+
+
+def test_swap_at_moves_in_its_round_alone(toy):
+    """As `swap_all`, once: every pair with p = 1."""
+    key, warm = jax.random.key(0), np.ones(14, bool)
+    at, always = swap_at(3).apply, swap_all(1.0).apply
+    for number in (0, 2, 4):
+        _, _, shifted = at(key, number, toy, (), warm)
+        assert not shifted.any()
+    data, _, shifted = at(key, 3, toy, (), warm)
+    wanted, _, moved = always(key, 3, toy, (), warm)
+    assert shifted.all() and moved.all()
+    for found, want in zip(jax.tree.leaves(data), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(found, want)
+    with pytest.raises(cfl.InputError, match=r"drift.round=-1: must be a whole number >= 0"):
+        swap_at(-1)
