@@ -96,7 +96,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
             " that it is by default"
         )
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
-    task = build_task(config, pool)
+    task = build_task(config, pool, data.x.shape[1:])
     if config["resident"] != "host":
         # before a batch is cut to the most that a client can have
         data = bound_client_samples(data, drift)
@@ -230,15 +230,15 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         )
 
 
-def build_task(config: dict[str, Any], pool: Pool) -> Task:
-    """Returns the model as a task on the samples of a pool."""
+def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
+    """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
     module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         return cfl.as_task(
-            module, pool.x.shape[1:], pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
+            module, shape, pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
         )
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
