@@ -23,6 +23,7 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
 from fedjax_cfl.data import prefetch
+from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.standardize import describe_scales, standardize
@@ -74,9 +75,12 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     mesh = cfl.make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
     pool, holdings = deal_samples(config)
-    if (unused := describe_unused(config, pool, holdings)) and distributed.is_primary():
+    unused = None if config["evaluate"]["validation"] else describe_unused(config, pool, holdings)
+    if unused and distributed.is_primary():
         print(unused)
     data = federate_samples(config, pool, holdings)
+    if config["evaluate"]["part"] == "validation" and distributed.is_primary():
+        print(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
     if share:
@@ -92,7 +96,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
             " that it is by default"
         )
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
-    task = build_task(config, pool)
+    task = build_task(config, pool, data.x.shape[1:])
     if config["resident"] != "host":
         # before a batch is cut to the most that a client can have
         data = bound_client_samples(data, drift)
@@ -134,9 +138,19 @@ def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
 
 
 def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
-    """Returns the pool, and which client holds which sample of it."""
+    """Returns the pool, and which client holds which sample of it. Raises InputError where rows are
+    to be scored on samples that are not set apart.
+    """
+    share, part = (config["evaluate"][name] for name in ("validation", "part"))
+    if part == "validation" and not share:
+        raise InputError(
+            "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
+        )
     pool = instantiate_target("dataset.source", config["dataset"]["source"])
-    return pool, instantiate_target("partition", config["partition"], pool)
+    holdings = instantiate_target("partition", config["partition"], pool)
+    if share:
+        holdings = set_apart_validation(holdings, share, config["seed"], part)
+    return pool, holdings
 
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
@@ -216,15 +230,15 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         )
 
 
-def build_task(config: dict[str, Any], pool: Pool) -> Task:
-    """Returns the model as a task on the samples of a pool."""
+def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
+    """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
     module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         return cfl.as_task(
-            module, pool.x.shape[1:], pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
+            module, shape, pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
         )
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None

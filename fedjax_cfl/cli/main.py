@@ -25,6 +25,7 @@ COMMANDS = {
     "paper": "fedjax_cfl.papers.runner",
     "predict": "fedjax_cfl.cli.predict",
     "report": "fedjax_cfl.analysis.report",
+    "tune": "fedjax_cfl.cli.tune",
 }
 
 SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"

@@ -83,6 +83,8 @@ class DatasetSettings(NamedTuple):
 class EvaluateSettings(NamedTuple):
     """Settings under `evaluate`."""
 
+    validation: BelowOne
+    part: Literal["test", "validation"]
     finetune: NaturalInt  # epochs
     new_clients: BelowOne
     similarity: NaturalInt  # clients

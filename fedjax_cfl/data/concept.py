@@ -42,7 +42,7 @@ def rotate(
             f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly"
         )
     check_square(x, "concept=rotate")
-    concept = _draw_concepts(clients, groups, shuffle, seed)
+    concept = draw_concepts(clients, groups, shuffle, seed)
     x = x.copy()
     for g in range(1, groups):
         rows = np.flatnonzero(concept[owner] == g)
@@ -74,7 +74,7 @@ def permute_labels(
             f"concept.groups={groups}: expected 1 .. {limit}, a permutation of {num_classes}"
             " classes for each"
         )
-    concept = _draw_concepts(clients, groups, shuffle, seed)
+    concept = draw_concepts(clients, groups, shuffle, seed)
     rng = np.random.RandomState(seed)
     tables = {tuple(range(num_classes)): None}  # a dict keeps the order and refuses repeats
     while len(tables) < groups:
@@ -82,7 +82,7 @@ def permute_labels(
     return x, np.array(list(tables), y.dtype)[concept[owner], y], concept
 
 
-def _draw_concepts(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:
+def draw_concepts(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:
     """Returns the group of each client [K] int32; sizes differ by one at most."""
     if groups > clients:
         raise InputError(f"concept.groups={groups}: at most {clients} are possible, one a client")

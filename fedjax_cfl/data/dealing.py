@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.random import RandomState
@@ -10,6 +10,8 @@ from numpy.random import RandomState
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import check_arguments, check_value, whole
+
+LEAST_TO_SHARE = 10  # training samples of a client, below which none is set apart
 
 
 def draw_proportions(
@@ -96,6 +98,35 @@ def join_clients(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Par
         (number % len(train)).astype(np.int32),
         number >= len(train),
     )
+
+
+def set_apart_validation(
+    holdings: Partition, share: float, seed: int, part: Literal["test", "validation"]
+) -> Partition:
+    """Takes a share of each client's training samples out of its training, for the choice between
+    runs: at least two of them, and none where a client has fewer than ten.
+
+    Args: `share` in [0, 1); `part`: what the client is tested on, its test samples, or, as if it
+    had no others, those that were set apart. The samples of the other part are left out. Raises
+    InputError where the last client then has none.
+    """
+    rng, count = RandomState(seed), int(holdings.owner.max(initial=-1)) + 1
+    train = np.flatnonzero(~holdings.test)
+    apart = np.zeros(len(holdings.sample), bool)
+    for own in group_places(holdings.owner[train], count):
+        if len(own) >= LEAST_TO_SHARE:
+            kept = min(count_train(len(own), share), len(own) - 2)
+            apart[train[rng.permutation(own)[kept:]]] = True
+    keep = ~apart if part == "test" else apart | ~holdings.test
+    if count and not keep[holdings.owner == count - 1].any():
+        raise InputError(
+            f"evaluate.part={part}: client {count - 1} has no training samples, and would be none;"
+            " leave it out of the data"
+        )
+    tested = holdings.test if part == "test" else apart
+    each = {name: getattr(holdings, name) for name in ("sample", "owner", "code", "shared")}
+    cut = {name: None if values is None else values[keep] for name, values in each.items()}
+    return holdings._replace(**cut, test=tested[keep])
 
 
 def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any]) -> RandomState:

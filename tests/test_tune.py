@@ -1,0 +1,147 @@
+"""Choice on validation samples: what is set apart, and that no test sample is read for it."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fedjax_cfl as cfl
+from fedjax_cfl.cli import main, tune
+from fedjax_cfl.data.dealing import set_apart_validation
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Partition
+
+SIZES, TESTS = (9, 10, 37), 3  # of clients' training, and of the tests of each
+
+
+def make_holdings():
+    owner = np.repeat(np.arange(3), [size + TESTS for size in SIZES]).astype(np.int32)
+    test = np.concatenate([np.arange(size + TESTS) >= size for size in SIZES])
+    sample = np.random.RandomState(4).permutation(owner.size)
+    return Partition(sample, owner, test, client_names=("a", "b", "c"))
+
+
+@pytest.mark.parametrize("share, counts", [(0.2, (0, 2, 8)), (0.01, (0, 2, 2)), (0.5, (0, 5, 19))])
+def test_a_share_of_each_clients_training_is_set_apart(share, counts):
+    holdings = make_holdings()
+    tested, chosen = (
+        set_apart_validation(holdings, share, 0, part) for part in ("test", "validation")
+    )
+    for k, (size, count) in enumerate(zip(SIZES, counts, strict=True)):
+
+        def own(held, test, k=k):
+            return set(held.sample[(held.owner == k) & (held.test == test)].tolist())
+
+        trained = own(tested, False)
+        assert trained == own(chosen, False) and len(trained) == size - count
+        assert own(tested, True) == own(holdings, True)  # the test samples as they were
+        assert own(chosen, True) == own(holdings, False) - trained
+    assert tested.client_names == holdings.client_names
+    other = set_apart_validation(holdings, share, 1, "test")
+    assert sorted(other.sample) != sorted(tested.sample)  # another seed, other samples
+
+
+def test_no_test_sample_is_read_where_rows_are_scored_on_validation():
+    holdings, rng = make_holdings(), np.random.RandomState(0)
+    x = rng.rand(holdings.sample.size, 5).astype(np.float32)
+    y = rng.randint(0, 3, len(x)).astype(np.int32)
+    poisoned = holdings.sample[holdings.test]
+    other_x, other_y = x.copy(), y.copy()
+    other_x[poisoned], other_y[poisoned] = 1e9, (y[poisoned] + 1) % 3
+    apart = set_apart_validation(holdings, 0.2, 0, "validation")
+    one, other = (cfl.federate(cfl.Pool(*pair, 3), apart) for pair in ((x, y), (other_x, other_y)))
+    for leaf, same in zip(*map(np_leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+
+
+def np_leaves(tree):
+    import jax
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_last_client_that_only_tests_is_refused():
+    held = Partition(
+        np.arange(12), np.array([0] * 11 + [1], np.int32), np.array([False] * 11 + [True])
+    )
+    assert set_apart_validation(held, 0.2, 0, "test").owner.max() == 1
+    with pytest.raises(InputError, match="client 1 has no training samples"):
+        set_apart_validation(held, 0.2, 0, "validation")
+
+
+def trial(name, scores, units):
+    return tune.Trial({"local.lr": name}, scores, [units] * len(scores))
+
+
+def test_the_best_mean_is_chosen_and_of_near_ones_the_cheapest():
+    low, high, near = trial("1", [0.5, 0.6], 1), trial("2", [0.8, 0.82], 9), trial("3", [0.8095], 5)
+    assert tune.choose([low, high]) is high
+    assert tune.choose([low, high, near]) is near  # within 0.2 points, and sends less
+    broken = trial("4", [0.99, float("nan")], 1)
+    assert tune.choose([broken, low]) is low
+    with pytest.raises(InputError, match="no trial has a finite accuracy"):
+        tune.choose([broken])
+
+
+def test_a_run_is_scored_by_the_last_tenth_of_its_tests():
+    rows = [{"macro_accuracy": value / 100} for value in range(30)] + [{"macro_accuracy": None}]
+    assert tune.score(rows) == pytest.approx(0.28)  # of 27, 28 and 29
+    assert tune.score(rows[:3]) == pytest.approx(0.02)
+    assert np.isnan(tune.score([]))
+
+
+def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
+    """Runs are replaced by rows: what is asked of them, and what is made of them."""
+    asked = []
+
+    def pretend(arguments):
+        asked.append(arguments)
+        given = dict(text.split("=", 1) for text in arguments[1:])
+        part, folder = given["evaluate.part"], given["hydra.sweep.dir"]
+        folder = tmp_path / "out" / part
+        folder.mkdir(parents=True)
+        rates, seeds = given["local.lr"].split(","), given["seed"].split(",")
+        runs = [(rate, seed) for rate in rates for seed in seeds]
+        names = ["run", *(["local.lr"] if len(rates) > 1 else []), "seed"]
+        lines = [
+            ",".join([str(n), *([rate] if len(rates) > 1 else []), seed])
+            for n, (rate, seed) in enumerate(runs)
+        ]
+        (folder / "index.csv").write_text("\n".join([",".join(names), *lines]) + "\n")
+        for n, (rate, seed) in enumerate(runs):
+            (folder / str(n)).mkdir()
+            row = {"round": 1, "macro_accuracy": float(rate) + int(seed) / 1e4, "units_up": 2}
+            (folder / str(n) / "metrics.jsonl").write_text(
+                json.dumps(row | {"accuracy": 0.5}) + "\n"
+            )
+            summary = {"algorithm": "fedavg", "dataset": "digits", "seed": int(seed)}
+            (folder / str(n) / "summary.json").write_text(json.dumps(summary))
+        return 0
+
+    monkeypatch.setattr(main, "run_arguments", pretend)
+    found = tune.tune(["local.lr=0.1,0.3", "rounds=1"], tmp_path / "out", seeds=(0, 1))
+    trials, last = asked
+    assert "evaluate.part=validation" in trials and "seed=1000,1001" in trials
+    assert "evaluate.part=test" in last and "seed=0,1" in last and "local.lr=0.3" in last
+    assert "evaluate.validation=0.2" in trials and "evaluate.validation=0.2" in last
+    assert found["chosen"] == {"local.lr": "0.3"}
+    assert found["validation_accuracy"] == pytest.approx(0.3 + 0.10005)
+    assert found["test_accuracies"] == pytest.approx([0.3, 0.3001])
+    assert json.loads((tmp_path / "out" / "chosen.json").read_text())["trials"] == 2
+
+
+@pytest.mark.parametrize("given", ["seed=1", "evaluate.part=test", "hydra.sweep.dir=x"])
+def test_settings_of_its_own_are_refused(given, tmp_path):
+    with pytest.raises(InputError, match="is set by tune itself"):
+        tune.tune([given], tmp_path)
+
+
+@pytest.mark.nightly
+def test_a_second_call_goes_on(tmp_path, capsys):
+    settings = ["algorithm=fedavg", "rounds=3", "local.lr=0.01,0.1"]
+    first = tune.tune(settings, tmp_path / "t", trial_seeds=(1000,), seeds=(0,))
+    assert tune.tune(settings, tmp_path / "t", trial_seeds=(1000,), seeds=(0,)) == first
+    assert (
+        first["chosen"] == {"local.lr": "0.1"}
+        and "no test sample is read" in capsys.readouterr().out
+    )
