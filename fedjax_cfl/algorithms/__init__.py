@@ -3,7 +3,7 @@ Algorithm per method.
 """
 
 from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
-from fedjax_cfl.algorithms.auxo.auxo import auxo
+from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.cfl_gp import cfl_gp
@@ -15,7 +15,7 @@ from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
-from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
