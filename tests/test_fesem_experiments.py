@@ -21,7 +21,7 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models import convolution, norms
+from fedjax_cfl.models import convolution, layers
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import figures, report, report_plot
 from fedjax_cfl.papers.cells import load_table, row_columns
@@ -316,7 +316,7 @@ def test_pooling_after_a_norm_has_the_same_gradient_compiled():
     input anew for that, and round another way.
     """
     norm, x = (
-        norms.BatchStatNorm(),
+        layers.BatchStatNorm(),
         np.random.default_rng(0).normal(size=(4, 21, 21, 3)).astype(np.float32),
     )
     params = {
