@@ -23,9 +23,9 @@ from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import convolution, layers
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import figures, report, report_plot
+from fedjax_cfl.papers import figures, report
 from fedjax_cfl.papers.cells import load_table, row_columns
-from fedjax_cfl.papers.records import collect_records
+from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 
@@ -107,7 +107,7 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text
     assert text.count("2 of 4 rounds") == 1  # said of the runs, not of each measure
-    report_plot.plot(SHARED, records, tmp_path / "plot.png")
+    figures.plot(SHARED, records, tmp_path / "plot.png")
     assert imread(tmp_path / "plot.png").std() > 0.01
 
 

@@ -113,7 +113,7 @@ class BatchNorm(nn.Module):
     In training a batch is normalised by its own mean and variance, over its real samples
     (`owner` -1: padding), and the running ones move towards these by 1 - momentum. In test,
     and wherever a model only predicts, the running ones are used, so that samples do not
-    affect each other. The statistics are averaged with the model, see `models/statistics`.
+    affect each other. The statistics are averaged with the model, see `tree`.
     Differs from PyTorch: the running variance is not multiplied by n / (n - 1).
     """
 
