@@ -181,7 +181,7 @@ def matrix(tree):
 
 def shuffled(words, count, epoch):
     """Returns the order [count] of a pass by swap-or-not, in Python's whole numbers: the twin of
-    `data.shuffle.permute`.
+    `keys.permute`.
     """
 
     def mix(x):

@@ -11,13 +11,12 @@ import pytest
 from conftest import build, nightly
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms.auxo import scores as auxo_scores
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.system import select
 
-auxo = importlib.import_module("fedjax_cfl.algorithms.auxo.auxo")  # the name of the function, too
+auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the function, too
 
 
 def twin_score(signature, fit, labels, first, several):
@@ -73,21 +72,19 @@ def test_scores_equal_their_twin(case, several):
     clear[:2] |= case in ("both", "one")
     side[clear, rng.integers(2, size=clear.sum()) if case == "both" else 1] += 1
     score[:2] = 3
-    fit = auxo_scores.Fit(*map(jnp.asarray, (member, known, side, score)))
+    fit = auxo.Fit(*map(jnp.asarray, (member, known, side, score)))
     key, first = jax.random.key(0), case == "first"
     rows = member & known if several else member
     centered = signature - signature[member].mean(0)
     unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
-    labels = auxo_scores.kmeans(
+    labels = auxo.kmeans(
         key,
         jnp.asarray(unit),
         2,
-        restarts=auxo_scores.RESTARTS,
+        restarts=auxo.RESTARTS,
         weight=jnp.asarray(rows, jnp.float32),
     ).labels
-    found = auxo_scores.score_group(
-        key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several)
-    )
+    found = auxo.score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
     wanted = twin_score(signature, fit, np.asarray(labels), first, several)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -95,9 +92,9 @@ def test_scores_equal_their_twin(case, several):
 
 def test_last_tenth():
     tree = {"a": np.arange(24).reshape(2, 3, 4), "b": np.arange(100, 118).reshape(2, 9)}
-    np.testing.assert_array_equal(auxo_scores.last_tenth(tree), [[107, 108], [116, 117]])
+    np.testing.assert_array_equal(auxo.last_tenth(tree), [[107, 108], [116, 117]])
     wide = {"a": np.zeros((1, 40)), "b": np.ones((1, 3))}
-    np.testing.assert_array_equal(auxo_scores.last_tenth(wide), [[0, 1, 1, 1]])
+    np.testing.assert_array_equal(auxo.last_tenth(wide), [[0, 1, 1, 1]])
 
 
 def begin(toy, linear, local):
@@ -243,6 +240,6 @@ def test_the_cut_of_ten_clients_is_about_the_best_of_all():
         return (x**2).sum() - parts[0] - parts[1]
 
     best = np.array([spread(x).min() for x in unit])
-    go = jax.vmap(lambda key, x: kmeans(key, x, 2, restarts=auxo_scores.RESTARTS).inertia)
+    go = jax.vmap(lambda key, x: kmeans(key, x, 2, restarts=auxo.RESTARTS).inertia)
     found = jax.jit(go)(jax.random.split(jax.random.key(3), 40), jnp.asarray(unit, jnp.float32))
     assert np.mean(found / best) < 1.004 and np.max(found / best) < 1.03

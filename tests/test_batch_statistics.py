@@ -11,8 +11,8 @@ from conftest import matrix, nightly
 from test_layers import close, normal
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.auxo.scores import last_tenth
-from fedjax_cfl.algorithms.fedfomo.mix import l1_norm
+from fedjax_cfl.algorithms.auxo import last_tenth
+from fedjax_cfl.algorithms.fedfomo import l1_norm
 from fedjax_cfl.algorithms.fesem.fesem import nearest_center
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work

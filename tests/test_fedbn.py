@@ -23,16 +23,16 @@ from test_scaffold import Normed
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms, models
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.models import norms
+from fedjax_cfl.models import layers
 from fedjax_cfl.personal import fedbn
 from fedjax_cfl.personal.split import take_norms
 from fedjax_cfl.simulation.evaluate import used_models
 from fedjax_cfl.system import select
 
 PICK = select.uniform(6)
-KINDS = (norms.BatchNorm, norms.BatchStatNorm, norms.GroupNorm, nn.LayerNorm)
+KINDS = (layers.BatchNorm, layers.BatchStatNorm, layers.GroupNorm, nn.LayerNorm)
 MODELS = {
-    "resnet": (models.ResNet18(3, norm=norms.BatchNorm, features=(4, 4, 8, 8)), (16, 16, 3)),
+    "resnet": (models.ResNet18(3, norm=layers.BatchNorm, features=(4, 4, 8, 8)), (16, 16, 3)),
     "transformer": (models.ViT(3, patch=8, width=8, depth=2, heads=2), (16, 16, 3)),
     "faces": (models.CelebaCNN(2), (4, 5, 3)),
 }

@@ -9,8 +9,7 @@ import pytest
 from conftest import CLASSES, FEATURES, build, nightly, spent
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
-from fedjax_cfl.algorithms.fedfomo.mix import hold_out_samples, pick_peers, take_held_out
+from fedjax_cfl.algorithms.fedfomo import fedfomo, hold_out_samples, pick_peers, take_held_out
 from fedjax_cfl.data import stream
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.select import from_table, full_participation

@@ -21,11 +21,11 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.models import convolution, norms
+from fedjax_cfl.models import convolution, layers
 from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import figures, report, report_plot
+from fedjax_cfl.papers import figures, report
 from fedjax_cfl.papers.cells import load_table, row_columns
-from fedjax_cfl.papers.records import collect_records
+from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 
@@ -107,7 +107,7 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text
     assert text.count("2 of 4 rounds") == 1  # said of the runs, not of each measure
-    report_plot.plot(SHARED, records, tmp_path / "plot.png")
+    figures.plot(SHARED, records, tmp_path / "plot.png")
     assert imread(tmp_path / "plot.png").std() > 0.01
 
 
@@ -316,7 +316,7 @@ def test_pooling_after_a_norm_has_the_same_gradient_compiled():
     input anew for that, and round another way.
     """
     norm, x = (
-        norms.BatchStatNorm(),
+        layers.BatchStatNorm(),
         np.random.default_rng(0).normal(size=(4, 21, 21, 3)).astype(np.float32),
     )
     params = {

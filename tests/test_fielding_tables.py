@@ -12,9 +12,9 @@ from reproduce import fielding_server
 
 from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.papers import cells, report, report_plot, runner
-from fedjax_cfl.papers.records import collect_records
-from fedjax_cfl.papers.report_plot import choose_across
+from fedjax_cfl.papers import cells, figures, report, runner
+from fedjax_cfl.papers.figures import choose_across
+from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (
@@ -215,8 +215,8 @@ def test_a_panel_lists_the_columns_that_its_row_has(monkeypatch, tmp_path):
         | {"rounds": 3, "of_rounds": 3, "runs": int(column != "C")}
         for (row, column), mean in values.items()
     ]
-    figures = []
-    monkeypatch.setattr(report_plot, "save_figure", lambda figure, path: figures.append(figure))
-    report_plot.plot(table, records, tmp_path / "plot.png")
-    lines = [[text.get_text() for text in axes.get_yticklabels()] for axes in figures[0].axes]
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    figures.plot(table, records, tmp_path / "plot.png")
+    lines = [[text.get_text() for text in axes.get_yticklabels()] for axes in drawn[0].axes]
     assert lines == [["A", "B"], ["B"]]

@@ -20,14 +20,16 @@ from test_reference import batches_of, mean, models_of, samples, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.flux.describe import (
+from fedjax_cfl.algorithms.flux import (
     Moments,
     add_samples,
     count_dense_inputs,
     dense_inputs,
+    find_eps,
+    find_groups,
     finish_description,
+    flux,
 )
-from fedjax_cfl.algorithms.flux.flux import find_eps, find_groups, flux
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule

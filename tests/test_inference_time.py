@@ -14,7 +14,7 @@ from test_clock import SimpleState
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms.fedfomo.mix import hold_out_samples, take_held_out
+from fedjax_cfl.algorithms.fedfomo import hold_out_samples, take_held_out
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import jit_as_users_do, nightly
 
-from fedjax_cfl.models import convolution, layers, norms, recurrent
+from fedjax_cfl.models import convolution, layers, recurrent
 from fedjax_cfl.models.task import as_task
 from fedjax_cfl.models.zoo import BiGRU
 
@@ -154,7 +154,7 @@ def test_max_pool_equals_reduce_window(shape, padding):
 
 def test_batch_norm_uses_the_statistics_of_the_batch():
     x = 3 + 2 * normal(4, 5, 5, 2)
-    out, params = jax.jit(norms.BatchStatNorm().init_with_output)(KEY, x)
+    out, params = jax.jit(layers.BatchStatNorm().init_with_output)(KEY, x)
     assert jax.tree.map(jnp.shape, params) == {"params": {"scale": (2,), "bias": (2,)}}
     flat = np.asarray(x, np.float64).reshape(-1, 2)
     close(out.reshape(-1, 2), (flat - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-3))
@@ -163,7 +163,7 @@ def test_batch_norm_uses_the_statistics_of_the_batch():
 def test_batch_norm_takes_statistics_per_client_and_never_of_padding():
     x, owner = 3 + 2 * normal(6, 3, 5, 2), np.array([4, -1, 7, 4, 7, 4])
     x[1] = np.nan
-    norm = norms.BatchStatNorm()
+    norm = layers.BatchStatNorm()
     params = {"params": {"scale": np.float32([1.1, 0.9]), "bias": np.float32([0.1, -0.2])}}
     out = norm.apply(params, x, owner)
     for client in (4, 7):
@@ -174,14 +174,14 @@ def test_batch_norm_takes_statistics_per_client_and_never_of_padding():
 
 def test_group_norm_is_that_of_flax_and_sees_one_sample_at_a_time():
     x = 3 + 2 * normal(4, 3, 5, 6)
-    ours, theirs = norms.GroupNorm(3), nn.GroupNorm(num_groups=3, epsilon=1e-5)
+    ours, theirs = layers.GroupNorm(3), nn.GroupNorm(num_groups=3, epsilon=1e-5)
     scale, bias = normal(6), normal(6) - 1
     shaped = {"params": {"scale": scale.reshape(3, 2), "bias": bias.reshape(3, 2)}}
     out = ours.apply(shaped, x)
     close(out, theirs.apply({"params": {"scale": scale, "bias": bias}}, x))
     close(out[1:2], ours.apply(shaped, x[1:2]))
     with pytest.raises(ValueError, match="groups=4: a divisor of the 6 channels"):
-        norms.GroupNorm(4).init(KEY, x)
+        layers.GroupNorm(4).init(KEY, x)
 
 
 def sigmoid(x):

@@ -14,12 +14,13 @@ import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.md_icfl.md_icfl import (
     STRONG,
     WEAK,
+    class_distances,
     copy_largest,
     md_icfl,
+    nearest_group,
     new_models,
     refill_empty_groups,
 )
-from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.data.federated import train_label_shares

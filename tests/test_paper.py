@@ -23,7 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import cells as paper_cells
 from fedjax_cfl.papers import processes, report, runner
 from fedjax_cfl.papers.cells import Cell, has_run, load_table
-from fedjax_cfl.papers.records import collect_records
+from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set

@@ -3,16 +3,21 @@ annotated functions are.
 """
 
 import ast
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import pytest
+from conftest import nightly
 from omegaconf import DictConfig, OmegaConf
 
 import fedjax_cfl
+from fedjax_cfl import algorithms
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.rules import resolve_target
+from fedjax_cfl.system.select import uniform
 
 HOME = Path(fedjax_cfl.__file__).parent
 # Top to bottom: a room imports from its own modules and from rooms below.
@@ -210,3 +215,24 @@ def test_public_functions_are_annotated():
         and (node.returns is None or any(given.annotation is None for given in parameters(node)))
     ]
     assert not found
+
+
+FOLLOWED = [(algorithms.ifca, 23), nightly(algorithms.flexcfl, 25)]
+
+
+@pytest.mark.parametrize(("method", "most"), FOLLOWED)
+def test_a_round_is_read_in_few_files(method, most, mlp, toy, local):
+    """Whoever follows a round through the package opens so many files (CONTRIBUTING.md)."""
+    algorithm, entered = method(mlp, local, uniform(4), m=2), set()
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), toy)
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{HOME}/"):
+            entered.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        jax.eval_shape(algorithm.round, jax.random.key(0), state, toy)
+    finally:
+        sys.setprofile(None)
+    assert 15 < len(entered) <= most, sorted(entered)

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances
+from fedjax_cfl.algorithms.md_icfl.md_icfl import class_distances
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.analysis.plot import make_palette, new_figure, save_figure, style_axes
 from fedjax_cfl.client.cohort import make_cohort, over_clients

@@ -5,7 +5,7 @@ Algorithm per method.
 import sys
 
 from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
-from fedjax_cfl.algorithms.auxo.auxo import auxo
+from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
 from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.cfl_gp import cfl_gp
@@ -17,7 +17,7 @@ from fedjax_cfl.algorithms.feddist import feddist, feddws
 from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
-from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedfomo import fedfomo
 from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
@@ -30,7 +30,7 @@ from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flash import flash
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
-from fedjax_cfl.algorithms.flux.flux import flux
+from fedjax_cfl.algorithms.flux import flux
 from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
 from fedjax_cfl.algorithms.known_groups import known_groups
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms import fedopt
-from fedjax_cfl.algorithms.auxo.auxo import split_adaptively, split_at
-from fedjax_cfl.algorithms.fedfomo.fedfomo import serve_mixed, serve_trained
-from fedjax_cfl.algorithms.fedfomo.mix import l1_norm, l2_norm
+from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
+from fedjax_cfl.algorithms.fedfomo import l1_norm, l2_norm, serve_mixed, serve_trained
 from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
     e_step_of_cohort,

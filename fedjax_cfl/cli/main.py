@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from fedjax_cfl.cli.conf import CONF, HERE
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
+from fedjax_cfl.cli.safe_path import guard_children
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.versions import find_version
 
@@ -27,8 +28,6 @@ COMMANDS = {
     "report": "fedjax_cfl.analysis.report",
     "tune": "fedjax_cfl.cli.tune",
 }
-
-SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 
 
 def main() -> int:
@@ -138,26 +137,3 @@ def wrap_help() -> Iterator[None]:
     finally:  # Hydra exits by itself
         for line in held.getvalue().splitlines():
             print(textwrap.fill(line, 130, subsequent_indent="  ") if len(line) > 140 else line)
-
-
-@contextlib.contextmanager
-def guard_children() -> Iterator[None]:
-    """Lets no process that is started meanwhile import what lies in the current folder.
-
-    Workers of a launcher are started as `python -m`, with the current folder first on their
-    path: a file joblib.py or pickle.py there would be executed. In the environment it holds for
-    their own processes as well. A checkout that is not installed has to be named then.
-    """
-    before = {name: os.environ.get(name) for name in (SAFE, PATH)}
-    os.environ[SAFE] = "1"
-    if find_version("fedjax-cfl") is None:
-        named = (before[PATH] or "").split(os.pathsep)
-        os.environ[PATH] = os.pathsep.join(dict.fromkeys([*filter(None, named), str(HERE.parent)]))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

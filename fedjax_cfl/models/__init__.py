@@ -2,7 +2,7 @@
 
 import sys
 
-from fedjax_cfl.models.norms import BatchNorm, BatchStatNorm, GroupNorm
+from fedjax_cfl.models.layers import BatchNorm, BatchStatNorm, GroupNorm
 from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.transformer import ViT

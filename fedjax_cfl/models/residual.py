@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.models.convolution import Conv, DepthwiseConv
-from fedjax_cfl.models.layers import add_channel_axis, dense
-from fedjax_cfl.models.norms import GroupNorm
+from fedjax_cfl.models.layers import GroupNorm, add_channel_axis, dense
 
 Norm = Callable[[], nn.Module]  # makes a layer called as (x [B, H, W, C], owner [B])
 

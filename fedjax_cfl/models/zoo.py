@@ -24,8 +24,15 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.models.convolution import Conv, max_pool
-from fedjax_cfl.models.layers import KERAS, Init, add_channel_axis, dense, flatten, pytorch
-from fedjax_cfl.models.norms import BatchStatNorm
+from fedjax_cfl.models.layers import (
+    KERAS,
+    BatchStatNorm,
+    Init,
+    add_channel_axis,
+    dense,
+    flatten,
+    pytorch,
+)
 from fedjax_cfl.models.recurrent import GRU, LSTM
 from fedjax_cfl.validation import PositiveInt
 

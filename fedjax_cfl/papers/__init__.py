@@ -5,8 +5,6 @@ __all__ = [
     "cells",
     "figures",
     "processes",
-    "records",
     "report",
-    "report_plot",
     "runner",
 ]  # modules, imported by name

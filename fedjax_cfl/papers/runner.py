@@ -33,10 +33,10 @@ from rich.progress import (
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import cells, figures, report, report_plot
+from fedjax_cfl.papers import cells, figures, report
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
-from fedjax_cfl.papers.records import collect_records
+from fedjax_cfl.papers.report import collect_records
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
@@ -271,7 +271,7 @@ def main(
         raise
     records = write()
     if any(record["runs"] for record in records):
-        report_plot.plot(table, records, out / "plot.png")
+        figures.plot(table, records, out / "plot.png")
         if figure:
             found = cells.find_finished(experiment, table, runs, extra)
             draw = partial(program.draw_figures, build, todo) if program else DRAW_FUNCTIONS[figure]

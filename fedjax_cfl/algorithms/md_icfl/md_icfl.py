@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
-from fedjax_cfl.algorithms.md_icfl.model_distance import class_distances, nearest_group
-from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler
+from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler, predict_alone
+from fedjax_cfl.client.cohort import CohortFn, over_clients
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
@@ -241,3 +242,50 @@ def refill_empty_groups(task: Task, refill: RefillFn) -> MigrateFn:
         return state.replace(groups=where_rows(empty, made, state.groups)), make_report()
 
     return migrate
+
+
+def class_distances(task: Task, local: Local) -> CohortFn:
+    """Returns a function of a cohort: the class-wise distances [S, m, C], from 0 to 2, of the
+    clients' models to the group models (eq. 5).
+
+    It is (cohort, data, (models [m, ...], samples [m, C, M, ...]), (start_group [S], delta
+    [S, ...])). Differs from the paper: M distances are averaged and not added up.
+    """
+
+    def client_distance(client: jax.Array, data: FederatedData, shared: Any, own: Any) -> jax.Array:
+        (models, samples, answers), (start, delta) = shared, own
+        model = jax.tree.map(lambda group, change: group[start] + change, models, delta)
+
+        def to_group(inputs):
+            x, expected = inputs
+            return jnp.mean(jnp.sum(jnp.abs(answer(task, model, x) - expected), -1), -1)
+
+        return lax.map(to_group, (samples, answers))
+
+    measure = over_clients(client_distance, local.execution)
+
+    def run(cohort, data, shared, client_inputs=()):
+        models, samples = shared
+        answers = lax.map(lambda one: answer(task, *one), (models, samples))
+        return measure(cohort, data, (models, samples, answers), client_inputs)
+
+    return run
+
+
+def answer(task: Task, model: Params, samples: jax.Array) -> jax.Array:
+    """Returns the probabilities [C, M, C] that a model gives samples [C, M, ...], each alone."""
+    flat = samples.reshape(-1, *samples.shape[2:])
+    return jax.nn.softmax(predict_alone(task, model, flat)).reshape(*samples.shape[:2], -1)
+
+
+def nearest_group(label_share: jax.Array, distance: jax.Array, present: jax.Array) -> jax.Array:
+    """Returns the group [S] int32 of least federated model distance (eqs. 3 and 4); the
+    lowest of several. A client whose distances are not finite stays in its `present` [S].
+
+    `label_share` [S, C] are the shares of the classes among each client's samples;
+    `distance` [S, m, C].
+    """
+    total = jnp.einsum("sc,smc->sm", label_share, distance)
+    finite = jnp.isfinite(total)
+    nearest = jnp.argmin(jnp.where(finite, total, jnp.inf), axis=1)
+    return jnp.where(finite.any(1), nearest, present).astype(jnp.int32)

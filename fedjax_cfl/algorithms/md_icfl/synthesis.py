@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_cfl.algorithms.md_icfl.model_distance import predict_alone
 from fedjax_cfl.client.cohort import run_clients
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local
@@ -297,3 +296,8 @@ def generator(
 
 def _mesh(local: Local) -> jax.sharding.Mesh:
     return local.execution.mesh
+
+
+def predict_alone(task: Task, model: Params, samples: jax.Array) -> jax.Array:
+    """Returns the logits [B, C] of samples [B, ...] that share no batch statistics."""
+    return task.predict(model, samples, jnp.arange(len(samples)))

@@ -1,5 +1,0 @@
-"""FedFomo and its mixing of models."""
-
-from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
-
-__all__ = ["fedfomo"]
