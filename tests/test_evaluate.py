@@ -174,6 +174,12 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     assert np.isnan(row["accuracy"]) and row["nonfinite_model_clients"] > 0
 
 
+def test_a_client_beyond_the_last_has_no_model():
+    served = ServedModels((), jnp.array([1, 0]), jnp.eye(2))
+    taken = evaluate.take_served(served, jnp.array([1, 2]))
+    assert taken.model_index.tolist() == [0, -1] and taken.weights.tolist() == [[0, 1], [0, 0]]
+
+
 def test_parts_are_entered_whatever_their_order():
     """The part of clients 0 and 1 has room for a third one."""
 
