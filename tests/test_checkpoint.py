@@ -218,6 +218,14 @@ def test_any_damage_falls_back_and_never_gives_wrong_numbers(tmp_path):
     assert latest(tmp_path) == (2, [])
 
 
+def test_an_identity_that_was_damaged_is_not_one_of_another_run(tmp_path):
+    save(tmp_path, 1)
+    header = save(tmp_path, 2) / HEADER
+    header.write_text(header.read_text().replace('"ifca"', '"ifcb"'))
+    step, warned = latest(tmp_path)
+    assert step == 1 and "has changed since it was written" in warned[0]
+
+
 def test_every_bit_of_the_numbers_is_guarded(tmp_path):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)

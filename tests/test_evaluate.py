@@ -162,11 +162,20 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     tested = np.asarray((index == 1) & (toy.test.size > 0)).sum()
     assert row["nonfinite_model_clients"] == tested and without["nonfinite_model_clients"] == 0
     np.testing.assert_array_equal(np.isnan(row["group_accuracy"]), [False, True, False])
+    # nor are clients without a model tested on the first one
+    first = jax.tree.map(lambda leaf: leaf.at[0].set(jnp.inf), models)
+    assert score(first, jnp.where(index == 0, -1, index))["nonfinite_model_clients"] == 0
     scores = {name for name in row if name.endswith(("accuracy", "f1"))} - {"group_accuracy"}
     assert len(scores) == 8 and all(np.isnan(row[name]) for name in scores)
     assert not any(np.isnan(without[name]) for name in scores - {"auxiliary_accuracy"})
     row = score(jax.tree.map(lambda leaf: jnp.full_like(leaf, 3e38), models), index)
     assert np.isnan(row["accuracy"]) and row["nonfinite_model_clients"] > 0
+
+
+def test_a_client_beyond_the_last_has_no_model():
+    served = ServedModels((), jnp.array([1, 0]), jnp.eye(2))
+    taken = evaluate.take_served(served, jnp.array([1, 2]))
+    assert taken.model_index.tolist() == [0, -1] and taken.weights.tolist() == [[0, 1], [0, 0]]
 
 
 def test_parts_are_entered_whatever_their_order():

@@ -215,3 +215,12 @@ def test_means_by_group_by_hand():
     for xp in (np, jnp):
         found = metrics.means_by_group(*map(xp.asarray, (values, weights, groups)), 3)
         np.testing.assert_allclose(found, [2.5, np.nan, 5.0])
+
+
+def test_losses_of_many_samples_are_added_up_in_parts(monkeypatch):
+    """In one float32, 64 losses of 1 would be lost beside one of 2^24."""
+    monkeypatch.setattr(metrics, "MAX_SUMMED", 16)
+    zero = jnp.zeros(65, jnp.int32)
+    loss = jnp.ones(65).at[0].set(2.0**24)
+    table, _ = metrics.client_metrics(zero == 0, loss, zero, zero, zero, 1, 2)
+    np.testing.assert_allclose(table.loss[0] * 65, 2.0**24 + 64, rtol=0, atol=17)

@@ -117,7 +117,7 @@ def means_by_group(values: Any, weights: Any, groups: Any, count: int) -> Any:
     """Returns the weighted mean [count] of the `values` [K] of the clients of each group 0, 1, ...;
     NaN for a group without weight. Clients of other groups do not count.
     """
-    xp, inside = values.__array_namespace__(), (groups >= 0) & (groups < count) & (weights > 0)
+    xp, inside = values.__array_namespace__(), (groups >= 0) & (weights > 0)
     number, length = xp.where(inside, groups, count), count + 1
     sums, mass = (
         xp.bincount(number, part, **({"minlength" if xp is np else "length": length}))[:count]
