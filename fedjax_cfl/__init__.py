@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
     from fedjax_cfl.client import Execution, Local, make_execution
-    from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
+    from fedjax_cfl.data import (
+        concept,
+        datasets,
+        drift,
+        federate,
+        partition,
+        perturb,
+        standardize,
+        stream,
+    )
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.models import as_task
     from fedjax_cfl.round import federated
@@ -68,12 +77,22 @@ __all__ = [
     "perturb",
     "run",
     "select",
+    "standardize",
     "stream",
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
     "client": ("Execution", "Local", "make_execution"),
-    "data": ("concept", "datasets", "drift", "federate", "partition", "perturb", "stream"),
+    "data": (
+        "concept",
+        "datasets",
+        "drift",
+        "federate",
+        "partition",
+        "perturb",
+        "standardize",
+        "stream",
+    ),
     "errors": ("InputError",),
     "models": ("as_task",),
     "round": ("federated",),

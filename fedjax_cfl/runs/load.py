@@ -6,7 +6,7 @@ format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves a
 `['models'][...]` [M, ...], the parameters of every model that a client may be served, and
 `['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
 models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
-One whose samples were standardised has `['scaling']` in `final/`, see `data.standardize`.
+One whose samples were standardised has `['scaling']` in `final/`, see `data.scaling`.
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
@@ -29,7 +29,7 @@ from jax import lax
 from fedjax_cfl.client.losses import cross_entropy
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
-from fedjax_cfl.data.standardize import Scaling
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
