@@ -16,7 +16,7 @@ argument, so that reading a directory imports nothing that it names.
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -323,7 +323,7 @@ def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None
         arrays = checkpoint.load_arrays(found[-1])
         index = arrays.pop("['index']")
         weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
-        tree = _nest(arrays)
+        tree = nest_arrays(arrays)
         models, scaling = tree["models"], tree.get("scaling") and Scaling(**tree["scaling"])
         _check_models(models, index)
         _check_mixture(len(jax.tree.leaves(models)[0]), index, weights, label_shares)
@@ -434,7 +434,7 @@ def _instantiate(node: Any) -> Any:
     return functools.partial(function, **values)
 
 
-def _nest(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tree of leaves that are named ['a']['b']."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
