@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
     from fedjax_cfl.client import Execution, Local, make_execution
-    from fedjax_cfl.data import concept, datasets, drift, federate, partition, perturb, stream
+    from fedjax_cfl.data import (
+        concept,
+        datasets,
+        drift,
+        federate,
+        partition,
+        perturb,
+        standardize,
+        stream,
+    )
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.library import compare, draw_run, report, run, to_frame
     from fedjax_cfl.models import as_task
@@ -72,13 +81,23 @@ __all__ = [
     "report",
     "run",
     "select",
+    "standardize",
     "stream",
     "to_frame",
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
     "client": ("Execution", "Local", "make_execution"),
-    "data": ("concept", "datasets", "drift", "federate", "partition", "perturb", "stream"),
+    "data": (
+        "concept",
+        "datasets",
+        "drift",
+        "federate",
+        "partition",
+        "perturb",
+        "standardize",
+        "stream",
+    ),
     "errors": ("InputError",),
     "library": ("compare", "draw_run", "report", "run", "to_frame"),
     "models": ("as_task",),

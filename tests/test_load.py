@@ -13,6 +13,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints
 from fedjax_cfl.runs.load import are_class_names
+from fedjax_cfl.runs.place import can_place
 
 LINE = (
     "dataset=npz dataset.source.path=own.npz algorithm=ifca algorithm.m=2 discard=none rounds=4"
@@ -287,3 +288,51 @@ def test_predict_reads_clients_and_split_as_training_does(fedjax_cfl, tmp_path):
     (tmp_path / "out.npz").touch()
     status, _, err = fedjax_cfl("predict run missing.npz --out out.npz")
     assert status == 2 and "missing.npz" in err and err.count("\n") == 1
+
+
+def shifted_arrays(clients, seed: int = 0) -> dict[str, np.ndarray]:
+    """Two groups, the even and the odd clients, whose inputs lie apart."""
+    arrays = own_arrays(clients, seed=seed)
+    group = np.repeat(np.arange(len(clients)) % 2, 40)
+    return arrays | {"x": arrays["x"] + 6 * group[:, None].astype(np.float32)}
+
+
+@pytest.mark.nightly
+def test_clients_without_labels_are_placed_where_the_method_needs_none(fedjax_cfl, tmp_path):
+    """FLUX compares inputs: its newcomers join those whose inputs are like theirs."""
+    np.savez("own.npz", **shifted_arrays(NAMES))
+    line = LINE.replace("algorithm=ifca", "algorithm=flux algorithm.warm_up=1")
+    line = line.replace("algorithm.m=2", "algorithm.m=2 algorithm.cluster=kmeans")
+    assert fedjax_cfl(line)[0] == 0
+    run = cfl.load_run("run")
+    group = dict(zip(NAMES, run.table["group"].tolist(), strict=True))
+    assert group["ann"] == group["cy"] != group["bob"]
+    new = shifted_arrays(["gus", "hal", "ida", "joe"], seed=7)
+    for split in ({"split": new["split"]}, {"split": np.ones_like(new["split"])}, {}):
+        np.savez("new.npz", x=new["x"], client=new["client"], **split)
+        status, out, error = fedjax_cfl("predict run new.npz --out out.npz")
+        assert (status, error) == (0, "") and "clients never met: 160 samples" in out
+        found = np.load("out.npz")
+        for name, twin in (("gus", "ann"), ("hal", "bob"), ("ida", "ann"), ("joe", "bob")):
+            rows = new["client"] == name
+            assert set(found["model"][rows].tolist()) == {group[twin]}
+            right = run.predict_with(group[twin], new["x"][rows])
+            np.testing.assert_array_equal(found["predicted"][rows], right)
+    shutil.rmtree("run/checkpoints")
+    status, _, error = fedjax_cfl("predict run new.npz")
+    assert status == 2 and "by which clients without labels are placed" in error
+
+
+def test_methods_that_need_labels_place_nobody_without_them(run):
+    assert not can_place(run, run.final)
+    own = {"_target_": "fedjax_cfl.algorithms.flux", "newcomers": "inputs", "warm_up": 3}
+    for changes, expected in (
+        ({}, True),
+        ({"warm_up": 4}, False),
+        ({"newcomers": "labels"}, False),
+        ({"_target_": "mine.flux"}, False),
+    ):
+        settings = {"algorithm": own | changes, "personal": None}
+        assert can_place(run._replace(settings=settings), run.final) == expected
+    settings = {"algorithm": own, "personal": {"name": "ditto"}}
+    assert not can_place(run._replace(settings=settings), run.final)

@@ -13,7 +13,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import build, resolve_settings
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.standardize import describe_scales, standardize
+from fedjax_cfl.data.scaling import describe_scales, standardize
 from fedjax_cfl.runs.load import to_probabilities
 from fedjax_cfl.runs.results import read_clients
 

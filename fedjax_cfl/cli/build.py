@@ -26,7 +26,7 @@ from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.standardize import describe_scales, standardize
+from fedjax_cfl.data.scaling import describe_scales, standardize
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu

@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_cfl.cli.build import build_local, deal_samples, federate_samples, with_selection
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.standardize import standardize
+from fedjax_cfl.data.scaling import standardize
 from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
 from fedjax_cfl.simulation.driver import Result

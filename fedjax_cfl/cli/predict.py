@@ -4,8 +4,9 @@ An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names), client
 clients.parquet) and split [N] (0 train, 1 test); any other file, or folder, is read with the
 settings by which the run read its own. A client of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
-loss on its own training samples (on all of them without split), so it needs y. Where clients of
-the run mix all models, it finds its weights on them.
+loss on its own training samples (on all of them without split), so it needs y, unless the method
+places clients by their inputs alone. Where clients of the run mix all models, it finds its weights
+on them.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run, to_probabilities
+from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.types import Pool
 
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f"run_dir={given.run_dir}: no evaluation had an accuracy to be best of")
     read_as_training(given.file, arrays)
     try:
-        found = predict_all(run, saved, arrays)
+        found = predict_all(run, saved, arrays, given.run_dir)
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
     print("\n".join(describe_predictions(run, saved, arrays, found)))
@@ -138,9 +140,11 @@ def read_as_training(file: str, arrays: dict[str, np.ndarray]) -> None:
         arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(size))
 
 
-def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray]) -> Predictions:
-    """Predicts every sample with its client's model; labels in `arrays` become class numbers.
-    Raises InputError for arrays that do not fit.
+def predict_all(
+    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], run_dir: str
+) -> Predictions:
+    """Predicts every sample with its client's model; labels in `arrays` become class numbers;
+    `run_dir` is that of the run. Raises InputError for arrays that do not fit.
     """
     x = run.check_samples(arrays["x"])
     for name in ("y", "client", "split"):
@@ -155,15 +159,26 @@ def predict_all(run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray
     scaled = x if run.final.scaling is None else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
+    waiting = []  # clients that are placed by their inputs
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         place, here = met.get(str(client), (None, None))
         known[rows] = here is not None
-        used = choose_model(run, saved, arrays, rows) if here is None else here
-        model[rows] = used if isinstance(used, int) else np.argmax(used)
         if scaled is not x:
             scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
+        if here is None and "y" not in arrays and can_place(run, saved):
+            waiting.append(rows)
+            continue
+        used = choose_model(run, saved, arrays, rows) if here is None else here
+        model[rows] = used if isinstance(used, int) else np.argmax(used)
         if not isinstance(used, int):
             scores[rows] = run.infer(used, scaled[rows], saved)
+    if waiting:
+        training = [list_training(arrays, rows) for rows in waiting]
+        each = [own if own.size else rows for own, rows in zip(training, waiting, strict=True)]
+        owner = np.repeat(np.arange(len(each)), [len(rows) for rows in each])
+        groups = place_clients(run_dir, run, scaled[np.concatenate(each)], owner)
+        for rows, group in zip(waiting, groups, strict=True):
+            model[rows] = group
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)

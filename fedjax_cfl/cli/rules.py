@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fedjax_cfl.cli.choices import setting_rules
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.data.standardize import Standardize
+from fedjax_cfl.data.scaling import Standardize
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings

@@ -2,5 +2,15 @@
 
 from fedjax_cfl.data import concept, datasets, drift, partition, perturb, stream
 from fedjax_cfl.data.federated import federate
+from fedjax_cfl.data.scaling import standardize
 
-__all__ = ["concept", "datasets", "drift", "federate", "partition", "perturb", "stream"]
+__all__ = [
+    "concept",
+    "datasets",
+    "drift",
+    "federate",
+    "partition",
+    "perturb",
+    "standardize",
+    "stream",
+]

@@ -6,7 +6,7 @@ format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves a
 `['models'][...]` [M, ...], the parameters of every model that a client may be served, and
 `['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
 models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
-One whose samples were standardised has `['scaling']` in `final/`, see `data.standardize`.
+One whose samples were standardised has `['scaling']` in `final/`, see `data.scaling`.
 `final/` also says in its facts what samples look like: sample_shape and num_classes.
 
 Only the package's own models are built from a run's settings. Your own module is an
@@ -16,7 +16,7 @@ argument, so that reading a directory imports nothing that it names.
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from jax import lax
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
-from fedjax_cfl.data.standardize import Scaling
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs import atomic_folder, checkpoint
@@ -323,7 +323,7 @@ def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None
         arrays = checkpoint.load_arrays(found[-1])
         index = arrays.pop("['index']")
         weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
-        tree = _nest(arrays)
+        tree = nest_arrays(arrays)
         models, scaling = tree["models"], tree.get("scaling") and Scaling(**tree["scaling"])
         _check_models(models, index)
         _check_mixture(len(jax.tree.leaves(models)[0]), index, weights, label_shares)
@@ -434,7 +434,7 @@ def _instantiate(node: Any) -> Any:
     return functools.partial(function, **values)
 
 
-def _nest(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tree of leaves that are named ['a']['b']."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl.data import prefetch
-from fedjax_cfl.data.standardize import Scaling
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments

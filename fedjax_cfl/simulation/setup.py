@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
-from fedjax_cfl.data.standardize import Scaling
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 
