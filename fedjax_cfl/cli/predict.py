@@ -121,7 +121,7 @@ def choose_model(
     if "split" in arrays:
         rows = rows[~arrays["split"][rows]]
         if not rows.size:
-            raise InputError("split: a client that the run never met has no training samples")
+            raise InputError("split: a client that is new to the run has no training samples")
     find = run.find_model if saved.weights is None else run.find_weights
     return find(arrays["x"][rows], arrays["y"][rows], saved)
 
@@ -134,7 +134,7 @@ def describe_predictions(
     if "split" in arrays:
         scored = arrays["split"]
     lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
-    kinds = (("clients of the run", found.known), ("clients never met", ~found.known))
+    kinds = (("clients of the run", found.known), ("clients new to the run", ~found.known))
     for name, rows in kinds:
         if not rows.any():
             continue
