@@ -37,7 +37,7 @@ app = QApplication(sys.argv[:1])
 view = QWebEngineView()
 page = Page(view)
 view.setPage(page)
-view.resize(1200, 900)
+view.resize(int(sys.argv[4]), 900)
 loop = QEventLoop()
 page.loadFinished.connect(lambda fine: (found.append(fine), loop.quit()))
 page.load(QUrl.fromLocalFile(sys.argv[1]))
@@ -88,13 +88,16 @@ def make_run(folder: Path, clients: int) -> Path:
     return folder
 
 
-def drive(page: Path, scripts: list[str], tmp_path: Path) -> tuple[list, list]:
+def drive(
+    page: Path, scripts: list[str], tmp_path: Path, width: int = 1200, dark: bool = False
+) -> tuple[list, list]:
     """Returns (what the console said, the scripts' values after whether it was loaded)."""
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "scripts.json").write_text(json.dumps(scripts))
     places = [str(tmp_path / name) for name in ("driver.py", "scripts.json", "shot.png")]
-    command = [sys.executable, places[0], str(page), *places[1:]]
+    command = [sys.executable, places[0], str(page), *places[1:], str(width)]
     flags = "--no-sandbox --headless --disable-gpu"
+    flags += " --blink-settings=preferredColorScheme=0" if dark else ""
     own = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": flags}
     done = subprocess.run(
         command, env=os.environ | own, capture_output=True, text=True, check=True, timeout=120
@@ -130,3 +133,19 @@ def test_a_page_works_in_a_browser(tmp_path):
     assert evil == ["<img src=x onerror=alert(1)>"] and first == 25 and second == 25
     shot = np.asarray(Image.open(tmp_path / "shot.png").convert("L"))
     assert (shot < 128).sum() > 1000, "there is something to see"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_page_fits_its_screen_and_its_light(width, dark, tmp_path):
+    """Nothing is wider than the window but what scrolls by itself; text and paper differ."""
+    page = report([make_run(tmp_path / "run", 60)], tmp_path / "page.html")
+    scripts = ["document.documentElement.scrollWidth <= window.innerWidth"]
+    scripts += [
+        "getComputedStyle(document.body).color",
+        "getComputedStyle(document.body).backgroundColor",
+    ]
+    console, (loaded, fits, ink, paper) = drive(page, scripts, tmp_path, width, dark)
+    assert console == [] and loaded and fits
+    light = [sum(map(int, colour[4:-1].split(","))) / 3 for colour in (ink, paper)]
+    assert (light[0] > 180 and light[1] < 60) if dark else (light[0] < 60 and light[1] == 255)

@@ -14,7 +14,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import _compose, check_overrides, compose_checked
+from fedjax_cfl.cli.names import compose_options
+from fedjax_cfl.cli.overrides import check_overrides, compose_checked
 
 # what is typed -> words of the one line that answers
 REFUSED = {
@@ -332,14 +333,14 @@ def compositions(monkeypatch):
 
 
 def test_hydra_composes_a_run_once(fedjax_cfl, compositions):
-    _compose.cache_clear()
+    compose_options.cache_clear()
     line = "algorithm=ifca dataset.clients=12 algorithm.m=2 local.lr=0.1 rounds=2 seed=3"
     assert fedjax_cfl(line)[0] == 0
     assert len(compositions) == 1
 
 
 def test_a_value_that_changes_no_option_composes_nothing(compositions):
-    _compose.cache_clear()
+    compose_options.cache_clear()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         for line in ("algorithm=ifca", "algorithm=ifca local.lr=0.1", "algorithm=ifca seed=4"):
             check_overrides(line.split())
@@ -448,3 +449,22 @@ def test_the_process_ends_with_2_and_no_traceback(line, tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     one_line(done.stderr)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+WITHOUT_JAX = """
+import sys
+sys.modules["jax"] = None  # importing it fails
+from fedjax_cfl.cli.main import main
+for line in ("algoritm=ifca", "-m algorithm=ifca,ifcaa", "local.lrr=3 model=mlp", "compar x"):
+    sys.argv = ["fedjax-cfl", *line.split()]
+    assert main() == 2, line
+"""
+
+
+def test_names_are_checked_before_anything_slow_is_imported(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for word in ("did you mean 'algorithm'", "'ifca'", "'local.lr'", "'compare'"):
+        assert word in done.stderr

@@ -655,7 +655,7 @@ def test_predict_mixes_for_clients_of_the_run_and_others(finished, folder, monke
             lambda run: run.predict_with(np.ones(2), np.zeros((1, 4))),
             "must be >= 0 and have the sum 1",
         ),
-        (lambda run: unmet(run).predict("bob", np.zeros((1, 4))), "never met the server"),
+        (lambda run: unmet(run).predict("bob", np.zeros((1, 4))), "never took part"),
         (
             lambda run: run.find_weights(
                 np.zeros((1, 4)), [0], run.final._replace(weights=None, label_shares=None)

@@ -23,6 +23,7 @@ from fedjax_cfl.cli import overrides
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.flags import parse_flags
 from fedjax_cfl.cli.main import COMMANDS
+from fedjax_cfl.cli.names import default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
 from fedjax_cfl.data.datasets.arrow_files import read_columns
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
@@ -307,10 +308,10 @@ def names():
     import hydra
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        known = list(overrides._default(()))
+        known = list(default_settings(()))
     return [
         *known,
-        *overrides._groups(),
+        *list_groups(),
         *(name.partition(".")[0] for name in known),
         "nope",
         "algorithm.nope",

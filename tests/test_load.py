@@ -122,7 +122,7 @@ def test_bad_input_is_one_line(run, ask, text):
 def test_a_client_without_a_model_is_named(run):
     index = np.where(np.arange(6) == 1, -1, run.final.model_index)
     early = run._replace(final=run.final._replace(model_index=index))
-    with pytest.raises(InputError, match=r"client=bob: never met.*find_model"):
+    with pytest.raises(InputError, match=r"client=bob: never took part.*find_model"):
         early.predict("bob", np.zeros((1, 4)))
 
 
@@ -220,7 +220,7 @@ def test_predict_scores_clients_met_and_new(predict, folder, run, own):
     assert first == "ifca, models of round 4" and written == "written to out.npz"
     assert new.endswith(" on 20")  # the test samples alone
     assert known.startswith("clients of the run: 240 samples, models 0, 1, accuracy ")
-    assert new.startswith("clients never met: 80 samples, models 0, 1, accuracy ")
+    assert new.startswith("clients new to the run: 80 samples, models 0, 1, accuracy ")
     found = np.load(folder / "out.npz")
     for name, twin in (("gus", "ann"), ("hal", "bob")):  # the same truth
         model = found["model"][arrays["client"] == name]

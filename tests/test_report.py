@@ -230,7 +230,8 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
         "ifca, mnist (seed 3)" in text
         and "12.50% in round 5, of" in text
         and "10.00 kB" in text
-        and " ari " not in text
+        and "ARI" not in text
+        and "accuracy, worst 10 % of clients" in text
     )
 
 

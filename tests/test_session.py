@@ -321,7 +321,7 @@ def test_a_run_goes_on_from_where_its_rows_still_are(fedjax_cfl, run_dir, whole)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:6], b'{"round": 7, "acc']))
     answer = done(fedjax_cfl(PLAIN, run_dir))
-    assert f"vouches for (7 rows); goes on from round {before}, whose rows" in answer.error
+    assert f"has recorded (7 rows); goes on from round {before}, whose rows" in answer.error
     assert answer.error.count("\n") == 1
     assert answer.out.startswith(f"resuming after round {before}\n")
     assert_same(run_dir, whole)

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.rules import check_name, check_settings, collect_rules
+from fedjax_cfl.cli.names import check_name
+from fedjax_cfl.cli.rules import check_settings, collect_rules
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import (
     NonNegativeFloat,

@@ -93,7 +93,7 @@ def test_what_a_refused_run_has_written_is_removed(own, fedjax_cfl, monkeypatch)
     def refuse(*arguments):
         raise InputError("algorithm: refused when it is compiled")
 
-    monkeypatch.setattr(launch, "train_run", refuse)
+    monkeypatch.setattr(launch, "train_in_dir", refuse)
     monkeypatch.setattr(launch, "train_grid", refuse)
     for more, folder in ((" run_dir=r", "r"), (" seeds=2 run_dir=g", "g")):
         status, _, err = fedjax_cfl("dataset=npz dataset.source.path=own.npz rounds=1" + more)

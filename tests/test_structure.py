@@ -3,6 +3,7 @@ annotated functions are.
 """
 
 import ast
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -236,3 +237,29 @@ def test_a_round_is_read_in_few_files(method, most, mlp, toy, local):
     finally:
         sys.setprofile(None)
     assert 15 < len(entered) <= most, sorted(entered)
+
+
+# of what users read: plain English of the field instead
+DIALECT = re.compile(r"\b(told|heard|nobody|lots|vouch\w*|anew|besides|been met|never met)\b")
+SPOKEN = ("cli", "analysis", "runs", "simulation", "library", "formatting", "validation")
+
+
+def texts(path: Path):
+    """Yields every string of a module that is no docstring."""
+    tree = ast.parse(path.read_text())
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    docs = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_messages_are_in_plain_words():
+    found = [
+        (name, text)
+        for name, path in MODULES.items()
+        if name.partition(".")[0] in SPOKEN
+        for text in texts(path)
+        if " " in text and DIALECT.search(text)  # one word is the name of an option
+    ]
+    assert found == []

@@ -149,5 +149,5 @@ def test_new_clients_are_refused(linear, local):
     def make(pick):
         return wecfl(linear, local, pick, m=2)
 
-    one_line("no rule for clients that it has not met", check_rule, make, planted(), KEY, 3)
+    one_line("no rule for new clients", check_rule, make, planted(), KEY, 3)
     one_line("algorithm.m=0", wecfl, linear, local, COHORT, m=0)

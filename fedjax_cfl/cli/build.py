@@ -204,7 +204,7 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
     if unused:
         name = str(config["partition"]["_target_"]).rpartition(".")[2]
         lines.append(
-            f"partition={name} deals the samples anew; {', '.join(unused)} of the file"
+            f"partition={name} deals the samples again; {', '.join(unused)} of the file"
             f" {'are' if len(unused) > 1 else 'is'} not used (partition=auto uses all)"
         )
     if pool.time is not None and not str(config["drift"]["_target_"]).endswith(".by_time"):

@@ -62,6 +62,9 @@ def run_arguments(arguments: list[str]) -> int:
     if any(getattr(given, flag) for flag in INFO_FLAGS):  # shows something instead of running
         sys.argv[1:] = flags + given.overrides
     else:
+        from fedjax_cfl.cli.names import check_names
+
+        check_names(given, COMMANDS)  # before anything imports JAX
         from fedjax_cfl.cli.overrides import precheck
         from fedjax_cfl.cli.sweep import write_index
 

@@ -215,7 +215,7 @@ def choose_model(
         raise InputError(f"{who} has no model in this run, and without y none can be chosen")
     rows = list_training(arrays, rows)
     if not rows.size:
-        raise InputError("split: a client that the run never met has no training samples")
+        raise InputError("split: a client that is new to the run has no training samples")
     find = run.find_model if saved.weights is None else run.find_weights
     return find(arrays["x"][rows], arrays["y"][rows], saved)
 
@@ -226,7 +226,7 @@ def describe_predictions(
     """Returns the lines to print: one for clients with a model in the run, one for others."""
     scored: Any = arrays.get("split", np.ones(len(found.known), bool))
     lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
-    kinds = (("clients of the run", found.known), ("clients never met", ~found.known))
+    kinds = (("clients of the run", found.known), ("clients new to the run", ~found.known))
     for name, rows in kinds:
         if not rows.any():
             continue

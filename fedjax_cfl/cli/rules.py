@@ -11,7 +11,7 @@ from fedjax_cfl.cli.choices import setting_rules
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.scaling import Standardize
-from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
@@ -151,39 +151,6 @@ def resolve_target(target: str) -> Callable | None:
 
 
 # checks
-
-
-def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
-    """Raises InputError unless `name` is one of the dotted names `known` or leads to
-    one; `given` is the override as it was written.
-
-    Only an argument of a `_target_` can be removed.
-    """
-    parent, _, last = name.rpartition(".")
-    if any(other == name or other.startswith(f"{name}.") for other in known):
-        if removed and (
-            f"{parent}._target_" not in known or last in ("_target_", "name", "select")
-        ):
-            raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
-        return
-    if parent in known and not any(other.startswith(f"{parent}.") for other in known):
-        raise InputError(f"{given}: {parent}, as it is chosen, has no settings; see --help")
-    siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
-    namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
-    hint = (
-        f" (did you mean {min(namesakes, key=len)!r}?)"
-        if namesakes
-        else suggest_nearest(name, siblings or known)
-    )
-    if name == "algorithm.m" and "dataset.groups" in known:
-        value = given.partition("=")[2]
-        hint = f"; it has no groups. dataset.groups={value} is m of every method that has"
-    own = sorted(
-        {other[len(parent) + 1 :].partition(".")[0] for other in siblings}
-        - {"_target_", "_partial_", "name"}
-    )
-    listed = f"; {parent} has {', '.join(own)}" if own else "; see --help"
-    raise InputError(f"{given}: unknown setting{hint}{listed}")
 
 
 def check_settings(

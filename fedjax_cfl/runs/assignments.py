@@ -142,7 +142,7 @@ def verified_assignments(
     if hashlib.sha256(kept).hexdigest() != digest and clients.size:
         raise InputError(
             f"run_dir={run_dir}: {PART if path.is_file() else ASSIGNMENTS_FILE} has lost or changed"
-            f" groups that the checkpoint of round {step} vouches for ({records} evaluations); put"
+            f" groups that the checkpoint of round {step} has recorded ({records} evaluations); put"
             " the file back, or choose another"
         )
     return kept

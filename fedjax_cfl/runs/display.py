@@ -16,6 +16,17 @@ from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.types import Algorithm
 
+# of a summary's numbers, as curves and glossary call them
+WORDS = {
+    "last10_evals_accuracy": "accuracy, mean of last 10 tests",
+    "last10_evals_best_accuracy": "accuracy, best of last 10 tests",
+    "macro_accuracy": "accuracy, mean over clients",
+    "worst10_accuracy": "accuracy, worst 10 % of clients",
+    "weighted_macro_f1": "macro-F1, by test samples",
+    "macro_f1": "macro-F1, mean over clients",
+    "ari": "ARI, found and true groups",
+}
+
 
 def _cell(name: str, summary: dict[str, Any]) -> str:
     value = summary[name]
@@ -58,7 +69,8 @@ def final_table(summary: dict[str, Any]) -> Table:
     }
     for name, value in summary.items():
         if name not in headline and value is not None:
-            table.add_row(name.replace("_", " "), escape_markup(_cell(name, summary)))
+            words = WORDS.get(name, name.replace("_", " "))
+            table.add_row(words, escape_markup(_cell(name, summary)))
     return table
 
 
@@ -178,8 +190,8 @@ def print_summary(
         )
     if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
-            f"no accuracy yet: discard={settings.plan.discard} waits until every client has been"
-            " met; more rounds, or discard=none"
+            f"no accuracy yet: discard={settings.plan.discard} waits until every client has"
+            " taken part; more rounds, or discard=none"
         )
     console.print(f"written to {run_dir}", markup=False)
 

@@ -115,7 +115,7 @@ class LoadedRun(NamedTuple):
         if model < 0:
             find = "find_model" if saved.weights is None else "find_weights"
             raise InputError(
-                f"client={client}: never met the server and has no model; {find}(x, y)"
+                f"client={client}: never took part and has no model; {find}(x, y)"
                 " chooses one by its samples"
             )
         used = model if saved.weights is None else saved.weights[place]

@@ -243,7 +243,7 @@ def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> byt
     if hashlib.sha256(kept).hexdigest() != digest:
         raise InputError(
             f"run_dir={run_dir}: {METRICS_FILE} has lost or changed rows that the checkpoint of"
-            f" round {step} vouches for ({rows} rows); put the file back, or choose another"
+            f" round {step} has recorded ({rows} rows); put the file back, or choose another"
         )
     return kept
 

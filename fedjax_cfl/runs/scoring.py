@@ -43,7 +43,7 @@ def describe_met_rule(clients: int, cohort: int, rounds: int) -> str:
     while chance_all_met(clients, cohort, half) < 0.5:
         half += max(1, half // 100)
     return (
-        "discard=met: accuracies count once every client has been met. Cohorts drawn at random"
+        "discard=met: accuracies count once every client has taken part. Cohorts drawn at random"
         f" (preset=paper) do so within {rounds} rounds in about"
         f" {chance_all_met(clients, cohort, rounds):.2g} of all runs, and in half of them by round"
         f" {half}; with round robin it is round {robin}. discard=rounds or discard=none count"

@@ -310,8 +310,8 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
         )
         grouped = algorithm.clustered and state.active.size < data.num_clients
         raise InputError(
-            "evaluate.new_clients: the method has no rule for clients that it has not"
-            f" met{founders if grouped else ''}; use 0"
+            "evaluate.new_clients: the method has no rule for new clients"
+            f"{founders if grouped else ''}; use 0"
         )
 
 

@@ -33,7 +33,7 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
     """Raises InputError for a plan that is not allowed, or data without test samples."""
     check_arguments(Plan, plan._asdict())
     if not all(one.test.order.size for one in data):
-        raise InputError("data: nobody holds a test sample, so that nothing can be scored")
+        raise InputError("data: no client has a test sample, so that nothing can be scored")
     if plan.with_distance and any(map(prefetch.is_on_host, data)):
         raise InputError(
             "eval_distance=true: needs the labels of all clients at once, as resident=device has"
