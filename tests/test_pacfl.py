@@ -18,18 +18,13 @@ from test_reference import batches_of, mean, models_of, samples, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.pacfl import (
-    Directions,
-    angles,
-    class_directions,
-    join_or_found,
-    leading_directions,
-    pacfl,
-)
+from fedjax_cfl.algorithms.pacfl import angles, class_directions, leading_directions, pacfl
+from fedjax_cfl.clustering.one_shot import join_or_found
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
+from fedjax_cfl.system.reports import make_report
 
 
 def vectors_of(data, client, count):
@@ -225,11 +220,16 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     apart[0, 1:4], apart[1, 2:4], apart[2, 3] = (50, 50, 70), (10, 40), 80
     apart = jnp.asarray(apart + apart.T)
     begun, _ = play(pacfl(linear, local, COHORT, m=2, threshold=91.0), toy, 0)
-    bases = begun.memory.bases.at[1:4].set(0.0)
-    state = begun.replace(memory=Directions(bases), active=jnp.array([True, False]))
+    known = begun.memory.known.at[1:4].set(False)
+    memory = begun.memory.replace(known=known)
+    state = begun.replace(memory=memory, active=jnp.array([True, False]))
     four = toy.replace(train=toy.train.replace(size=jnp.ones(14, jnp.int32).at[4:].set(0)))
     state = state.replace(assignment=jnp.full(14, -1).at[0].set(0))
-    take_in = join_or_found(lambda data, who: jnp.ones_like(bases), lambda bases: apart, 30.0)
+
+    def describe(key, first, data, who):
+        return jnp.ones_like(memory.points), make_report()
+
+    take_in = join_or_found(describe, lambda bases: apart, 30.0, local.execution.mesh)
     after, _ = take_in(KEY, state, four)
     assert after.assignment[:4].tolist() == [0, 1, 1, 1]
     assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()

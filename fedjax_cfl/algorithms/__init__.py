@@ -11,6 +11,7 @@ from fedjax_cfl.algorithms.cfl import cfl
 from fedjax_cfl.algorithms.cfl_gp import cfl_gp
 from fedjax_cfl.algorithms.clove import clove
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
+from fedjax_cfl.algorithms.fedclust import fedclust
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.algorithms.feddane import feddane
 from fedjax_cfl.algorithms.feddist import feddist, feddws
@@ -53,6 +54,7 @@ __all__ = [
     "fedadam",
     "fedavg",
     "fedavgm",
+    "fedclust",
     "fedcluster",
     "feddane",
     "feddist",

@@ -17,38 +17,24 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
-from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import client_range, map_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
-from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.clustering.one_shot import cluster_at_start, join_or_found
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.decompose import eigh, svdvals
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start
-from fedjax_cfl.round.start import common_model
-from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.tree import one_hot
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task, Traffic
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
-# (data, who [K] bool) -> the vectors [K, C q, F] of the clients `who`, 0 for others
-DescribeFn = Callable[[FederatedData, jax.Array], jax.Array]
-
-
-class Directions(struct.PyTreeNode):
-    """What the server keeps of every client."""
-
-    # [K, C q, F] float32, unit vectors of each class in turn; 0 where there is none
-    bases: jax.Array
 
 
 def pacfl(
@@ -73,33 +59,24 @@ def pacfl(
     A client sends F words for each of its vectors, once; the server keeps them.
     """
     check_arguments(pacfl, locals(), "algorithm")
-    describe = class_directions(local, directions)
-    mesh = local.execution.mesh
+    compute, mesh = class_directions(local, directions), local.execution.mesh
 
-    def start(key: Key, data: FederatedData) -> Start:
-        able = data.train.size > 0
-        bases = describe(data, able)
-
-        def cluster(bases, able):
-            return agglomerate(angles(bases, angle), m, linkage, able, threshold)
-
-        label = on_every_device(cluster, mesh)(bases, able)
-        return common_model(task, m)(key, data)._replace(
-            assignment=jnp.maximum(label, 0),  # the engine withholds those without samples
-            active=jnp.arange(m) <= jnp.maximum(label.max(), 0),
-            memory=Directions(bases),
-            report=make_report(send_bases(bases, able)),
-        )
+    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array):
+        bases = compute(data, who)
+        vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
+        sent = make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0))
+        return bases, make_report(sent)
 
     def compare(bases: jax.Array) -> jax.Array:
-        return on_every_device(lambda bases: angles(bases, angle), mesh)(bases)
+        return angles(bases, angle)
 
-    join = join_or_found(describe, compare, threshold)
+    start = cluster_at_start(task, m, describe, compare, linkage, threshold, mesh)
+    join = join_or_found(describe, compare, threshold, mesh)
     hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
     return federated(task, local, system, hooks)
 
 
-def class_directions(local: Local, count: int) -> DescribeFn:
+def class_directions(local: Local, count: int) -> Callable[[FederatedData, jax.Array], jax.Array]:
     """Returns f(data, who [K] bool) -> the `count` first left singular vectors of each class of
     each client [K, C count, F]; 0 for others.
     """
@@ -160,56 +137,3 @@ def angles(bases: jax.Array, angle: Angle = "vectors") -> jax.Array:
     cosines = lax.map(to_all, bases)
     apart = jnp.rad2deg(jnp.arccos(jnp.clip((cosines + cosines.T) / 2, 0.0, 1.0)))
     return jnp.where(jnp.eye(len(bases), dtype=bool), 0.0, apart)
-
-
-def send_bases(bases: jax.Array, who: jax.Array) -> Traffic:
-    """Returns what the clients `who` [K] bool send up: F words for each vector of theirs."""
-    vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
-    return make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0))
-
-
-def join_or_found(
-    describe: DescribeFn, compare: Callable[[jax.Array], jax.Array], threshold: ArrayLike | None
-) -> MigrateFn:
-    """Returns what takes in clients of which the server has no vectors yet, as soon as they have
-    samples: those of lowest number first, each to the group of least mean angle, or, if that is
-    more than `threshold`, to the next group that is not in use, whose model is still the first.
-
-    Args: `describe` is that of `class_directions`; `compare` gives the angles [K, K] of bases;
-    `threshold` is that of `pacfl`.
-    """
-
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        stored = state.memory.bases
-        known = jnp.any(stored != 0, axis=(1, 2)) & (state.assignment >= 0)
-        waiting = (data.train.size > 0) & ~known
-
-        def take_in():
-            bases = jnp.where(waiting[:, None, None], describe(data, waiting), stored)
-            apart = compare(bases)
-
-            def place(i, carry):
-                assignment, active, met = carry
-                member = one_hot(assignment, active.size, met)
-                count = member.sum(0)
-                mean = jnp.where(count > 0, apart[i] @ member / jnp.maximum(count, 1.0), jnp.inf)
-                nearest = jnp.argmin(mean)
-                limit = jnp.inf if threshold is None else threshold
-                far = jnp.isfinite(mean[nearest]) & (mean[nearest] > limit) & ~active.all()
-                group = jnp.where(far, jnp.argmin(active), nearest)
-                group = jnp.where(waiting[i], group, assignment[i]).astype(jnp.int32)
-                active |= waiting[i] & (jnp.arange(active.size) == group)
-                return assignment.at[i].set(group), active, met.at[i].set(met[i] | waiting[i])
-
-            begin = state.assignment, state.active, known
-            assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
-            return assignment, active, bases
-
-        stay = state.assignment, state.active, stored
-        assignment, active, bases = lax.cond(jnp.any(waiting), take_in, lambda: stay)
-        sent = send_bases(bases, waiting)
-        memory = state.memory.replace(bases=bases)
-        state = state.replace(assignment=assignment, active=active, memory=memory)
-        return state, make_report(sent)
-
-    return migrate

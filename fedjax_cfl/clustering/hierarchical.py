@@ -60,9 +60,8 @@ def agglomerate(
     only m are left, None: none are.
     """
     check_value("linkage", linkage, one_of(*LINKAGES))
-    index = jnp.arange(distance.shape[0], dtype=jnp.int32)
-    valid = jnp.ones(index.shape, bool) if valid is None else valid
-    distance = jnp.where(distance < FARTHEST, distance, FARTHEST).astype(jnp.float32)  # NaN too
+    begun = _begin(distance, valid)
+    valid, index = begun[3] > 0, begun[4]
 
     def unfinished(carry):
         left = jnp.sum(carry[3] > 0)
@@ -70,13 +69,45 @@ def agglomerate(
             False if threshold is None else (left > 1) & (jnp.min(carry[2]) <= threshold)
         )
 
-    everywhere = jnp.where(valid[:, None] & valid & (index[:, None] != index), distance, jnp.inf)
-    nearest, size = jnp.min(everywhere, axis=1), valid.astype(jnp.float32)
-    start = distance, (index[0], distance[0]), nearest, size, index
     merge = functools.partial(_merge_closest, LINKAGES[linkage])
-    label = lax.while_loop(unfinished, merge, start)[4]  # the lowest index of the cluster
+    label = lax.while_loop(unfinished, merge, begun)[4]  # the lowest index of the cluster
     number = jnp.cumsum(valid & (label == index)) - 1
     return jnp.where(valid, number[label], -1).astype(jnp.int32)
+
+
+def largest_gap(linkage: str, distance: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """Returns the distance [] in the middle of the largest gap between the distances at which
+    `agglomerate` merges clusters one after another; that of the only merge, if there is one.
+
+    Args: as those of `agglomerate`. Of equal gaps it is the one that leaves fewer clusters.
+    """
+
+    def merge_once(carry):
+        now, height = carry
+        after = _merge_closest(LINKAGES[linkage], now)
+        left = jnp.sum(now[3] > 0)
+        merged = jnp.sum(after[3] > 0) < left
+        at = jnp.where(merged, left - 2, height.size)  # the last merge is the first row
+        return after, height.at[at].set(jnp.min(now[2]), mode="drop")
+
+    begun = _begin(distance, valid)
+    nothing = jnp.full(len(distance), -jnp.inf)
+    _, height = lax.while_loop(
+        lambda carry: jnp.sum(carry[0][3] > 0) > 1, merge_once, (begun, nothing)
+    )
+    below = jnp.roll(height, -1).at[-1].set(-jnp.inf)
+    gap = jnp.argmax(jnp.where(jnp.isfinite(below), height - below, -1.0))
+    return jnp.where(jnp.isfinite(below[0]), (height[gap] + below[gap]) / 2, height[0])
+
+
+def _begin(distance, valid):
+    """Returns what `_merge_closest` goes on from: every row that is `valid` is a cluster."""
+    index = jnp.arange(distance.shape[0], dtype=jnp.int32)
+    valid = jnp.ones(index.shape, bool) if valid is None else valid
+    distance = jnp.where(distance < FARTHEST, distance, FARTHEST).astype(jnp.float32)  # NaN too
+    everywhere = jnp.where(valid[:, None] & valid & (index[:, None] != index), distance, jnp.inf)
+    nearest, size = jnp.min(everywhere, axis=1), valid.astype(jnp.float32)
+    return distance, (index[0], distance[0]), nearest, size, index
 
 
 def _merge_closest(update, carry):

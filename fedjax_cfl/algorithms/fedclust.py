@@ -1,0 +1,111 @@
+"""Islam, Javaherian, Xu, Yuan, Chen, Tzeng, "FedClust: Tackling Data Heterogeneity in Federated
+Learning through Weight-Driven Client Clustering", 2024, https://arxiv.org/abs/2403.04144, and
+https://arxiv.org/abs/2407.07124.
+
+Before round 0 all clients train the first model, and send its last layer alone. The server
+clusters clients once, by the distances of these layers. Then each group trains by FedAvg, from the
+first model. Clients that come later do the same, and join the group of least mean distance.
+
+There is no code by its authors, and of the paper only this outline could be checked. Differs from
+the paper, or is not known of it: linkage is average; where no threshold is given it is in the
+largest gap between the distances of successive merges; at most m groups are left; the cohort is
+drawn from all clients; a client whose first training is not finite counts as one that has not
+moved.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn, map_clients
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local, Work, count_steps
+from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.clustering.distances import euclidean
+from fedjax_cfl.clustering.hierarchical import largest_gap
+from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or_found
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task, Upload
+from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, check_arguments
+
+
+def fedclust(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    threshold: NonNegativeFloat | jax.Array | None = None,
+    epochs: Epochs | None = None,
+    linkage: Literal["average", "complete", "single", "ward"] = "average",
+    layers: Literal["last", "all"] = "last",
+) -> Algorithm:
+    """FedClust with at most m groups.
+
+    Args: `threshold` is the Euclidean distance up to which groups are merged even if only m are
+    left (None: in the largest gap); `epochs` are those of the first training, None: as in a round;
+    `linkage` is that of the clustering; `layers` are what clients are compared by: the last one,
+    named head | all.
+    Each client gets a model and sends the words of the last layer, once; the server keeps them.
+    Raises InputError for a model without a layer named head.
+    """
+    check_arguments(fedclust, locals(), "algorithm")
+    if layers == "last" and "head" not in jax.eval_shape(task.init, jax.random.key(0)):
+        raise InputError("algorithm.layers=last: the model has no layer named head; use all")
+    mesh, begin = local.execution.mesh, local.replace(personal=None)
+    if epochs is not None:
+        begin = begin.replace(epochs=epochs, steps=None)
+    describe = train_first(task, begin, layers)
+    limit = partial(largest_gap, linkage) if threshold is None else threshold
+    start = cluster_at_start(task, m, describe, euclidean, linkage, limit, mesh)
+    join = join_or_found(describe, euclidean, None, mesh)
+    hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
+    return federated(task, local, system, hooks)
+
+
+def train_first(task: Task, local: Local, layers: str) -> DescribeFn:
+    """Returns what describes clients by how far they move the `layers` of the first model, of which
+    distances are those of the layers that they send.
+
+    Args: as those of `fedclust`; `local` is how clients train it.
+    """
+    move = Partial(move_layers, layers, as_pytree(sgd(task, local)))
+    batch = local.batch_size
+
+    def describe(
+        key: Key, first: Params, data: FederatedData, who: jax.Array
+    ) -> tuple[jax.Array, Report]:
+        points = map_clients(move, local.execution, (key, first), data, who)
+        samples = who * TRAIN_TO_INFERENCE * batch * count_steps(local, data.train.size)
+        sent = make_traffic(units_down=who, words_up=who * points.shape[1])
+        return points, make_report(sent, samples=samples)
+
+    return describe
+
+
+def move_layers(
+    layers: str,
+    solve: ClientFn,
+    client: jax.Array,
+    data: FederatedData,
+    shared: tuple[Key, Params],
+    work: Work,
+) -> Program:
+    """Returns the program of one client that trains by `solve`; its result is the move [p] of its
+    `layers` (a `ClientFn` but for that).
+    """
+
+    def keep(upload: Upload) -> jax.Array:
+        moved = upload.delta if layers == "all" else upload.delta["head"]
+        return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(moved)])
+
+    return then(solve(client, data, shared, work), keep)
