@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.algorithms.flux.describe import describe_clients
-from fedjax_cfl.algorithms.flux.flux import Descriptions, nearest_center
+from fedjax_cfl.algorithms.flux import Descriptions, describe_clients, nearest_center
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import build_client_index
