@@ -112,7 +112,8 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
         raise InputError(f"{file}: expected an .npz, for the run read no file of a kind like this")
     if source.get("number_text"):
         raise InputError(
-            f"{file}: number_text=true numbers the text of each file by itself; expected an .npz of numbers"
+            f"{file}: number_text=true numbers the text of each file by itself; expected an .npz of"
+            " numbers"
         )
     if "concept" in source:  # a table
         unread = [] if labels else ["y"]
