@@ -13,8 +13,8 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import build, resolve_settings
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.scaling import describe_scales, standardize
-from fedjax_cfl.runs.load import to_probabilities
+from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
+from fedjax_cfl.runs.load import SavedModels, check_scaling, to_probabilities
 from fedjax_cfl.runs.results import read_clients
 
 UNITS = np.array([1e-3, 1.0, 50.0, 2e4], np.float32)  # of the features
@@ -133,6 +133,25 @@ def test_images_that_are_turned_are_refused(toy):
     turned = toy.replace(turns=jnp.zeros(toy.y.size, jnp.int32))
     one_line("turns the images of its groups", standardize, turned, "pool")
     one_line("must be one of none, client, pool", standardize, toy, "both")
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "says"),
+    [
+        (np.zeros((1, 4)), np.ones((1, 5)), "does not fit samples of shape (4,)"),
+        (np.zeros((2, 4)), np.ones((2, 4)), "does not fit"),  # of neither all nor each of 3
+        (np.zeros((4, 4)), np.ones((1, 4)), "does not fit"),
+        (np.full((1, 4), np.nan), np.ones((1, 4)), "does not fit"),
+        (np.zeros(()), np.ones(()), "does not fit"),
+        (np.zeros((1, 4)), np.zeros((1, 4)), "deviations that are not above 0"),
+    ],
+)
+def test_a_damaged_scaling_is_noticed(mean, deviation, says, tmp_path):
+    parts = [np.asarray(part, np.float32) for part in (mean, deviation)]
+    saved = SavedModels(1, None, np.zeros(3, np.int32), scaling=Scaling(*parts))
+    one_line(says, check_scaling, tmp_path, saved, (4,))
+    good = Scaling(np.zeros((4, 4), np.float32), np.ones((4, 4), np.float32))
+    check_scaling(tmp_path, saved._replace(scaling=good), (4,))
 
 
 @pytest.fixture(scope="module")

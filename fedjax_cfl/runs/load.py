@@ -261,7 +261,7 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
             )
     settings = read_settings(run_dir)
     shape, classes, names = check_facts(run_dir / FINAL, facts)
-    _check_scaling(run_dir / FINAL, final, shape)
+    check_scaling(run_dir / FINAL, final, shape)
     task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
     for models in (final, best):
         if models is not None:
@@ -368,7 +368,7 @@ def _check_mixture(
             raise ValueError("its label shares are not all above 0")
 
 
-def _check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> None:
+def check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> None:
     """Raises InputError unless what samples of this shape are standardised with is as in
     `Scaling`.
     """
