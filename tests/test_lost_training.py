@@ -6,9 +6,11 @@ import importlib.metadata
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import compare
@@ -17,7 +19,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session, trackers
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, PART
 from fedjax_cfl.runs.load import load_run
-from fedjax_cfl.runs.results import read_metrics, read_summary
+from fedjax_cfl.runs.results import METRICS_FILE, read_metrics, read_summary
+from fedjax_cfl.runs.resume import clear_unsaved
 from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation.driver import Grouping
 
@@ -240,3 +243,17 @@ def test_members_that_stand_apart_are_not_thrown_away(tmp_path):
     make_checkpoints(tmp_path, (0, 5), ())
     with pytest.raises(InputError, match="continue each by itself"):
         grid.common_step([tmp_path / "0", tmp_path / "1"])
+
+
+def test_rows_whose_checkpoints_were_removed_are_not_gone_on_with(tmp_path):
+    settings = SimpleNamespace(resume="auto")
+    for name in (METRICS_FILE, PART, "run.log"):
+        (tmp_path / name).write_text("old")
+    clear_unsaved(settings, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.log"]
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / METRICS_FILE).write_text("old")
+    one_line(
+        "already exists and is not empty", clear_unsaved, SimpleNamespace(resume="auto"), tmp_path
+    )
+    assert (tmp_path / METRICS_FILE).exists()

@@ -285,7 +285,7 @@ def evaluate_block(
         used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
     right = samples = jnp.zeros((), jnp.int32)
-    if count_models(served.models) > 1 and with_auxiliary:
+    if count_models(served.models) > 1 and with_auxiliary:  # of one, the mean says nothing new
         right, samples = evaluate_auxiliary(task, mesh, served, data)
     finite, index = is_finite(used.models), used.model_index
     finite = finite[jnp.maximum(index, 0)] if used.weights is None else finite.all()
@@ -382,9 +382,8 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     row["evaluated_clients"] = has_model.sum()
     row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
     samples = totals.auxiliary_samples
-    several = num_models > 1  # of one model the mean says nothing new
     row["auxiliary_accuracy"] = xp.where(
-        several & (samples > 0), totals.auxiliary_right / samples.clip(1), xp.nan
+        samples > 0, totals.auxiliary_right / samples.clip(1), xp.nan
     )
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
