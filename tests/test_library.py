@@ -13,13 +13,15 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+import yaml
 from matplotlib.figure import Figure
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import report
 from fedjax_cfl.analysis.plot import draw_curves
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import results, session
+from fedjax_cfl.runs import from_python, results, session
 from fedjax_cfl.runs.described import describe
 from fedjax_cfl.simulation.rows import count_concepts
 
@@ -176,6 +178,12 @@ def test_what_cannot_be_is_refused(given, said, ifca, linear, toy, tmp_path, mon
     with pytest.raises(InputError, match=said):
         cfl.run(ifca, linear, toy, KEY, rounds=1, **given)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_python_does_not_say_is_as_on_the_command_line():
+    conf = yaml.safe_load((CONF / "config.yaml").read_text())
+    assert from_python.ASSIGNMENTS == conf["assignments"]
+    assert from_python.CHECKPOINT._asdict() == conf["checkpoint"]
 
 
 def test_a_key_must_be_of_a_seed(ifca, linear, toy, tmp_path):
