@@ -304,6 +304,10 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
         assert tests.wilcoxon == pytest.approx(wilcoxon(moved, method="exact").pvalue)
         assert tests.sign == pytest.approx(binomtest(tests.ahead, moved.size).pvalue)
         assert tests.ahead + tests.behind == moved.size
+    one_far_off = [9.0, -1, -2, -3, -4, -0.5, 0.7]
+    tests = statistics.compute_tests(one_far_off)
+    assert tests.wilcoxon == pytest.approx(wilcoxon(one_far_off, method="exact").pvalue)
+    assert abs(tests.wilcoxon - tests.mean) > 0.05 and tests.sign != tests.wilcoxon
     assert statistics.compute_tests([0.0, 0.0]) == (0, 0, 1, 1, 1)
     many = rng.normal(0.3, 1.0, 40)
     # of so many the mean is about normal
