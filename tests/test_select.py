@@ -176,6 +176,13 @@ def test_deal_places_everybody_once(devices, width):
     )
 
 
+def test_one_long_client_does_not_overfill_the_other_queue():
+    """It has a queue of 28 places, of 56, almost to itself; the other one is full then."""
+    cohort = DEAL(jnp.arange(40), jnp.ones(40).at[3].set(1e6), 40, 2, False)
+    assert sorted(cohort.ids[cohort.ids < 40].tolist()) == list(range(40))
+    assert (cohort.ids.reshape(2, -1) < 40).sum(1).tolist() == [12, 28]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_deal_keeps_queues_within_one_client(seed):
     """Longest processing time first: no queue is longer than an even share and the
