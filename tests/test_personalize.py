@@ -208,8 +208,8 @@ def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
         if rule:
             check_rule(make, toy, key, 3)
         else:
-            why = "not met; use 0" if name == "nonfed" else "not met: its start puts every client"
-            with pytest.raises(InputError, match=f"no rule for clients that it has {why}"):
+            why = "; use 0" if name == "nonfed" else ": its start puts every client"
+            with pytest.raises(InputError, match=f"no rule for new clients{why}"):
                 check_rule(make, toy, key, 3)
 
 

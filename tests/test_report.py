@@ -401,7 +401,8 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
     found = {row[0]: row for row in doctor._data()}
     assert found["data: femnist"][1] == f"{tmp_path}/femnist/data (1 file)"
     assert found["data: fashion_mnist"][1:3] == (f"{tmp_path}/fashion_mnist (2 files)", "ok")
-    assert found["data: sent140"][1] == "not here" and "data: shakespeare" not in found
+    assert found["data: sent140"][1] == "not here"
+    assert found["data: shakespeare"][1] == f"{tmp_path}/shakespeare (1 file)"
 
 
 def test_doctor_knows_every_data_set_that_is_read_from_files():
