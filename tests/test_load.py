@@ -311,7 +311,7 @@ def test_clients_without_labels_are_placed_where_the_method_needs_none(fedjax_cf
     for split in ({"split": new["split"]}, {"split": np.ones_like(new["split"])}, {}):
         np.savez("new.npz", x=new["x"], client=new["client"], **split)
         status, out, error = fedjax_cfl("predict run new.npz --out out.npz")
-        assert (status, error) == (0, "") and "clients never met: 160 samples" in out
+        assert (status, error) == (0, "") and "clients new to the run: 160 samples" in out
         found = np.load("out.npz")
         for name, twin in (("gus", "ann"), ("hal", "bob"), ("ida", "ann"), ("joe", "bob")):
             rows = new["client"] == name

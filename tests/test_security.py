@@ -84,7 +84,7 @@ def complaints(source: str, networked: bool = False, reporting: bool = False) ->
             if name in SHELLS or name == "numpy.load"
         ]
         if isinstance(node, ast.ImportFrom) and node.module == "yaml":
-            found.append(f"line {node.lineno}: imports from yaml, only yaml.safe_load is safe")
+            found.append(f"line {node.lineno}: imports from yaml, only its safe_load and safe_dump are safe")
         if not isinstance(node, ast.Call):
             continue
         first, dot, rest = name_of(node.func).partition(".")
@@ -94,7 +94,7 @@ def complaints(source: str, networked: bool = False, reporting: bool = False) ->
             found += [f"line {node.lineno}: imports {given}"] * (given in REPORTING)
         if called in EXECUTORS | SHELLS or (first == "builtins" and rest in EXECUTORS):
             found.append(f"line {node.lineno}: calls {called}")
-        if called.startswith("yaml.") and called != "yaml.safe_load":
+        if called.startswith("yaml.") and called not in ("yaml.safe_load", "yaml.safe_dump"):
             found.append(f"line {node.lineno}: calls {called}")
         if called == "numpy.load" and keyword(node, "allow_pickle") != "False":
             found.append(f"line {node.lineno}: numpy.load without allow_pickle=False")

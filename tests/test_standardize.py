@@ -193,7 +193,7 @@ def test_new_clients_are_scaled_by_their_own_training_samples(folder, fedjax_cfl
     monkeypatch.chdir(folder)
     write_table("new.csv", ["far away"], seed=4)
     status, out, _ = fedjax_cfl("predict run new.csv --out out.npz")
-    assert status == 0 and "clients never met: 24 samples" in out
+    assert status == 0 and "clients new to the run: 24 samples" in out
     run, found = cfl.load_run("run"), np.load("out.npz")
     x = cfl.datasets.csv("new.csv", "kind", list("abcd")).x
     train = np.arange(24) % 4 != 0
