@@ -84,7 +84,7 @@ def complaints(source: str, networked: bool = False, reporting: bool = False) ->
             if name in SHELLS or name == "numpy.load"
         ]
         if isinstance(node, ast.ImportFrom) and node.module == "yaml":
-            found.append(f"line {node.lineno}: imports from yaml, only its safe_load and safe_dump are safe")
+            found.append(f"line {node.lineno}: imports from yaml: use yaml.safe_load, safe_dump")
         if not isinstance(node, ast.Call):
             continue
         first, dot, rest = name_of(node.func).partition(".")

@@ -137,11 +137,16 @@ def test_settings_of_its_own_are_refused(given, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_second_call_goes_on(tmp_path, capsys):
-    settings = ["algorithm=fedavg", "rounds=3", "local.lr=0.01,0.1"]
-    first = tune.tune(settings, tmp_path / "t", trial_seeds=(1000,), seeds=(0,))
-    assert tune.tune(settings, tmp_path / "t", trial_seeds=(1000,), seeds=(0,)) == first
-    assert (
-        first["chosen"] == {"local.lr": "0.1"}
-        and "no test sample is read" in capsys.readouterr().out
-    )
+def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
+    """Through the command line: trials, the choice, the last runs; then nothing is trained again."""
+    command = f"tune --out {tmp_path}/t --trial-seeds 1000 --seeds 0,1"
+    command += " algorithm=fedavg rounds=3 local.lr=0.01,0.1"
+    status, out, error = fedjax_cfl(command)
+    assert status == 0, error
+    assert "no test sample is read" in out and "over 2 seeds" in out
+    first = json.loads((tmp_path / "t" / "chosen.json").read_text())
+    assert first["chosen"] == {"local.lr": "0.1"} and len(first["test_accuracies"]) == 2
+    before = (tmp_path / "t" / "test" / "0" / "summary.json").stat().st_mtime_ns
+    assert fedjax_cfl(command)[0] == 0
+    assert json.loads((tmp_path / "t" / "chosen.json").read_text()) == first
+    assert (tmp_path / "t" / "test" / "0" / "summary.json").stat().st_mtime_ns == before
