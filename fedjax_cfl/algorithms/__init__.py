@@ -23,6 +23,7 @@ from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fedrc import fedrc
+from fedjax_cfl.algorithms.fedsoft import fedsoft
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
@@ -39,6 +40,7 @@ from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.pacfl import pacfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
+from fedjax_cfl.algorithms.stocfl import stocfl
 from fedjax_cfl.algorithms.tkm import tkm
 from fedjax_cfl.signatures import tidy
 
@@ -69,6 +71,7 @@ __all__ = [
     "fedprox",
     "fedrc",
     "fedsgd",
+    "fedsoft",
     "fedyogi",
     "fesem",
     "fesem_ma",
@@ -86,6 +89,7 @@ __all__ = [
     "pacfl",
     "qfedavg",
     "scaffold",
+    "stocfl",
     "tkm",
     "wecfl",
 ]
