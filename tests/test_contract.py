@@ -40,7 +40,7 @@ POOLED = ("centralised",)  # methods of one place, which counts as a client
 SOFT = ("fedsoft",)  # methods whose every client counts for all groups, and has a model of its own
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
 KEEPERS = ("feddyn", "scaffold")  # methods whose clients keep rows that the server has, too
-PLACING = ("flux",)  # methods that group all clients at once, in one round
+PLACING = ("fedgwc", "flux")  # methods that group all clients at once, in one round
 MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models
 # methods whose first groups are trained, and which keep nothing of what they trained from
 # methods whose clients send one more model when they are met, and whose groups unite
@@ -363,8 +363,10 @@ def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
                 jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True
             )
         )
-        assert np.sum(before.assignment != after.assignment) <= cohort
         assert 0 < info.clients <= cohort
+        if case.name in SOFT:
+            continue
+        assert np.sum(before.assignment != after.assignment) <= cohort
         found = np.sum((before.assignment < 0) & (after.assignment >= 0))
         # one client has no samples, and finds no group where there are several
         assert found <= info.cold <= found + case.algorithm.clustered

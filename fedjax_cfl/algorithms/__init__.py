@@ -19,6 +19,7 @@ from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedgwc import fedgwc
 from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
@@ -67,6 +68,7 @@ __all__ = [
     "fedem",
     "fedfomo",
     "fedgroup",
+    "fedgwc",
     "fednova",
     "fedprox",
     "fedrc",
