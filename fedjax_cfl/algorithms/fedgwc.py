@@ -172,6 +172,35 @@ def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:
     return divide(gained, member @ (member.T @ gained))
 
 
+def weigh_pairs(
+    memory: Interactions,
+    cohort: Cohort,
+    upload: Upload,
+    member: jax.Array,
+    held: jax.Array,
+    tolerance: ArrayLike,
+) -> Interactions:
+    """Returns the memory with the rewards of a round in the weights of the pairs that met.
+
+    Args: `member` [S, m] is 1 in the column of the group of each client that counts; `held` [m] are
+    the clients of the groups; `tolerance` is as in `fedgwc`.
+    """
+    met = member.sum(0)
+    rate = divide(met, held)
+    share = reward(upload.extra, upload.weight, member)
+    pair, old = (
+        member @ member.T,
+        cohort.take(memory.weights)[:, jnp.minimum(cohort.ids, len(memory.weights) - 1)],
+    )
+    step = pair * (member @ rate)[:, None] * (share[:, None] - old)
+    ids = jnp.where(upload.weight > 0, cohort.ids, len(memory.weights))
+    weights = memory.weights.at[ids[:, None], ids].add(step, mode="drop")
+    moved = divide(member.T @ jnp.sum(step**2, axis=1), met**2)
+    change = jnp.where(met > 0, (1 - rate) * memory.change + rate * moved, memory.change)
+    patience = jnp.where(met > 0, (memory.patience + 1) * (change < tolerance), memory.patience)
+    return Interactions(weights, change, patience)
+
+
 def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn:
     """Adds the rewards of a round to the weights of pairs, and cuts the first group whose weights
     have stood still for long enough.
@@ -182,31 +211,18 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
     def regroup(
         key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
     ) -> tuple[State, jax.Array]:
-        memory, m = state.memory, state.active.size
-        now = cohort.put(state.assignment, gid)
+        m, now = state.active.size, cohort.put(state.assignment, gid)
         now = jnp.where(data.train.size > 0, now, -1)
         member = one_hot(gid, m, upload.weight > 0)
         met, held = member.sum(0), one_hot(now, m).sum(0)
-        rate = divide(met, held)
-        share = reward(upload.extra, upload.weight, member)
-
-        pair, old = (
-            member @ member.T,
-            cohort.take(memory.weights)[:, jnp.minimum(cohort.ids, len(now) - 1)],
-        )
-        step = pair * (member @ rate)[:, None] * (share[:, None] - old)
-        ids = jnp.where(upload.weight > 0, cohort.ids, len(now))
-        weights = memory.weights.at[ids[:, None], ids].add(step, mode="drop")
-        moved = divide(member.T @ jnp.sum(step**2, axis=1), met**2)
-        change = jnp.where(met > 0, (1 - rate) * memory.change + rate * moved, memory.change)
-        patience = jnp.where(met > 0, (memory.patience + 1) * (change < tolerance), memory.patience)
+        memory = weigh_pairs(state.memory, cohort, upload, member, held, tolerance)
         target = jnp.maximum(jnp.round(divide(held, met)), 1)
-        due = (met > 0) & (met < held) & (patience >= target)
+        due = (met > 0) & (met < held) & (memory.patience >= target)
         group = jnp.argmax(due)
 
         def cut():
             rooms = jnp.minimum(held[group] // met[group], 1 + jnp.sum(~state.active))
-            return find(key, weights, now == group, rooms)
+            return find(key, memory.weights, now == group, rooms)
 
         none = jnp.zeros_like(now), jnp.zeros((), bool)
         part, found = lax.cond(due.any(), cut, lambda: none)
@@ -217,8 +233,9 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
         source = jnp.arange(m).at[jnp.where(leaves, goal, m)].set(group, mode="drop")
         touched = due.any() & (source == group)
         groups, server = take_rows((state.groups, state.server), source)
-        memory = Interactions(
-            weights, jnp.where(touched, 1.0, change), jnp.where(touched, 0, patience)
+        memory = memory.replace(
+            change=jnp.where(touched, 1.0, memory.change),
+            patience=jnp.where(touched, 0, memory.patience),
         )
         state = state.replace(
             groups=groups,
@@ -235,7 +252,12 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
 
 
 def find_parts(
-    key: Key, weights: jax.Array, inside: jax.Array, rooms: ArrayLike, most: int, gamma: ArrayLike
+    key: Key,
+    weights: jax.Array,
+    inside: jax.Array,
+    rooms: int | jax.Array,
+    most: int,
+    gamma: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the part [K] int32 of each client `inside` [K] bool of a group, and whether it is
     worth cutting: the number of parts, 2 .. `most` and at most `rooms` [], whose Davies-Bouldin

@@ -13,6 +13,7 @@ model is that of the one with most clients, where the code unites pair after pai
 for m groups, of which the closest unite where more are needed.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -140,21 +141,14 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(memory.known)
         newcomers = cohort.replace(ids=jnp.where(new, cohort.ids, data.num_clients))
         upload, report = train(key, memory.anchor, newcomers, data)
-        known, old = memory.known, jnp.where(memory.known, state.assignment, -1)
-        directions, count = group_mean(known.astype(jnp.float32), old, memory.directions, m)
-        compared = count > 0
-        if represent == "cohort":
-            here = cohort.put(jnp.zeros_like(known), True) & known
-            own, present = group_mean(here.astype(jnp.float32), old, memory.directions, m)
-            compared = present > 0
-            directions = where_rows(compared, own, directions)
-
+        old = jnp.where(memory.known, state.assignment, -1)
+        directions, count, compared = average_directions(memory, old, m, cohort, represent)
         order = jnp.argsort(cohort.ids)  # so that no number depends on slots
         nodes = jax.tree.map(lambda a, b: jnp.concatenate([a, b[order]]), directions, upload.delta)
         compared = jnp.concatenate([compared, new[order]])
         apart = 1 - cosine(nodes, nodes)
         apart += ABSENT * ~(compared[:, None] & compared)
-        united = on_every_device(lambda *given: place_groups(*given, m, 1 - tau), mesh)
+        united = on_every_device(partial(place_groups, m=m, limit=1 - tau), mesh)
         slot, founded = united(apart, count, new[order])
 
         fresh = jnp.zeros_like(order).at[order].set(slot[m:])
@@ -163,7 +157,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         active = jnp.zeros(m, bool).at[slot].set(True, mode="drop").at[0].max(~(slot < m).any())
         memory = memory.replace(
             directions=put_models(memory.directions, newcomers.ids, upload.delta, mesh),
-            known=newcomers.put(known, True),
+            known=newcomers.put(memory.known, True),
         )
         state = state.replace(
             groups=where_rows(founded, copy_model(take_rows(memory.common, 0), m), state.groups),
@@ -175,6 +169,24 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         return state, gid.astype(jnp.int32), report.replace(early=sent)
 
     return meet
+
+
+def average_directions(
+    memory: Met, group: jax.Array, m: int, cohort: Cohort, represent: str
+) -> tuple[Params, jax.Array, jax.Array]:
+    """Returns the mean first update [m, ...] of each group, how many clients [m] it has, and which
+    groups [m] bool are compared.
+
+    Args: `group` [K] int32 is the group of each client, -1: none; the others are those of
+    `stocfl`, and the cohort.
+    """
+    met = memory.known.astype(jnp.float32)
+    directions, count = group_mean(met, group, memory.directions, m)
+    if represent == "members":
+        return directions, count, count > 0
+    here = cohort.put(jnp.zeros_like(met), met[jnp.minimum(cohort.ids, met.size - 1)])
+    own, present = group_mean(here, group, memory.directions, m)
+    return where_rows(present > 0, own, directions), count, present > 0
 
 
 def place_groups(
