@@ -109,23 +109,25 @@ def test_slow_twin(toy, linear, local, tau, represent):
     assert (state.assignment == -1).all()
     twin = Twin(models_of(state.groups)[0], toy, local, **given)
     one_round = jax.jit(algorithm.round)
+    size = toy.train.size.at[4].set(0)  # client 4 takes part without samples at first
+    early = toy.replace(train=toy.train.replace(size=size))
     for round, cohort in enumerate(COHORTS):
-        before = state
-        state, _ = one_round(KEY, state, toy)
+        before, twin.data = state, early if round < 3 else toy
+        state, _ = one_round(KEY, state, twin.data)
         new = twin.round(round, cohort)
         assert int(state.active.sum()) == len(twin.groups)
         models, found = models_of(state.groups), np.asarray(state.assignment)
         for members, model in twin.groups:
             (number,) = {int(found[client]) for client in members}
-            # client 2 has no samples, and the group of all as long as there is one
-            assert set(np.flatnonzero(found == number).tolist()) - {2} == members
+            # one without samples has the group of all as long as there is one
+            assert set(np.flatnonzero(found == number).tolist()) - {2, 4} == members - {4}
             np.testing.assert_allclose(models[number].flat(), model.flat(), atol=3e-5)
         common = models_of(state.memory.common)[0]
         np.testing.assert_allclose(common.flat(), twin.common.flat(), atol=3e-5)
         sent, taken = spent(before, state), len(cohort)
         assert (sent.units_down, sent.units_up) == (2 * taken + new, 2 * taken + new)
         assert (sent.words_down, sent.words_up) == (0, 0)
-    assert state.assignment[2] == -1
+    assert state.assignment[2] == -1 and 4 in twin.first
     assert len(twin.groups) > 1 or tau < 0.8
     assert twin.merges > 0 or tau != 0.85
 
