@@ -37,11 +37,14 @@ PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
 EVERYBODY = ("cfl", "cfl_gp", "nonfed")  # methods whose every client takes part in every round
 POOLED = ("centralised",)  # methods of one place, which counts as a client
+SOFT = ("fedsoft",)  # methods whose every client counts for all groups, and has a model of its own
 PEERS = ("fedfomo",)  # methods whose clients receive models of others, several a round
 KEEPERS = ("feddyn", "scaffold")  # methods whose clients keep rows that the server has, too
-PLACING = ("flux",)  # methods that group all clients at once, in one round
+PLACING = ("fedgwc", "flux")  # methods that group all clients at once, in one round
 MIXTURES = ("fedem", "fedrc")  # methods whose clients receive, train and send all models
 # methods whose first groups are trained, and which keep nothing of what they trained from
+# methods whose clients send one more model when they are met, and whose groups unite
+UNITING = ("stocfl",)
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm", "wecfl")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
@@ -50,7 +53,13 @@ LANES = ("flexcfl", "fedem")
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
-SENT = {"feddane": (3, 2), "nonfed": (0, 0), "scaffold": (2, 2), "centralised": (0, 0)}
+SENT = {
+    "feddane": (3, 2),
+    "nonfed": (0, 0),
+    "scaffold": (2, 2),
+    "stocfl": (2, 2),
+    "centralised": (0, 0),
+}
 SENT |= dict.fromkeys(MIXTURES, (GROUPS, GROUPS))
 # methods whose groups have quotas, so that slots of the cohort may stay empty
 QUOTAS = tuple(name for name in ALGORITHMS if name.startswith(("auxo", "fielding")))
@@ -190,11 +199,12 @@ def test_methods_of_one_seed_begin_with_one_random_model(case, first_model):
 
 
 def list_rounds(case):
-    """Yields (state before, state after, report) of each round but that in which all clients are
+    """Yields (state before, state after, report) of each round but those in which clients are
     grouped at once.
     """
     for (before, after), info in zip(pairwise(case.states), case.infos, strict=True):
-        if case.name not in PLACING or before.active.sum() == after.active.sum():
+        at_once = case.name in PLACING or case.name in UNITING
+        if not at_once or before.active.sum() == after.active.sum():
             yield before, after, info
 
 
@@ -202,6 +212,8 @@ def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
     for before, after, info in list_rounds(case):
         nan = np.isnan(info.group_discrepancy)
         assert not nan.all()
+        if case.name in SOFT:
+            continue
         idle = jax.tree.map(lambda leaf, nan=nan: leaf[nan], (before.groups, after.groups))
         if case.name.startswith(("fesem", "wecfl")):  # means of stored models, taken again
             chex.assert_trees_all_close(*idle, rtol=1e-6, atol=1e-7)
@@ -351,8 +363,10 @@ def test_a_round_changes_the_model_and_only_the_cohort_changes_groups(case):
                 jax.tree.leaves(before.groups), jax.tree.leaves(after.groups), strict=True
             )
         )
-        assert np.sum(before.assignment != after.assignment) <= cohort
         assert 0 < info.clients <= cohort
+        if case.name in SOFT:
+            continue
+        assert np.sum(before.assignment != after.assignment) <= cohort
         found = np.sum((before.assignment < 0) & (after.assignment >= 0))
         # one client has no samples, and finds no group where there are several
         assert found <= info.cold <= found + case.algorithm.clustered
@@ -365,7 +379,7 @@ def test_traffic_is_sane(case):
         assert info.selected == cohort or case.name in QUOTAS
         down, up = (int(info.selected) * each for each in SENT.get(case.name, (1, 1)))
         sent = spent(before, after)
-        assert sent.units_up == up
+        assert sent.units_up == up or (sent.units_up > up and case.name in UNITING)
         assert sent.units_down >= down
         assert min(sent.words_down, sent.words_up) >= 0
         if not case.algorithm.clustered and case.name not in PEERS:
@@ -413,7 +427,7 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
     state, with a model of each client in it.
     """
     given = ("personal=ditto",)
-    if name in ("nonfed", *PEERS, *POOLED):
+    if name in ("nonfed", *PEERS, *POOLED, *SOFT):
         why = "no clients train" if name in POOLED else "a model of its own already"
         with pytest.raises(InputError, match=why):
             build(name, given=given)

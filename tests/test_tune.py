@@ -138,7 +138,7 @@ def test_settings_of_its_own_are_refused(given, tmp_path):
 
 @pytest.mark.nightly
 def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
-    """Through the command line: trials, the choice, the last runs; then nothing is trained again."""
+    """Through the command line: trials, the choice, the last runs; then nothing trains again."""
     command = f"tune --out {tmp_path}/t --trial-seeds 1000 --seeds 0,1"
     command += " algorithm=fedavg rounds=3 local.lr=0.01,0.1"
     status, out, error = fedjax_cfl(command)

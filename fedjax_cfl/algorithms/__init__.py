@@ -19,10 +19,12 @@ from fedjax_cfl.algorithms.feddrift import feddrift, feddrift_eager
 from fedjax_cfl.algorithms.feddyn import feddyn
 from fedjax_cfl.algorithms.fedem import fedem
 from fedjax_cfl.algorithms.fedfomo import fedfomo
+from fedjax_cfl.algorithms.fedgwc import fedgwc
 from fedjax_cfl.algorithms.fednova import fednova
 from fedjax_cfl.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedyogi
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.fedrc import fedrc
+from fedjax_cfl.algorithms.fedsoft import fedsoft
 from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.fesem_ma import fesem_ma
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
@@ -39,6 +41,7 @@ from fedjax_cfl.algorithms.nonfed import nonfed
 from fedjax_cfl.algorithms.pacfl import pacfl
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
+from fedjax_cfl.algorithms.stocfl import stocfl
 from fedjax_cfl.algorithms.tkm import tkm
 from fedjax_cfl.signatures import tidy
 
@@ -65,10 +68,12 @@ __all__ = [
     "fedem",
     "fedfomo",
     "fedgroup",
+    "fedgwc",
     "fednova",
     "fedprox",
     "fedrc",
     "fedsgd",
+    "fedsoft",
     "fedyogi",
     "fesem",
     "fesem_ma",
@@ -86,6 +91,7 @@ __all__ = [
     "pacfl",
     "qfedavg",
     "scaffold",
+    "stocfl",
     "tkm",
     "wecfl",
 ]

@@ -78,7 +78,7 @@ def train_first(task: Task, local: Local, layers: str) -> DescribeFn:
 
     Args: as those of `fedclust`; `local` is how clients train it.
     """
-    move = Partial(move_layers, layers, as_pytree(sgd(task, local)))
+    move = Partial(partial(move_layers, layers), as_pytree(sgd(task, local)))
     batch = local.batch_size
 
     def describe(

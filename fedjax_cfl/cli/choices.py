@@ -191,6 +191,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.flexcfl: FLEXCFL,
     algorithms.ifca: IFCA,
     algorithms.ifca_restarts: IFCA,
+    algorithms.stocfl: {"aggregate": MEANS},
     algorithms.wecfl: {"distance": {"full": full_distance, "last_layer": last_layer_distance}},
     algorithms.md_icfl: {
         "sampling": {

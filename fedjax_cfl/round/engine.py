@@ -96,6 +96,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         system,
     )
     start = hooks.start or random_groups(task, 1)
+    clustered = bool(hooks.assign or hooks.meet)
 
     def init(key: Key, data: FederatedData) -> State:
         return init_state(parts, start(derive_key(key, START), data), data)
@@ -104,7 +105,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         keys = derive_keys(key, state.round)
         state, log = migrate(parts, keys, state, data)
         cohort, log = draw_cohort(parts, keys, state, data, log)
-        work, log = plan_work(parts, keys, state, data, cohort, log)
+        state, work, log = plan_work(parts, keys, state, data, cohort, log)
         state, work, log = hand_out_own(parts, state, data, cohort, work, log)
         upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
         state = keep_rows(local, state, cohort, work, upload)
@@ -118,8 +119,8 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
     return Algorithm(
         init,
         round,
-        serve_assigned if hooks.assign else serve_global,
-        clustered=hooks.assign is not None and not hooks.own_models,
+        serve_assigned if clustered else serve_global,
+        clustered=clustered and not hooks.own_models,
         data_clients=None if adapts else find_data_clients(hooks.start_clients, system.select.draw),
         nonfinite=system.faults.nonfinite,
         personal_models=make_personal_models(task, local),
@@ -197,7 +198,7 @@ def draw_cohort(
 
 def plan_work(
     parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort, log: RoundLog
-) -> tuple[Work, RoundLog]:
+) -> tuple[State, Work, RoundLog]:
     """Step 3: names the group that each client trains, and its work.
 
     Args: as those of `draw_cohort`.
@@ -206,11 +207,14 @@ def plan_work(
     if parts.hooks.assign:
         gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
         reports.append(report)
+    if parts.hooks.meet:
+        state, gid, report = parts.hooks.meet(keys[ASSIGN], state, data, cohort)
+        reports.append(report)
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.hooks.prepare:
         work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
         reports.append(report)
-    return parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
+    return state, parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
 
 
 def hand_out_own(

@@ -59,6 +59,19 @@ class AssignFn(Protocol):
     ) -> tuple[jax.Array, Report]: ...
 
 
+class MeetFn(Protocol):
+    """Names groups as `AssignFn` does, and may change anything else in the state before the cohort
+    trains: groups are founded or united by what its clients send first.
+
+    The engine stores the groups of the cohort; the state has those of others, and of the cohort
+    only those that it had already.
+    """
+
+    def __call__(
+        self, key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[State, jax.Array, Report]: ...
+
+
 class PrepareFn(Protocol):
     """Changes the work of the cohort: fewer steps, or something that a client needs in addition
     to the model. Reports what was sent and inferred for it, in each slot [S]: what a client sends
@@ -134,6 +147,7 @@ class Hooks(NamedTuple):
     # the cohort's groups; None: all share group 0. A method that has it is clustered: it serves
     # and evaluates only clients that have a group, see `engine.withhold_groups`.
     assign: AssignFn | None = None
+    meet: MeetFn | None = None  # in place of `assign`, where the state changes with it
     own_models: bool = False  # True: group k is client k's own, which it has from the start
     prepare: PrepareFn | None = None  # None: every client does all of its work
     ships_model: bool = True  # False: what a client receives is what `prepare` reports

@@ -1,0 +1,230 @@
+"""Ruan, Joe-Wong, "FedSoft: Soft Clustered Federated Learning with Proximal Local Updating", AAAI
+2022, https://arxiv.org/abs/2112.06053.
+
+Each client's data come from m sources, in shares of its own. Every few rounds all clients estimate
+their shares: a sample belongs to the model of its least loss. Each client has one model of its own,
+which it trains on, pulled to all m models by its shares; each of these is the mean of the clients'
+models, weighted by how many samples of its source they have.
+
+Differs from the paper: the run's selection draws the cohort, and means are weighted by samples of
+the source (the paper also draws clients for each source with these weights, and averages plainly);
+clients' models begin as the first of the m models; clients that come later estimate their shares at
+once, and begin with the mean of the models by these; all clients train by SGD without moments. The
+reported loss has the pull to the mean of the models by the client's shares, which differs from that
+to all of them by a constant. The group of a client, in reports, is that of its largest share.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from fedjax_cfl.client.cohort import (
+    SAMPLE_BLOCK,
+    ClientFn,
+    client_range,
+    make_cohort,
+    over_clients,
+    read_block,
+)
+from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.objective import cross_entropy, erm, proximal
+from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, PrepareFn, Start, StartFn
+from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.tree import group_sum, one_hot, take_rows
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Personal,
+    Report,
+    State,
+    Task,
+    Upload,
+)
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+
+class Shares(struct.PyTreeNode):
+    """What the server knows of every client."""
+
+    shares: jax.Array  # [K, m] float32 u, the last estimate, with sigma in the place of 0
+    known: jax.Array  # [K] bool, the client has estimated its shares
+    late: jax.Array  # [K] bool, and for the first time after round 0
+    asked: jax.Array  # [K] bool, and in this round
+
+
+class Given(struct.PyTreeNode):
+    """What a client of the cohort trains with."""
+
+    shares: jax.Array  # [m] u
+    pull: jax.Array  # [] lambda times the sum of u
+    anew: jax.Array  # [] bool, it begins with the mean of the models by its shares
+
+
+def fedsoft(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    lam: NonNegativeFloat | jax.Array = 0.1,
+    every: PositiveInt = 2,
+    sigma: NonNegativeFloat | jax.Array = 1e-4,
+) -> Algorithm:
+    """FedSoft with m models, from m random ones.
+
+    Args: `lam` is lambda of the pull lambda / 2 sum_k u_k ||w - model_k||^2; all clients estimate
+    their shares u in the rounds 0, `every`, 2 `every`, ...; `sigma` stands in for a share of 0.
+    A client that is asked gets all m models, and sends m words; a client of the cohort gets them,
+    too, unless it has been asked in that round. Clients are tested on models of their own, or, as
+    long as they have not trained, on that of their group.
+    Raises InputError for clients that keep something else of their own.
+    """
+    check_arguments(fedsoft, locals(), "algorithm")
+    if local.personal is not None:
+        raise InputError(
+            "personal: every client of this method has a model of its own already, without"
+            f" {local.personal.name}; use personal=none, or another algorithm"
+        )
+    own = Personal("FedSoft", lambda model: model, keep_solver, lambda row, model: row)
+    pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
+    hooks = Hooks(
+        Partial(train_own, as_pytree(sgd(task, local, pulled))),
+        start=start_equal(task, m),
+        migrate=estimate_shares(task, local, every, sigma),
+        assign=keep_groups,
+        prepare=give_shares(lam),
+        ships_model=False,
+        aggregate=mean_by_source,
+    )
+    return federated(task, local.replace(personal=own), system, hooks)
+
+
+def keep_solver(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+    """Returns `solve`, which trains the client's own model itself."""
+    return solve
+
+
+def start_equal(task: Task, m: int) -> StartFn:
+    """Starts from m random models; no client has estimated its shares."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        nobody = jnp.zeros(data.num_clients, bool)
+        memory = Shares(jnp.full((data.num_clients, m), 1 / m, jnp.float32), nobody, nobody, nobody)
+        return random_groups(task, m)(key, data)._replace(memory=memory)
+
+    return start
+
+
+def count_best(
+    task: Task, client: jax.Array, data: FederatedData, models: Params, client_inputs: tuple
+) -> Loop:
+    """Returns the program of one client: how many [m] of its training samples have their least
+    loss with each of the `models` [m, ...], the first of equals.
+    """
+    held = client_range(client, data)
+    count = jax.tree.leaves(models)[0].shape[0]
+
+    def block(b: jax.Array, total: jax.Array) -> jax.Array:
+        x, y, owner = read_block(client, data, held, b)
+        logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
+        loss = jax.vmap(cross_entropy, (0, None))(logits, y)
+        best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=0)
+        return total + one_hot(best, count, owner >= 0).sum(0)
+
+    return Loop(-(-held[0] // SAMPLE_BLOCK), jnp.zeros(count), block, lambda total: total)
+
+
+def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> MigrateFn:
+    """Lets all clients with samples estimate their shares, every few rounds; in between those that
+    never have.
+
+    Args: as those of `fedsoft`.
+    """
+    count = over_clients(partial(count_best, task), local.execution)
+
+    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+        memory, size = state.memory, data.train.size
+        asked = (size > 0) & ((state.round % every == 0) | ~memory.known)
+        ids = jnp.where(asked, jnp.arange(size.size, dtype=jnp.int32), size.size)
+        cohort = make_cohort(ids, data, local.execution)
+        best = count(cohort, data, state.groups)
+        shares = best / jnp.maximum(best.sum(1, keepdims=True), 1.0)
+        table = cohort.put(memory.shares, jnp.where(shares > 0, shares, sigma))
+        largest = jnp.argmax(table, axis=1).astype(jnp.int32)
+        group = jnp.where(asked, largest, state.assignment)
+        moved = asked & memory.known & (group != state.assignment)
+        late = memory.late | (asked & ~memory.known & (state.round > 0))
+        memory = Shares(table, memory.known | asked, late, asked)
+        sent = make_traffic(units_down=asked * state.active.size, words_up=asked * best.shape[1])
+        report = make_report(sent, moved.sum(), samples=asked * size * best.shape[1])
+        return state.replace(assignment=group, memory=memory), report
+
+    return migrate
+
+
+def give_shares(lam: ArrayLike) -> PrepareFn:
+    """Gives each client its shares, and the weight of its pull; reports all m models down to those
+    that have not been asked in this round.
+    """
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        memory, m = cohort.take(state.memory), state.active.size
+        anew = memory.late & ~cohort.take(state.own.trained)
+        given = Given(memory.shares, lam * memory.shares.sum(1), anew)
+        lacks = (cohort.ids < data.num_clients) & ~memory.asked
+        return work._replace(client_extra=given), make_report(make_traffic(units_down=m * lacks))
+
+    return prepare
+
+
+def train_own(
+    solve: ClientFn,
+    client: jax.Array,
+    data: FederatedData,
+    shared: tuple[Key, Params],
+    work: Work,
+) -> Program:
+    """Returns the program that trains one client's own model by `solve`, pulled to the mean of the
+    models by its shares (a `ClientFn`). The update is relative to the model of its group.
+    """
+    (key, models), given = shared, work.client_extra
+    mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), models)
+    begin = jax.tree.map(partial(jnp.where, given.anew), mean, work.own)
+    own = jax.tree.map(lambda leaf: leaf[None], begin)
+    alone = Work(jnp.zeros_like(work.group), work.step_fraction, work.lr_scale, (given.pull, mean))
+
+    def relate(upload: Upload) -> Upload:
+        trained = jax.tree.map(jnp.add, begin, upload.delta)
+        delta = jax.tree.map(jnp.subtract, trained, take_rows(models, work.group))
+        return upload.replace(delta=delta, own=trained, start_group=work.group)
+
+    return then(solve(client, data, (key, own), alone), relate)
+
+
+def mean_by_source(
+    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Given, state: State
+) -> tuple[Params, jax.Array]:
+    """Averages the clients' models for each of the m models, weighted by the samples of its source
+    that each client has.
+    """
+    weight = client_extra.shares * upload.weight[:, None]
+    mass = weight.sum(0)
+    share = weight / jnp.where(mass > 0, mass, 1.0)
+    trained = jax.tree.map(jnp.add, upload.delta, take_rows(state.groups, upload.start_group))
+    return jax.tree.map(jnp.subtract, group_sum(share, trained), state.groups), mass

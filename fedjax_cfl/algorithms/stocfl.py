@@ -1,0 +1,267 @@
+"""Zeng, Hu, Liu, Yu, Wang, Xu, "Stochastic Clustered Federated Learning", 2023,
+https://arxiv.org/abs/2303.00897 (StoCFL).
+
+A client that takes part for the first time trains the first model, the anchor, and sends its
+update. A client is a group of its own until the server unites groups whose mean updates have a
+cosine of at least tau; they are never parted. In each round a client trains the model of its group,
+which is pulled to a common model, and the common model as well.
+
+Differs from the authors' code: a group is represented by all its clients, as in the paper, where
+the code takes those of the round (`represent`); all clients of a round begin with the same common
+model, which the code hands from client to client; where more than two groups unite at once, the
+model is that of the one with most clients, where the code unites pair after pair; there is room
+for m groups, of which the closest unite where more are needed.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Loop, Program, then, together
+from fedjax_cfl.client.local import Local, Work, count_steps
+from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.clustering.assign import TrainFn, train_aside
+from fedjax_cfl.clustering.distances import cosine
+from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.personal.ditto import own_steps
+from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn, Start, StartFn
+from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
+from fedjax_cfl.sharding import on_every_device, put_models
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    State,
+    Task,
+    Traffic,
+    Upload,
+)
+from fedjax_cfl.validation import (
+    Epochs,
+    FromMinusOne,
+    NonNegativeFloat,
+    PositiveInt,
+    check_arguments,
+)
+
+ABSENT = 4.0  # added to the distance of a group that is not compared: more than any other
+
+
+class Met(struct.PyTreeNode):
+    """What the server keeps."""
+
+    anchor: Params  # [1, ...], the model that first updates are of
+    common: Params  # [1, ...], the model of all clients
+    directions: Params  # [K, ...], first updates; 0 where `known` is not
+    known: jax.Array  # [K] bool
+
+
+def stocfl(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: PositiveInt,
+    tau: FromMinusOne | jax.Array = 0.3,
+    mu: NonNegativeFloat | jax.Array = 0.05,
+    epochs: Epochs = 20,
+    represent: Literal["members", "cohort"] = "members",
+    aggregate: AggregateFn = uniform_mean,
+) -> Algorithm:
+    """StoCFL with room for m groups.
+
+    Args: groups unite from a cosine of `tau` on (more than 1: never, -1: all); `mu` is the weight
+    of the pull to the common model; `epochs` are those of the first update; a group is represented
+    by the first updates of its members | of those in the cohort, and others do not unite;
+    `aggregate` of models is uniform_mean | weighted_mean.
+    A client of a round gets two models down, and sends two; when it is new, one more each way. The
+    server keeps an update of every client.
+    """
+    check_arguments(stocfl, locals(), "algorithm")
+    aside = local.replace(epochs=epochs, steps=None, personal=None)
+    pulled = sgd(task, local, proximal(mu, erm(task), center=lambda common: common))
+    solve = Partial(
+        train_with_common, as_pytree(pulled), as_pytree(sgd(task, own_steps(local, None)))
+    )
+    hooks = Hooks(
+        solve,
+        start=start_unmet(task, m),
+        meet=unite_groups(train_aside(sgd(task, aside), aside, system), local, tau, represent),
+        prepare=send_common(local),
+        aggregate=aggregate,
+        finish=move_common(aggregate),
+        start_clients=no_clients,
+    )
+    return federated(task, local, system, hooks)._replace(
+        client_models=lambda state: state.memory.directions
+    )
+
+
+def start_unmet(task: Task, m: int) -> StartFn:
+    """Starts from one model for all groups, the common model and the anchor; nobody is met."""
+
+    def start(key: Key, data: FederatedData) -> Start:
+        begun, clients = one_active_group(task, m)(key, data), data.num_clients
+        first = take_rows(begun.groups, slice(1))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), first)
+        return begun._replace(memory=Met(first, first, zeros, jnp.zeros(clients, bool)))
+
+    return start
+
+
+def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> MeetFn:
+    """Returns what takes in the new clients of a cohort, each a group of its own, and unites
+    groups.
+
+    Args: `train` makes first updates; the others are those of `stocfl`.
+    """
+    mesh = local.execution.mesh
+
+    def meet(
+        key: Key, state: State, data: FederatedData, cohort: Cohort
+    ) -> tuple[State, jax.Array, Report]:
+        memory, m = state.memory, state.active.size
+        real = cohort.ids < data.num_clients
+        new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(memory.known)
+        newcomers = cohort.replace(ids=jnp.where(new, cohort.ids, data.num_clients))
+        upload, report = train(key, memory.anchor, newcomers, data)
+        old = jnp.where(memory.known, state.assignment, -1)
+        directions, count, compared = average_directions(memory, old, m, cohort, represent)
+        order = jnp.argsort(cohort.ids)  # so that no number depends on slots
+        nodes = jax.tree.map(lambda a, b: jnp.concatenate([a, b[order]]), directions, upload.delta)
+        compared = jnp.concatenate([compared, new[order]])
+        apart = 1 - cosine(nodes, nodes)
+        apart += ABSENT * ~(compared[:, None] & compared)
+        united = on_every_device(partial(place_groups, m=m, limit=1 - tau), mesh)
+        slot, founded = united(apart, count, new[order])
+
+        fresh = jnp.zeros_like(order).at[order].set(slot[m:])
+        moved = jnp.where(old >= 0, slot[jnp.maximum(old, 0)], -1)
+        gid = jnp.where(new, fresh, jnp.maximum(cohort.take(moved), 0) * real)
+        active = jnp.zeros(m, bool).at[slot].set(True, mode="drop").at[0].max(~(slot < m).any())
+        memory = memory.replace(
+            directions=put_models(memory.directions, newcomers.ids, upload.delta, mesh),
+            known=newcomers.put(memory.known, True),
+        )
+        state = state.replace(
+            groups=where_rows(founded, copy_model(take_rows(memory.common, 0), m), state.groups),
+            active=active,
+            assignment=moved,
+            memory=memory,
+        )
+        sent = make_traffic(units_down=new, units_up=new)
+        return state, gid.astype(jnp.int32), report.replace(early=sent)
+
+    return meet
+
+
+def average_directions(
+    memory: Met, group: jax.Array, m: int, cohort: Cohort, represent: str
+) -> tuple[Params, jax.Array, jax.Array]:
+    """Returns the mean first update [m, ...] of each group, how many clients [m] it has, and which
+    groups [m] bool are compared.
+
+    Args: `group` [K] int32 is the group of each client, -1: none; the others are those of
+    `stocfl`, and the cohort.
+    """
+    met = memory.known.astype(jnp.float32)
+    directions, count = group_mean(met, group, memory.directions, m)
+    if represent == "members":
+        return directions, count, count > 0
+    here = cohort.put(jnp.zeros_like(met), met[jnp.minimum(cohort.ids, met.size - 1)])
+    own, present = group_mean(here, group, memory.directions, m)
+    return where_rows(present > 0, own, directions), count, present > 0
+
+
+def place_groups(
+    apart: jax.Array, count: jax.Array, new: jax.Array, m: int, limit: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Unites groups up to `limit` [] apart, and more if m are too few. Returns the slot [m + S]
+    int32 of each of m groups and S clients after it, m where there is none, and which slots [m]
+    bool begin with the common model.
+
+    A united group is in the slot of the one that has most clients, the first of equals; one of
+    new clients alone is in the next slot that is free then.
+
+    Args: `apart` [m + S, m + S] are distances; `count` [m] are the clients of the groups, 0: not in
+    use; `new` [S] bool are the clients that are there.
+    """
+    valid = jnp.concatenate([count > 0, new])
+    label = agglomerate(apart, m, "single", valid, limit)
+    member = one_hot(label[:m], m).T  # [component, group]
+    largest = jnp.argmax(member * count, axis=1)
+    keeps, used = member.any(1), jnp.arange(m) <= label.max()
+    taken = jnp.zeros(m, bool).at[jnp.where(keeps, largest, m)].set(True, mode="drop")
+    free = jnp.argsort(taken, stable=True)
+    founds = used & ~keeps
+    slot = jnp.where(keeps, largest, free[jnp.maximum(jnp.cumsum(founds) - 1, 0)])
+    founded = jnp.zeros(m, bool).at[jnp.where(founds, slot, m)].set(True, mode="drop")
+    return jnp.where(label >= 0, slot[jnp.maximum(label, 0)], m).astype(jnp.int32), founded
+
+
+def send_common(local: Local) -> PrepareFn:
+    """Gives each client the common model, and reports that it is sent both ways and trained."""
+
+    def prepare(
+        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
+    ) -> tuple[Work, Report]:
+        real, size = cohort.ids < data.num_clients, cohort.take(data.train.size)
+        common = copy_model(take_rows(state.memory.common, 0), cohort.ids.size)
+        samples = real * TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
+        sent = make_traffic(units_down=real, units_up=real)
+        return work._replace(client_extra=common), make_report(sent, samples=samples)
+
+    return prepare
+
+
+def train_with_common(
+    solve: ClientFn,
+    plain: ClientFn,
+    client: jax.Array,
+    data: FederatedData,
+    shared: tuple[Key, Params],
+    work: Work,
+) -> Program:
+    """Returns the program that trains one client's group model by `solve` and the common model by
+    `plain`, whose update is `Upload.extra` (a `ClientFn`).
+    """
+    common = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
+    alone = work._replace(group=jnp.zeros_like(work.group), client_extra=(), own=())
+    second = plain(client, data, (shared[0], common), alone)
+    assert isinstance(second, Loop)  # it is never one of several, see `own_steps`
+
+    def join(found: tuple[Upload, Upload]) -> Upload:
+        upload, other = found
+        return upload.replace(steps=upload.steps + other.steps, extra=other.delta)
+
+    return then(together(solve(client, data, shared, work), second), join)
+
+
+def move_common(aggregate: AggregateFn) -> FinishFn:
+    """Moves the common model by the mean of the cohort's updates of it."""
+
+    def finish(
+        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
+    ) -> tuple[State, Traffic]:
+        memory, together = state.memory, jnp.zeros_like(gid)
+        step, _ = aggregate(upload.replace(delta=upload.extra), together, cohort, (), before)
+        common = jax.tree.map(lambda old, all: old + all[:1], memory.common, step)
+        return state.replace(memory=memory.replace(common=common)), make_traffic()
+
+    return finish
