@@ -16,6 +16,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import no_faults
 from fedjax_cfl.tree import one_hot, take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Report, State, Task
 
@@ -118,6 +119,7 @@ def join_or_found(
 
         shapes = jax.eval_shape(take_in)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[3])
+        nothing = nothing.replace(fault_counts=no_faults())
         stay = state.assignment, state.active, memory.points, nothing
         assignment, active, points, report = lax.cond(jnp.any(waiting), take_in, lambda: stay)
         memory = memory.replace(points=points, known=memory.known | waiting)
