@@ -127,6 +127,7 @@ def test_the_largest_gap_is_that_of_scipys_tree(how):
         np.testing.assert_allclose(found, heights.mean(), rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_without_a_limit_it_is_fedavg(toy, linear, local):
     state, _ = play(fedclust(linear, local, COHORT, m=1, threshold=1e9), toy)
     expected, _ = play(fedavg(linear, local, COHORT), toy)

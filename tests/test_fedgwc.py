@@ -201,6 +201,7 @@ def test_the_index_is_that_of_scikit_learn():
     assert davies_bouldin(*map(jnp.asarray, (points, labels, inside)), 4) == np.inf
 
 
+@pytest.mark.nightly
 def test_parts_of_planted_weights():
     """Three blocks among twelve of fifteen clients; with room for two parts there are two, and
     with room for one none.
@@ -215,6 +216,7 @@ def test_parts_of_planted_weights():
     assert not find_parts(KEY, weights, jnp.asarray(inside), 1, most=4, gamma=1.0)[1]
 
 
+@pytest.mark.nightly
 def test_without_tolerance_it_is_fedavg_of_so_many_steps(toy, linear, local):
     one = play(fedgwc(linear, local, COHORT, m=1, steps=5, tolerance=0.0), toy)
     other = play(fedavg(linear, local.replace(steps=5), COHORT), toy)

@@ -153,6 +153,7 @@ def mixed():
     return data.replace(x=jnp.asarray(x)), true
 
 
+@pytest.mark.nightly
 def test_shares_are_those_of_the_sources(mixed, local):
     """Of two models that each know one of them."""
     data, true = mixed

@@ -59,6 +59,7 @@ def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
             allowed = {
                 "run_dir": (-1, "nonsense"),
                 "algorithm.prior_mean": (-1,),
+                "algorithm.tau": (-1,),  # a cosine, of StoCFL
                 "model.module.hidden": ([],),  # no hidden layer
             }
             named = "text" in rule.allowed or "column" in rule.allowed

@@ -132,6 +132,7 @@ def test_slow_twin(toy, linear, local, tau, represent):
     assert twin.merges > 0 or tau != 0.85
 
 
+@pytest.mark.nightly
 def test_one_group_without_pull_is_fedavg(toy, linear, local):
     state, _ = play(stocfl(linear, local, EVERYBODY, m=14, tau=-1.0, mu=0.0, epochs=1), toy)
     expected, _ = play(fedavg(linear, local, EVERYBODY, aggregate=uniform_mean), toy)
