@@ -185,6 +185,7 @@ def test_a_client_that_renames_its_units_does_not_matter():
 # The algorithm
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mean_over", ["stored", nightly("cohort")])
 def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, mean_over):
     """Clients that train from the center keep their units in its order: FeSEM, bit for

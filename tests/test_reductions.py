@@ -280,6 +280,7 @@ def grouped(toy, two_groups):
     return play(two_groups, toy)
 
 
+@pytest.mark.nightly
 def test_fedgroup_is_flexcfl_without_shift(toy, linear, local, grouped):
     moving = play(build(flexcfl, linear, local, ROUND_ROBIN, **TWO_GROUPS), toy)
     assert_same(grouped, moving)
