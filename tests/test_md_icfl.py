@@ -115,7 +115,6 @@ def test_groups_are_those_of_a_loop():
     "sampling",
     [back_search(samples=10), nightly(generator(samples=10, hidden=64, generator_steps=300))],
     ids=["back_search", "generator"],
-@pytest.mark.nightly
 )
 def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, trained):
     """From pre-trained group models of a common start, if clients train long enough to forget
