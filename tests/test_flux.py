@@ -237,7 +237,6 @@ def turned():
 
 @pytest.mark.parametrize(
     "settings", [{"m": 10, "factor": 1.2}, nightly({"m": 4, "cluster": "kmeans"})]
-@pytest.mark.nightly
 )
 def test_four_rotations_of_digits_are_found(turned, local, settings):
     """Clients that are held out come without labels."""
