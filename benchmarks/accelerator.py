@@ -23,7 +23,7 @@ roofline: matrix products of the gradients per second over the best product meas
 same precision.
 
 Measured 2026-11-25 on 2 CPU cores (AMD EPYC), Python 3.11, jax 0.10.2: --quick only, whether it
-runs. On an H100 some set-ups ran on 2026-11-26, before clients went through lanes:
+runs. W1, W3, a, c and d on an H100 (2026-11-27, and before clients went through lanes):
 results/accelerator/README.md.
 """
 

@@ -227,8 +227,8 @@ def test_without_tolerance_it_is_fedavg_of_so_many_steps(toy, linear, local):
 
 
 @pytest.mark.nightly
-def test_permuted_labels_are_found(local):
-    """By losses alone: clients of one order of labels have alike ones once the model fits it."""
+def test_a_group_is_cut_in_training(local):
+    """On digits with renamed labels; which clients are parted is not asked, see the module."""
     pool = cfl.datasets.digits()
     data = cfl.federate(
         pool, cfl.partition.iid(pool, clients=20, seed=0), cfl.concept.permute_labels

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,7 +22,9 @@ def make_holdings():
     return Partition(sample, owner, test, client_names=("a", "b", "c"))
 
 
-@pytest.mark.parametrize("share, counts", [(0.2, (0, 2, 8)), (0.01, (0, 2, 2)), (0.5, (0, 5, 19))])
+@pytest.mark.parametrize(
+    "share, counts", [(0.2, (0, 2, 8)), (0.01, (0, 2, 2)), (0.5, (0, 5, 19)), (0.99, (0, 9, 36))]
+)
 def test_a_share_of_each_clients_training_is_set_apart(share, counts):
     holdings = make_holdings()
     tested, chosen = (
@@ -55,8 +58,6 @@ def test_no_test_sample_is_read_where_rows_are_scored_on_validation():
 
 
 def np_leaves(tree):
-    import jax
-
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 

@@ -12,6 +12,10 @@ goes on with the updates of its own clients; one group is cut in a round, and th
 than there is room for; eigenvectors are clustered by K-means of their rows at length 1, not by QR;
 losses of less than 1e-5 spread count as equal; clients that come later join the group of least
 loss.
+
+Losses tell groups apart that the model fits unlike well. Where half of the clients had renamed
+labels (digits, 40 clients, 300 rounds), the groups found had nothing to do with the true ones:
+adjusted Rand index -0.03 to 0.04, three seeds.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,7 @@ def set_apart_validation(
     holdings: Partition, share: float, seed: int, part: Literal["test", "validation"]
 ) -> Partition:
     """Takes a share of each client's training samples out of its training, for the choice between
-    runs: at least two of them, and none where a client has fewer than ten.
+    runs: at least two of them and never all, and none where a client has fewer than ten.
 
     Args: `share` in [0, 1); `part`: what the client is tested on, its test samples, or, as if it
     had no others, those that were set apart. The samples of the other part are left out. Raises
@@ -115,7 +115,7 @@ def set_apart_validation(
     apart = np.zeros(len(holdings.sample), bool)
     for own in group_places(holdings.owner[train], count):
         if len(own) >= LEAST_TO_SHARE:
-            kept = min(count_train(len(own), share), len(own) - 2)
+            kept = max(1, min(count_train(len(own), share), len(own) - 2))
             apart[train[rng.permutation(own)[kept:]]] = True
     keep = ~apart if part == "test" else apart | ~holdings.test
     if count and not keep[holdings.owner == count - 1].any():

@@ -19,7 +19,7 @@ from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Key
 from fedjax_cfl.validation import format_value
 
-__all__ = ["find_module", "list_given", "make_settings"]
+__all__ = ["list_given", "make_settings"]
 NAMED = ("algorithm", "dataset", "partition", "model")  # parts that a caller may name
 ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(50, 5, 2)  # as in conf/config.yaml
 
