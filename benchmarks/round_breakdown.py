@@ -94,7 +94,7 @@ def measured(
     @jax.jit
     def train(key, state, data_state, data):
         now, round = data_state.apply_to(data), state.round
-        ids = draw(derive_key(key, SELECT, round), round, CLIENTS)
+        ids = draw(derive_key(key, SELECT, round), round, np.ones(CLIENTS))
         cohort = make_cohort(ids, now, trains.execution)
         work = full_work(jnp.maximum(state.assignment[cohort.ids], 0))
         return solve(cohort, now, (derive_key(key, TRAIN, round), state.groups), work)

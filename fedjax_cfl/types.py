@@ -313,7 +313,8 @@ class Selection(NamedTuple):
     select: Callable[..., jax.Array]
     # (memory, state, cohort, upload, seconds [S] or None) -> memory, once the cohort has answered
     update: Callable[..., Any]
-    # (key, round, K) -> ids, where nothing is remembered, so that cohorts are known before the run
+    # (key, round, size [K]) -> ids, where nothing is remembered, so that cohorts are known before
+    # the run, by who has training samples
     draw: Callable[..., jax.Array] | None = None
     # (key, state, data) -> Poll, what `select` of the same arguments makes clients do before it
     # selects; None: nothing
@@ -384,7 +385,7 @@ class Algorithm(NamedTuple):
     serve: Callable[..., ServedModels]  # (state) -> models and who uses which
     # True: a client is served a model only once it has a group
     clustered: bool = False
-    # (key, round, K) -> ids, whose samples a round (None: init) reads; None: any client's
+    # (key, round, size [K]) -> ids, whose samples a round (None: init) reads; None: any client's
     data_clients: Callable[..., jax.Array] | None = None
     # what the run does about updates that are not finite, see `faults.Faults`
     nonfinite: str = "skip"

@@ -73,7 +73,7 @@ def play_twin(groups, data, pick, local, rounds, train):
     x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
     place = [-1] * CLIENTS
     for number in range(rounds):
-        ids = pick.draw(derive_key(KEY, SELECT, number), number, CLIENTS).tolist()
+        ids = pick.draw(derive_key(KEY, SELECT, number), number, data.train.size).tolist()
         ids, answers = [k for k in ids if SIZES[k]], {}
         for k in ids:
             held = samples(data, k)
@@ -200,7 +200,7 @@ def test_losses_are_of_each_batch_once(toy, linear, local):
         KEY, jax.jit(algorithms.fedavg(linear, one, system).init)(KEY, toy), toy
     )
     model = models_of(jax.jit(algorithms.fedavg(linear, one, system).init)(KEY, toy).groups)[0]
-    ids = [k for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, CLIENTS).tolist()]
+    ids = [k for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, toy.train.size).tolist()]
     held = np.concatenate([samples(toy, k) for k in ids])
     expected = cross_entropy(model, x[held], y[held]) + 0.001 * np.sum(model.kernel**2)
     np.testing.assert_allclose((info.loss, info.last_loss), expected, rtol=1e-5)

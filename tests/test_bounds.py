@@ -44,7 +44,7 @@ def twin(models, concepts, data, local):
     """
     taken = 0
     for round, group in enumerate(concepts):
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         solutions, weights = [[] for _ in models], [[] for _ in models]
         for client in ids:
             if group[client] < 0:

@@ -211,7 +211,7 @@ def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
     step = jax.jit(algorithm.round)
     day = step(jax.random.key(0), state, toy)[1]
-    ids = select.uniform(6).draw(derive_key(jax.random.key(0), SELECT, 0), 0, 14)
+    ids = select.uniform(6).draw(derive_key(jax.random.key(0), SELECT, 0), 0, toy.train.size)
     drawn = int(jnp.sum(ids < 5))
     assert day.selected == (drawn if selection is select.uniform else 4) > 0
     night = state.replace(clock_ms=jnp.asarray([0, 4_000_000], jnp.uint32))

@@ -237,7 +237,9 @@ def idle(task, local, pick):
 
 @pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), nightly("none", 0)])
 def test_discard_rule(toy, linear, local, rule, hidden):
-    """14 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so."""
+    """13 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so. The
+    model is that of the client without training samples as well.
+    """
     result = cfl.run(
         idle(linear, local, select.rr_then_random(5)),
         linear,
@@ -247,7 +249,7 @@ def test_discard_rule(toy, linear, local, rule, hidden):
         discard=rule,
         mesh=local.execution.mesh,
     )
-    assert [row["evaluated_clients"] for row in result.rows] == [5, 10, 14, 14, 14]
+    assert [row["evaluated_clients"] for row in result.rows] == [6, 11, 14, 14, 14]
     assert [row["accuracy"] is None for row in result.rows] == [n < hidden for n in range(5)]
 
 
@@ -357,7 +359,9 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
         before = state.groups
         state, moving, info = step(KEY, state, moving, toy)
         moved += int(info.migrated)
-        for client in np.asarray(choose.draw(derive_key(KEY, SELECT, number), number, 14)):
+        for client in np.asarray(
+            choose.draw(derive_key(KEY, SELECT, number), number, toy.train.size)
+        ):
             models[client] = jax.tree.map(
                 lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before
             )
@@ -412,7 +416,7 @@ def test_received_models_of_rounds_that_change_groups(
         if number in everybody:
             ids, group = np.arange(14), np.maximum(before.assignment, 0)
         else:
-            ids = np.asarray(pick.draw(derive_key(KEY, SELECT, number), number, 14))
+            ids = np.asarray(pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size))
             group = np.maximum(state.assignment, 0)
         assert info.selected == len(ids)
         expected[ids] = sent[group[ids]]

@@ -110,7 +110,7 @@ def test_rounds_equal_a_slow_twin(toy, local, width):
     server, own = first["Dense_0"], {}
     for number in range(3):
         answers, weights = [], []
-        for k in PICK.draw(derive_key(KEY, SELECT, number), number, len(SIZES)).tolist():
+        for k in PICK.draw(derive_key(KEY, SELECT, number), number, np.array(SIZES)).tolist():
             if not SIZES[k]:
                 continue
             epochs = passes(derive_key(KEY, TRAIN, number), toy, k, local.epochs)

@@ -91,7 +91,7 @@ def test_slow_twin(toy, linear, local, settings, groups):
         before = state
         state, _ = one_round(KEY, state, data)
         solutions, weights = [[] for _ in models], [[] for _ in models]
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, 14).tolist()
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         for client in [client for client in ids if data.train.size[client] > 0]:
             mine, key = group[client], derive_key(KEY, TRAIN, round)
             solutions[mine].append(solution(key, models[mine], toy, client, local, local.epochs))

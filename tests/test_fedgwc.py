@@ -155,7 +155,7 @@ def test_slow_twin(toy, linear, local, gamma, tolerance, parts):
     one_round = jax.jit(algorithm.round)
     for round in range(ROUNDS):
         data, before, cold = early if round < FROM else toy, state, twin.cold
-        ids = pick.draw(derive_key(KEY, SELECT, round), round, 14).tolist()
+        ids = pick.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         twin.round(round, data, ids)
         state, _ = one_round(KEY, state, data)
         np.testing.assert_allclose(state.memory.weights, twin.weights, atol=2e-5)

@@ -96,7 +96,7 @@ def test_slow_twin(toy, linear, local, m, every, lam):
     state, one_round, free = begun, jax.jit(algorithm.round), 0
     for round in range(6):
         data, before = early if round == 0 else toy, state
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, 14).tolist()
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         asked = twin.round(round, data, ids)
         state, _ = one_round(KEY, state, data)
         sent, more = spent(before, state), len([i for i in ids if i not in asked])

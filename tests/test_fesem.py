@@ -116,7 +116,7 @@ def twin(state, data, local, rounds, mu, form, estep):
     size = np.asarray(data.train.size)
     with_data = [client for client in range(data.num_clients) if size[client] > 0]
     for round in range(rounds):
-        cohort = COHORT.draw(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
+        cohort = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         for client in with_data:
             if estep == "all" or client in cohort:
                 assignment[client] = nearest(models[client], centers)

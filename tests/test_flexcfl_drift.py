@@ -123,7 +123,7 @@ def rounds(toy, linear, local) -> list[dict[str, Any]]:
         now = data_state.apply_to(toy)
         met = twin.assignment >= 0
         detected, moved = twin.migrate(round, now)
-        ids = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, now.num_clients))
+        ids = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, now.train.size))
         twin.train(round, now, ids.tolist())
         found.append(
             {

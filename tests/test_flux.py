@@ -111,7 +111,7 @@ def test_slow_twin(shifted, linear, local, m, newcomers):
         if round == 4:
             groups[LATE] = place(samples(data, LATE))
             down, words = down + 1, words + 4 * rows
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, 14).tolist()
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         able = [client for client in range(14) if data.train.size[client] > 0]
         takes = [client for client in ids if client in able]
         solutions = {}

@@ -275,7 +275,6 @@ def test_power_of_choice_takes_the_highest_losses_of_each_group(
             assert max(mine, key=lambda i: loss[i]) in ids
 
 
-@pytest.mark.nightly
 def test_candidates_are_drawn_in_proportion_to_their_samples():
     """Of 4,000 draws of one of three clients with 0, 3 and 9 samples, about 1,000 and 3,000."""
     data = SimpleNamespace(train=SimpleNamespace(size=jnp.array([0, 3, 9])))

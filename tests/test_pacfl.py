@@ -123,7 +123,7 @@ def test_slow_twin(spread, linear, local, settings, groups):
     models = models_of(begun.groups)
     for round in range(3):
         solutions, weights = [[] for _ in models], [[] for _ in models]
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, spread.num_clients)
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, spread.train.size)
         for client in [client for client in ids.tolist() if client in able]:
             epochs, group = passes(round, spread, client, local.epochs), expected[client]
             batches = batches_of(epochs, local.batch_size)

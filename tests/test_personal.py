@@ -59,7 +59,7 @@ def test_ditto_equals_its_twin(toy, linear, local, m, width):
     rows = models_of(states[0].own.rows)
     for before, after in itertools.pairwise(states):
         number, sent = int(before.round), models_of(before.groups)
-        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.num_clients).tolist():
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size).tolist():
             if not toy.train.size[client]:
                 continue
             epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
@@ -105,7 +105,7 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
     x, y = np.asarray(toy.x), np.asarray(toy.y)
     for before, after in itertools.pairwise(states):
         number, new = int(before.round), [[], []]
-        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.num_clients).tolist():
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size).tolist():
             if not toy.train.size[client]:
                 continue
             held = passes(derive_key(KEY, TRAIN, number), toy, client, 1)[0]
@@ -225,7 +225,7 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
     kept = [jax.tree.map(lambda leaf, k=k: leaf[k], states[0].own.rows) for k in range(len(SIZES))]
     for number in range(ROUNDS):
         answers, weights = [], []
-        for client in pick.draw(derive_key(KEY, SELECT, number), number, len(SIZES)).tolist():
+        for client in pick.draw(derive_key(KEY, SELECT, number), number, np.array(SIZES)).tolist():
             if not SIZES[client]:
                 continue
             epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
@@ -266,7 +266,7 @@ def test_who_is_tested_on_what(toy, mlp, local):
     pick = select.uniform(COHORT)
     algorithm = build(algorithms.fedavg, mlp, local.replace(personal=ditto()), pick)
     state = play(algorithm, toy, 1)[-1]
-    ids = pick.draw(derive_key(KEY, SELECT, 0), 0, len(SIZES)).tolist()
+    ids = pick.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
     trained = [k in ids and SIZES[k] > 0 for k in range(len(SIZES))]
     np.testing.assert_array_equal(state.own.trained, trained)
     models, index, *_ = used_models(algorithm, state, toy)
@@ -298,7 +298,8 @@ def test_what_a_client_has_trained_survives_a_lost_answer(toy, linear, local):
     moved = np.any(matrix(before.own.rows) != matrix(after.own.rows), axis=1)
     np.testing.assert_array_equal(moved, after.own.trained)
     assert moved.sum() == sum(
-        SIZES[k] > 0 for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, len(SIZES)).tolist()
+        SIZES[k] > 0
+        for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
     )
 
 

@@ -29,7 +29,7 @@ def both(toy_pool):
 
 
 def methods(task, local):
-    select = cfl.select.rr_then_random(5)
+    select = cfl.select.rr_then_random(4)
     return {
         "fedavg": lambda: cfl.algorithms.fedavg(task, local, select),
         "qfedavg": lambda: cfl.algorithms.qfedavg(task, local, select),

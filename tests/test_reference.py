@@ -105,7 +105,7 @@ def batches_of(epochs, size):
 
 
 def cohort_of(pick, round, data):
-    ids = pick.draw(derive_key(KEY, SELECT, round), round, data.num_clients)
+    ids = pick.draw(derive_key(KEY, SELECT, round), round, data.train.size)
     return [client for client in ids.tolist() if data.train.size[client] > 0]
 
 
@@ -380,7 +380,7 @@ def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     model, milliseconds, late = models_of(state.groups)[0], 0, 0
     for round in range(ROUNDS + 2):
-        ids = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, 14)).tolist()
+        ids = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, toy.train.size)).tolist()
         done = visits(model, toy, ids, round, local)
         seconds = {
             k: v.steps * step_seconds[k] + 2 * 24 * 4 / bandwidth[k] for k, v in done.items()
@@ -425,8 +425,10 @@ def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, 
     algorithm = federated(linear, local, timed, Hooks(sgd(linear, local), start, assign=assign))
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     models, times, lost, empty, silent = models_of(state.groups), np.zeros(2), 0, 0, 0
-    for round in range(8):
-        drawn = np.asarray(pick.draw(derive_key(KEY, SELECT, round), round, 14)).tolist()
+    for round in range(10):
+        drawn = np.asarray(
+            pick.draw(derive_key(KEY, SELECT, round), round, toy.train.size)
+        ).tolist()
         now = {k: times[k % 2] % 40 for k in range(14)}
         here = [k for k in drawn if begin[k] <= now[k] < end[k]]
         done = {}

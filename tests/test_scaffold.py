@@ -87,7 +87,7 @@ class Twin:
         return mean([variate for variate, group in pairs if group == g])
 
     def play(self, number, data, pick, local, rho=0.0):
-        ids = pick.draw(derive_key(KEY, SELECT, number), number, CLIENTS).tolist()
+        ids = pick.draw(derive_key(KEY, SELECT, number), number, data.train.size).tolist()
         ids = [k for k in ids if SIZES[k]]
         for k in ids:
             g = self.choose(data, k)
@@ -177,7 +177,7 @@ def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
     )
     pick = select.uniform(COHORT)
     before, after = play(federated(linear, corrected(local), pick, hooks), toy, 3)[-2:]
-    ids = pick.draw(derive_key(KEY, SELECT, 2), 2, CLIENTS)
+    ids = pick.draw(derive_key(KEY, SELECT, 2), 2, toy.train.size)
     kept = matrix(after.own.rows)[np.asarray(ids)]
     steps = np.array([local.epochs * -(-SIZES[k] // local.batch_size) for k in ids.tolist()])
     plain = -local.lr * steps[:, None] * kept

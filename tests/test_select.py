@@ -22,36 +22,66 @@ from fedjax_cfl.client.cohort import (
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import SELECT, derive_key, draw_permutation
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.power_of_choice import rpow_d
 from fedjax_cfl.types import Cohort
 
 KEY = jax.random.key(11)
+TEN = np.ones(10)  # clients with a training sample each
 
 
 def test_round_robin_wraps_and_then_draws():
     pick = select.rr_then_random(4)
-    turns = [pick.draw(KEY, round, 10).tolist() for round in range(3)]
+    turns = [pick.draw(KEY, round, TEN).tolist() for round in range(3)]
     assert turns == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-    later = pick.draw(KEY, 3, 10)
-    assert later.tolist() == select.uniform(4).draw(KEY, 3, 10).tolist()
+    later = pick.draw(KEY, 3, TEN)
+    assert later.tolist() == select.uniform(4).draw(KEY, 3, TEN).tolist()
     assert later.tolist() != [2, 3, 4, 5]
 
 
 def test_round_robin_stops_where_the_clients_end():
     """K = 5 divides n = 10: two rounds cover everybody, the third is already a draw."""
     pick = select.rr_then_random(5)
-    assert pick.draw(KEY, 1, 10).tolist() == [5, 6, 7, 8, 9]
-    assert pick.draw(KEY, 2, 10).tolist() == select.uniform(5).draw(KEY, 2, 10).tolist()
+    assert pick.draw(KEY, 1, TEN).tolist() == [5, 6, 7, 8, 9]
+    assert pick.draw(KEY, 2, TEN).tolist() == select.uniform(5).draw(KEY, 2, TEN).tolist()
 
 
 def test_uniform_repeats_nobody_and_leaves_nobody_out():
-    drawn = np.array([select.uniform(4).draw(jax.random.key(seed), 0, 10) for seed in range(100)])
+    drawn = np.array([select.uniform(4).draw(jax.random.key(seed), 0, TEN) for seed in range(100)])
     assert all(len(set(row)) == 4 for row in drawn.tolist())
     # expected 0.4 each, standard deviation 0.05
     shares = np.bincount(drawn.ravel(), minlength=10) / 100
     assert shares.shape == (10,) and abs(shares - 0.4).max() < 0.2
+
+
+@pytest.mark.parametrize("make", [select.uniform, select.rr_then_random])
+def test_clients_without_training_samples_take_no_place(make):
+    """The draw is one of five clients, by their place among those that can train."""
+    size = np.array([0, 3, 0, 0, 1, 9, 0, 2, 4, 0])
+    able = np.flatnonzero(size)
+    for round in range(4):
+        ids = make(3).draw(derive_key(KEY, SELECT, round), round, size)
+        among = make(3).draw(derive_key(KEY, SELECT, round), round, np.ones(5))
+        assert ids.tolist() == able[among].tolist()
+
+
+@pytest.mark.parametrize("make", [select.uniform, select.rr_then_random])
+@pytest.mark.parametrize("able", [0, 3])
+def test_places_stay_empty_where_too_few_can_train(make, able):
+    size = np.where(np.arange(10) < able, 7, 0)
+    for round in range(3):
+        ids = make(5).draw(derive_key(KEY, SELECT, round), round, size)
+        assert sorted(ids.tolist()) == [*range(able), *[10] * (5 - able)]
+    with pytest.raises(InputError, match="clients_per_round=11: must be at most 10"):
+        make(11).draw(KEY, 0, size)
+
+
+def test_a_draw_of_clients_that_all_train_is_a_permutation():
+    """Numbers of runs depend on it: the draw is the beginning of one of all clients."""
+    drawn = [select.uniform(k).draw(KEY, 0, TEN).tolist() for k in (4, 10)]
+    assert drawn == [draw_permutation(KEY, 10, k).tolist() for k in (4, 10)]
 
 
 @pytest.mark.parametrize("round_robin", [False, True])
@@ -60,8 +90,8 @@ def test_py_sample_is_pythons_generator(round_robin):
     drawn = [random.Random(round + 2077).sample(range(10), 4) for round in range(6)]
     if round_robin:
         drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
-    assert [pick.draw(KEY, round, 10).tolist() for round in range(6)] == drawn
-    assert pick.draw(KEY, 7, 10).tolist() == drawn[1], "a run longer than the table starts over"
+    assert [pick.draw(KEY, round, TEN).tolist() for round in range(6)] == drawn
+    assert pick.draw(KEY, 7, TEN).tolist() == drawn[1], "a run longer than the table starts over"
 
 
 def test_a_start_refuses_a_selection_that_is_not_known_before_the_run(toy, linear, local):

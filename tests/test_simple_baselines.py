@@ -59,7 +59,7 @@ def step(algorithm, data):
 
 def cohort_of(key, data):
     """Returns the clients with samples among the six that are drawn for round 0."""
-    return [client for client in COHORT.draw(key, 0, K).tolist() if data.train.size[client] > 0]
+    return [client for client in COHORT.draw(key, 0, data.train.size).tolist() if client < K]
 
 
 def units(state):

@@ -87,7 +87,7 @@ def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
         size = np.asarray(data.train.size)
         nearest = np.argmin(squares(models, centers), axis=1)
         labels = np.where(weight > 0, nearest, labels)
-        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.num_clients).tolist()
+        ids = COHORT.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
         for client in ids:
             if size[client]:
                 start, key = centers[labels[client]], derive_key(KEY, TRAIN, round)

@@ -50,7 +50,7 @@ def centralised(task: Task, local: Local, system: SystemLike) -> Algorithm:
     system = as_system(system)
     refuse_clients(local, system)
     hooks = Hooks(sgd(task, local), prepare=train_as_long_as(system.select, local))
-    one_place = stateless(lambda key, round, num_clients: jnp.zeros(1, jnp.int32))
+    one_place = stateless(lambda key, round, size: jnp.zeros(1, jnp.int32))
     algorithm = federated(task, local, system._replace(select=one_place), hooks)
 
     def init(key: Key, data: FederatedData) -> State:

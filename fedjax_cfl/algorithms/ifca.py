@@ -199,7 +199,7 @@ def first_cohort(local: Local, system: SystemLike, key: Key, data: FederatedData
             "algorithm.start: this start needs the clients of the first round, which this"
             " selection does not know before the run; use start=random"
         )
-    ids = draw(derive_key(key, SELECT, 0), 0, data.num_clients)
+    ids = draw(derive_key(key, SELECT, 0), 0, data.train.size)
     return make_cohort(ids, data, local.execution)
 
 

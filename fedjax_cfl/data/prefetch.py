@@ -3,8 +3,8 @@ rounds are fetched while the block before trains.
 
 Such a population is a FederatedData of NumPy arrays, `x` perhaps memory-mapped; see
 `federate(..., on_host=True)`. A block is ordinary data on the devices. In one that
-trains every client keeps its number and all but a few clients are without samples; one
-that tests has consecutive clients, numbered from 0. Its size is static: the most that
+trains every client keeps its number and its count of samples, but the samples are those of a few;
+one that tests has consecutive clients, numbered from 0. Its size is static: the most that
 any block of the run needs, known beforehand because cohorts are functions of the key.
 """
 
@@ -136,8 +136,8 @@ class HostFeed:
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
         assert algorithm.data_clients is not None  # `check_host_data` has looked
-        self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.num_clients)))
-        self.cohorts = draw_cohorts(algorithm, key, rounds, data.num_clients)
+        self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.train.size)))
+        self.cohorts = draw_cohorts(algorithm, key, rounds, data.train.size)
         if row_bytes:
             cohort = self.cohorts.shape[1] * row_bytes
             self.length = max(1, min(self.length, LENT_BYTES // cohort))
@@ -178,7 +178,8 @@ class HostFeed:
 
     def block_clients(self, begin: int, count: int) -> np.ndarray:
         """Returns the clients, ascending, of `count` rounds from round `begin` on."""
-        return np.unique(self.cohorts[begin : begin + count])
+        ids = np.unique(self.cohorts[begin : begin + count])
+        return ids[ids < self.data.num_clients]
 
     def _fetch(self, ids: np.ndarray, side: str) -> FederatedData:
         """Returns the samples of one side of these clients, ascending, as data on the devices."""
@@ -201,6 +202,8 @@ class HostFeed:
         nobody: list[Any] = [np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size)]
         views = {name: ClientIndex(*nobody) for name in ("train", "test")}
         views[side] = ClientIndex(*arrays)
+        if side == "train":  # that of all clients: the selection asks who has samples
+            views[side] = views[side].replace(size=np.asarray(held.size, np.int32))
         rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
         return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
@@ -250,13 +253,13 @@ def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
             yield waiting.result()
 
 
-def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, num_clients: int) -> np.ndarray:
-    """Returns whom every round reads, [rounds, n]."""
+def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, size: np.ndarray) -> np.ndarray:
+    """Returns whom every round reads, [rounds, n]; K in a place that is empty."""
     clients_of = algorithm.data_clients
     assert clients_of is not None  # `check_host_data` has looked
     draw = jax.jit(
         lambda first: jax.lax.map(
-            lambda i: clients_of(key, first + i, num_clients), jnp.arange(min(rounds, DRAW_BATCH))
+            lambda i: clients_of(key, first + i, size), jnp.arange(min(rounds, DRAW_BATCH))
         )
     )
     return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[

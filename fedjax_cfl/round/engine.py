@@ -160,14 +160,17 @@ def withhold_groups(before: State | None, state: State, data: FederatedData) -> 
     by: they have no training samples, and had no group when they last had some.
 
     Whatever a method computes for such a client depends on how groups are numbered, not on the
-    client. As long as there is one group, or one model, it is everybody's.
+    client. As long as there is one group, it is everybody's, also of those that take no part.
 
     Args: `before` is the state before the groups of `state` were chosen, None: the run begins.
     """
-    unknown = (data.train.size == 0) & (state.active.sum() > 1)
+    empty, alone = data.train.size == 0, state.active.sum() == 1
+    unknown = empty & ~alone
     if before is not None:
         unknown &= (before.assignment < 0) | (before.active.sum() == 1)
-    return state.replace(assignment=jnp.where(unknown, -1, state.assignment))
+    group = jnp.where(unknown, -1, state.assignment)
+    only = jnp.argmax(state.active).astype(jnp.int32)
+    return state.replace(assignment=jnp.where(empty & alone & (group < 0), only, group))
 
 
 def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, RoundLog]:

@@ -101,15 +101,16 @@ def no_clients(key: Key, num_clients: int) -> jax.Array:
 def find_data_clients(
     start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
 ) -> Callable[..., jax.Array] | None:
-    """Returns `Algorithm.data_clients`: (key, round, K) -> the clients whose samples that round
-    reads; round None is the start. Returns None if they are not known before the run.
+    """Returns `Algorithm.data_clients`: (key, round, size [K]) -> the clients whose samples that
+    round reads; round None is the start, and `size` counts each client's training samples. Returns
+    None if they are not known before the run.
     """
     if start_clients is None or draw is None:
         return None
 
-    def data_clients(key: Key, round: ArrayLike | None, num_clients: int) -> jax.Array:
+    def data_clients(key: Key, round: ArrayLike | None, size: jax.Array) -> jax.Array:
         if round is None:
-            return start_clients(derive_key(key, START), num_clients)
-        return draw(derive_key(key, SELECT, round), round, num_clients)
+            return start_clients(derive_key(key, START), len(size))
+        return draw(derive_key(key, SELECT, round), round, size)
 
     return data_clients

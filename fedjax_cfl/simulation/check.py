@@ -15,10 +15,11 @@ from flax import struct
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation.personalize import check_rule
 from fedjax_cfl.system.reports import count_to_int
-from fedjax_cfl.system.select import uniform
+from fedjax_cfl.system.select import stateless, uniform
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Selection, State, Task, Upload
 
 CLIENTS, COHORT, ROUNDS = 12, 6, 3  # of a trial: as many as show each rule broken
@@ -73,7 +74,7 @@ def check_algorithm(
     def make(select: Selection) -> Algorithm:
         return method(task, local, select)
 
-    select = in_any_order(uniform(min(COHORT, few.num_clients)))
+    select = in_any_order(draw_anyone(min(COHORT, few.num_clients)))
     broken = list(find_broken_rules(try_rounds(make(select), task, few)))
     if not broken:
         broken = list(check_newcomers(make, few))
@@ -93,6 +94,11 @@ def take_few(data: FederatedData) -> FederatedData:
     lost = few.train.order[kept:]
     train = few.train.replace(order=few.train.order[:kept], size=few.train.size.at[-1].set(0))
     return few.replace(owner=few.owner.at[lost].set(-1), train=train)
+
+
+def draw_anyone(clients_per_round: int) -> Selection:
+    """Selects uniformly, also the client that has lost its training samples."""
+    return stateless(lambda key, _, size: draw_permutation(key, len(size), clients_per_round))
 
 
 def in_any_order(select: Selection) -> Selection:

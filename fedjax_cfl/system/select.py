@@ -1,7 +1,8 @@
 """Which clients take part in a round: each function returns a `Selection`.
 
-Most selections remember nothing. `stateless` makes them of a function (key, round,
-num_clients) -> ids [k] int32, in order of selection, without repeats.
+Most selections remember nothing. `stateless` makes them of a function (key, round, size) -> ids
+[k] int32, in order of selection, without repeats, K in a place that stays empty; size [K] counts
+each client's training samples.
 
 Selections by group have a quota of slots for each group (Fielding,
 https://arxiv.org/abs/2411.01580, Algorithm 1). A round has S slots. With g groups that have
@@ -18,13 +19,13 @@ import numpy as np
 
 from fedjax_cfl.data.federated import to_shares, train_label_counts
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.keys import draw_permutation
+from fedjax_cfl.keys import permute, put_first
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 __all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
-Draw = Callable[..., jax.Array]  # (key, round, num_clients) -> ids [k] int32
+Draw = Callable[..., jax.Array]  # (key, round, size [K]) -> ids [k] int32
 
 
 def memoryless(select: Callable[..., jax.Array]) -> Selection:
@@ -37,57 +38,57 @@ def stateless(draw: Draw) -> Selection:
 
     Its cohorts are known before the run, so that samples on the host can be fetched ahead.
     """
-    drawn = memoryless(lambda key, memory, state, data: draw(key, state.round, data.num_clients))
+    drawn = memoryless(lambda key, memory, state, data: draw(key, state.round, data.train.size))
     return drawn._replace(draw=draw)
 
 
 def full_participation() -> Selection:
     """Takes all clients every round, in the order of their ids (Sattler et al.)."""
-    return stateless(lambda key, round, num_clients: jnp.arange(num_clients, dtype=jnp.int32))
+    return stateless(lambda key, round, size: jnp.arange(len(size), dtype=jnp.int32))
 
 
-def draw_uniform(clients_per_round: PositiveInt) -> Draw:
-    """Draws clients uniformly without replacement (FedAvg).
+def draw_trainable(clients_per_round: PositiveInt, in_turn: bool) -> Draw:
+    """Draws clients that have training samples, uniformly without replacement; with `in_turn`,
+    in the order of their ids until all have been selected. Places stay empty if they are too few.
 
     Raises InputError for fewer than one client, and when it draws, for more than there are.
     """
-    check_arguments(draw_uniform, locals())
+    check_arguments(draw_trainable, locals())
 
-    def draw(key: Key, round: int | jax.Array, num_clients: int) -> jax.Array:
-        if clients_per_round > num_clients:
+    def draw(key: Key, round: int | jax.Array, size: jax.Array) -> jax.Array:
+        if clients_per_round > len(size):
             raise InputError(
-                f"clients_per_round={clients_per_round}: must be at most {num_clients}, the number"
+                f"clients_per_round={clients_per_round}: must be at most {len(size)}, the number"
                 " of clients"
             )
-        return draw_permutation(key, num_clients, clients_per_round)
+        trainable, place = jnp.asarray(size) > 0, jnp.arange(clients_per_round)
+        count = trainable.sum()
+        number = permute(jax.random.bits(key, (2,)), count, 0, place)
+        if in_turn:
+            turn = (round * clients_per_round + place) % jnp.maximum(count, 1)
+            number = jnp.where(round * clients_per_round < count, turn, number)
+        return jnp.where(place < count, put_first(trainable)[number], len(size)).astype(jnp.int32)
 
     return draw
 
 
 def uniform(clients_per_round: PositiveInt) -> Selection:
-    """Selects uniformly without replacement every round (FedAvg), see `draw_uniform`."""
-    return stateless(draw_uniform(clients_per_round))
+    """Selects uniformly without replacement every round (FedAvg), see `draw_trainable`."""
+    return stateless(draw_trainable(clients_per_round, in_turn=False))
 
 
 def rr_then_random(clients_per_round: PositiveInt) -> Selection:
-    """Takes clients in the order of their ids until all have been selected, then draws
-    uniformly (the clustered trainers of the FlexCFL code). Where ids go group by group, so do the
-    first rounds.
+    """Takes clients in the order of their ids until all have been selected, then draws uniformly
+    (the clustered trainers of the FlexCFL code), see `draw_trainable`. Where ids go group by group,
+    so do the first rounds.
     """
-    then = draw_uniform(clients_per_round)
-
-    def draw(key: Key, round: int | jax.Array, num_clients: int) -> jax.Array:
-        turn = (round * clients_per_round + jnp.arange(clients_per_round)) % num_clients
-        drawn = then(key, round, num_clients)
-        return jnp.where(round * clients_per_round < num_clients, turn.astype(jnp.int32), drawn)
-
-    return stateless(draw)
+    return stateless(draw_trainable(clients_per_round, in_turn=True))
 
 
 def from_table(table: np.ndarray) -> Selection:
     """Follows a table [T, k] of client ids; a run longer than the table starts over."""
     rows = jnp.asarray(table, jnp.int32)
-    return stateless(lambda key, round, num_clients: rows[round % rows.shape[0]])
+    return stateless(lambda key, round, size: rows[round % rows.shape[0]])
 
 
 def py_sample(

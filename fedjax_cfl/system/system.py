@@ -107,12 +107,12 @@ class System(NamedTuple):
         """Returns the clients [k] that the selection takes, only such as are online, and what
         any did before that.
 
-        To the selection, an offline client is one without samples. If the selection takes it all
-        the same, its place in the cohort stays empty.
+        To the selection, an offline client is one without samples, unless the selection is known
+        before the run. If it takes that client all the same, its place in the cohort stays empty.
         """
         key, select, clients = keys[SELECT], self.select, data.num_clients
         here = clocks.find_presence(self.clock, state)
-        if here is not None:
+        if here is not None and select.draw is None:
             size = jnp.where(here.stay > 0, data.train.size, 0)
             data = data.replace(train=data.train.replace(size=size))
         ids = select.select(key, state.selection, state, data)
