@@ -2,8 +2,8 @@
 
 Axis letters, used in every shape comment of the package: K clients, S cohort slots
 (clients of one round, padded), m groups (static maximum), P parameters, N samples, B
-batch, C classes. A pytree with a leading axis is written like an array: `groups [m,
-...]` is a parameter pytree whose every leaf has a leading axis m.
+batch, C classes (of a regression 1, its output). A pytree with a leading axis is written like an
+array: `groups [m, ...]` is a parameter pytree whose every leaf has a leading axis m.
 
 Functions travel in NamedTuples, arrays in frozen dataclasses that change by `.replace`.
 """
@@ -44,24 +44,26 @@ class Task(NamedTuple):
     """
 
     init: Callable[[Key], Params]  # random initial parameters
-    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy + L2; dropout
-    # only with a key
+    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or `error`,
+    # + L2; dropout only with a key
     loss: Callable[..., jax.Array]
-    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, no dropout
+    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, or [B, 1] numbers; no dropout
     predict: Callable[..., jax.Array]
     # `loss` without its part that depends on the model alone, and that part: (params) -> []. None:
     # there is none
     sample_loss: Callable[..., jax.Array] | None = None
     penalty: Callable[[Params], ArrayLike] | None = None
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
+    # (outputs - targets [B]) -> [B], the loss of a regression; None: y are classes
+    error: Callable[[jax.Array], jax.Array] | None = None
 
 
 class Pool(NamedTuple):
     """Labelled samples on the host, before clients hold them."""
 
     x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
-    y: np.ndarray  # [N] int32, 0 .. num_classes - 1
-    num_classes: int
+    y: np.ndarray  # [N] int32, 0 .. num_classes - 1; float32, any numbers, without classes
+    num_classes: int  # C; 0: there are no classes, y are numbers to regress
     # [N] int32, the natural owner of each sample, where the source names one
     client: np.ndarray | None = None
     # [N] bool, True in the source's own test split, where it has one
@@ -120,13 +122,13 @@ class FederatedData(struct.PyTreeNode):
     """
 
     x: jax.Array  # [rows, ...] uint8 (read as x / 255) or float32
-    y: jax.Array  # [N] int32, the label of each holding
+    y: jax.Array  # [N] the label of each holding, int32, or a number to regress, float32
     owner: jax.Array  # [N] int32, -1 = not visible
     train: ClientIndex
     test: ClientIndex
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
-    num_classes: int = struct.field(pytree_node=False)
+    num_classes: int = struct.field(pytree_node=False)  # C; 0: y are numbers to regress
     # the most training samples that one client may ever hold
     max_client_samples: int = struct.field(pytree_node=False)
     # False: no client's samples ever change

@@ -25,7 +25,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 FASTER = {"rounds=60": "rounds=2"}  # what a block may do less of here
-SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md")
+SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
 PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")
 
 

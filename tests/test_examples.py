@@ -12,6 +12,7 @@ from conftest import others_nightly
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SMALL = {r"\bROUNDS = \d+": "ROUNDS = 2", r"(\bROUNDS, RUN_DIR) = \d+": r"\1 = 4"}
+SMALL |= {r"\bROUNDS, SITES, HOURS = \d+": "ROUNDS, SITES, HOURS = 2"}
 SMALL |= {r"(FILE, ROUNDS, GROUPS, COHORT) = ([^,]+), \d+": r"\1 = \2, 2"}
 SMALL |= {r'(?m)^    "(FedProx|NonFed|FeSEM)":.*\n': ""}  # each takes seconds to compile
 SAYS = {
@@ -19,6 +20,7 @@ SAYS = {
     "first_run": "worst tenth of clients",
     "known_groups": "adjusted Rand index",
     "own_algorithm": "round 2",
+    "regress_series": "RMSE of the worst tenth of sites",
     "use_models": "(chosen)",
 }
 MAKER = runpy.run_path(str(FOLDER / "make_notebooks.py"))

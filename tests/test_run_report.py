@@ -321,7 +321,7 @@ def test_only_what_leaves_out_zero_is_bold(page):
         "mean": "+2.00",
         "interval": "+1.00 to +3.00",
         "apart": True,
-        "tests": ["3 up, 0 down", "p 0.25, Wilcoxon 0.25, sign 0.25"],
+        "tests": ["3 better, 0 worse", "p 0.25, Wilcoxon 0.25, sign 0.25"],
     }
     for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
         assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]

@@ -48,6 +48,7 @@ FLOORS = (
         "keys",
         "tree",
         "signatures",
+        "scores",
     ),
 )
 LINES, PARAMETERS = 50, 8

@@ -29,6 +29,7 @@ from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
 from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity
 from fedjax_cfl.clustering.assign import keep_groups
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
@@ -137,11 +138,15 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
             )
 
 
+OTHERS = "use another algorithm, as ifca or fedsoft"  # which mix no probabilities
+
+
 def start_mixture(task: Task, m: int, with_labels: bool) -> StartFn:
     """Starts from m independent random models, of which every client has equal parts."""
 
     def start(key: Key, data: FederatedData) -> Start:
         clients, labels = data.num_clients, data.num_classes
+        check_classes(labels, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
         memory = MixtureMemory(
             jnp.full((clients, m), 1 / m, jnp.float32),
             jnp.zeros(clients, bool),

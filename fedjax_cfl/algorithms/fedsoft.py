@@ -32,7 +32,7 @@ from fedjax_cfl.client.cohort import (
 )
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.objective import cross_entropy, erm, proximal
+from fedjax_cfl.client.objective import erm, output_loss, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
@@ -141,7 +141,7 @@ def count_best(
     def block(b: jax.Array, total: jax.Array) -> jax.Array:
         x, y, owner = read_block(client, data, held, b)
         logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
-        loss = jax.vmap(cross_entropy, (0, None))(logits, y)
+        loss = jax.vmap(partial(output_loss, task), (0, None))(logits, y)
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=0)
         return total + one_hot(best, count, owner >= 0).sum(0)
 

@@ -34,6 +34,7 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
@@ -140,6 +141,9 @@ def start_undescribed(task: Task, m: int, latent: int | None) -> StartFn:
     """Starts with all clients in one group, of which nothing is known yet."""
 
     def start(key: Key, data: FederatedData) -> Start:
+        check_classes(
+            data.num_classes, "algorithm=flux", "use another algorithm, as ifca or flexcfl"
+        )
         initial, clients = one_active_group(task, m)(key, data), data.num_clients
         rows = 2 * (data.num_classes + 1)
         width = min(latent or data.num_classes, count_dense_inputs(task, data))

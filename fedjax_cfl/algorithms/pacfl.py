@@ -24,7 +24,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.one_shot import cluster_at_start, join_or_found
-from fedjax_cfl.data.federated import gather
+from fedjax_cfl.data.federated import check_classes, gather
 from fedjax_cfl.decompose import eigh, svdvals
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
@@ -97,6 +97,9 @@ def class_directions(local: Local, count: int) -> Callable[[FederatedData, jax.A
         return lax.map(of_class, jnp.arange(data.num_classes)).reshape(-1)
 
     def describe(data: FederatedData, who: jax.Array) -> jax.Array:
+        check_classes(
+            data.num_classes, "algorithm=pacfl", "use another algorithm, as ifca or flexcfl"
+        )
         flat = map_clients(of_client, local.execution, (), data, who)
         return flat.reshape(data.num_clients, data.num_classes * count, -1)
 

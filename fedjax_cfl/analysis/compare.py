@@ -33,6 +33,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
 from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
+from fedjax_cfl.scores import ACCURACY, score_of
 
 
 def compare(
@@ -51,7 +52,9 @@ def compare(
     measures = shown_measures(groups)
     names = {name: heading for name, (heading, _, _) in MEASURES.items()}
     if target is not None:
-        names["rounds_to_target"] = f"rounds to {100 * target:g} %"
+        shares = score_of(groups[0]["members"][0]["rows"]).percent
+        said = f"{100 * target:g} %" if shares else f"RMSE {target:g}"
+        names["rounds_to_target"] = f"rounds to {said}"
     header = ["runs of", "n", *(names[name] for name in measures)]
     lines = [format_cells(group, measures) for group in groups]
     out = Path(out or ".")
@@ -92,16 +95,19 @@ def compare_runs(
     """Returns a dict per set of runs, and the table of one setting by another, None: not asked for.
 
     Each measure of a set is (mean, sample sd, number of values).
-    Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction;
+    Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction,
+    or an RMSE;
     `baseline` names the set that the others are compared with, by its label or algorithm, in two
     measures: the gain is that in final accuracy (mean over clients, last 5 % of the tests), the
     speed-up is the baseline's time to keep its own final accuracy, divided by the set's time to do
     so, in simulated seconds or, without a clock, in rounds; `pivot`, of two settings, asks for
     a table of one by the other, of a `measure`, as pivot.csv, .md and .tex, see `pivot.make_pivot`.
     """
-    if target is not None and not 0 < target <= 1:
-        raise InputError(f"target must be an accuracy in (0, 1], not {target}")
+    if target is not None and not target > 0:
+        raise InputError(f"target must be an accuracy in (0, 1], or an RMSE above 0, not {target}")
     runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
+    if target is not None and target > 1 and ACCURACY in (score_of(run["rows"]) for run in runs):
+        raise InputError(f"target must be an accuracy in (0, 1], not {target}")
     sets = merge_seeds(add_shared_best(runs))
     sets = sets if baseline is None else add_baseline(sets, baseline)
     groups = [reduce_set(one) for one in sets]
@@ -117,7 +123,7 @@ def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
                 f"note: {group['label']} holds the same seed more than once (seeds"
                 f" {group['seeds']}), so its sd is too small"
             )
-        alone = sum("accuracy_gain" not in run for run in group["members"])
+        alone = sum("speedup" not in run for run in group["members"])
         if baseline is not None and alone:
             print(
                 f"note: {alone} of {group['runs']} runs of {group['label']} have no gain: no run of"
@@ -126,7 +132,7 @@ def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
 
 
 def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the runs with their best accuracy over the tests that count for all runs
+    """Returns the runs with their best score over the tests that count for all runs
     on the same data set, partition and model, and the number of these tests.
     """
     same: dict[tuple, list[list[dict[str, Any]]]] = {}
@@ -137,7 +143,7 @@ def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         run
         | {
-            "shared_best_accuracy": best_over(run["rows"], window),
+            f"shared_best_{score_of(run['rows']).name}": best_over(run["rows"], window),
             "shared_evaluations": len(window),
         }
         for run, window in shared
@@ -219,7 +225,7 @@ def shown_measures(groups: list[dict[str, Any]]) -> list[str]:
     over shared tests only where it is over fewer than some run's own.
     """
     fewer = any(group["evaluations"][0] != group["shared_evaluations"][0] for group in groups)
-    hidden = set() if fewer else {"shared_best_accuracy", "shared_evaluations"}
+    hidden = {name for name in MEASURES if name.startswith("shared_") and not fewer}
     known = [name for name in MEASURES if any(group[name][2] for group in groups)]
     return [name for name in known if name not in hidden]
 
@@ -237,7 +243,7 @@ def main(argv: list[str]) -> int:
         "--target",
         type=float,
         metavar="ACC",
-        help="also report the first round that reaches this accuracy, e.g. 0.8",
+        help="also report the first round that reaches this accuracy, e.g. 0.8, or this RMSE",
     )
     parser.add_argument(
         "--baseline",

@@ -19,16 +19,18 @@ from fedjax_cfl.runs.results import (
     summarize_rows,
 )
 from fedjax_cfl.runs.scoring import scored_rounds
+from fedjax_cfl.scores import ERRORS, SCORES
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
 # what is read from a summary
 NUMBERS = (
-    "best_accuracy",
-    "final_accuracy",
-    "last10_evals_accuracy",
-    "macro_accuracy",
-    "worst10_accuracy",
+    *(
+        f"{part}_{score.name}"
+        for score in SCORES
+        for part in ("best", "final", "last10_evals", "macro", "worst10")
+    ),
+    *ERRORS,
     "ari",
     "rounds_to_target",
     "units",
@@ -73,8 +75,8 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     """Returns a run's rows, numbers, names and what the command line changed.
 
-    `rounds_to_target` is the first round that reaches the accuracy `target`, None if
-    none does. Raises InputError for files that no run wrote.
+    `rounds_to_target` is the first round that reaches the `target`, an accuracy or an RMSE, None
+    if none does. Raises InputError for files that no run wrote.
     """
     summary, rows = _read(run_dir)
     overrides = _read_overrides(run_dir, summary)

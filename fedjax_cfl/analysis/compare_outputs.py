@@ -1,6 +1,7 @@
 """What a comparison shows: the table on the terminal, its numbers, and its picture."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from rich.table import Table
 from fedjax_cfl.analysis.compare_inputs import IDENTITY
 from fedjax_cfl.analysis.plot import (
     add_legend,
-    format_percent_axis,
     new_figure,
+    scale_scores,
     style_axes,
 )
 from fedjax_cfl.analysis.plot_costs import (
@@ -22,11 +23,13 @@ from fedjax_cfl.analysis.plot_costs import (
     group_by_data,
     line_label,
     mean_curve,
+    score_of_set,
     style_lines,
 )
+from fedjax_cfl.scores import find_owner, score_of
 
-# name in the CSV -> heading, factor and decimals of the printed table
-MEASURES = {
+# name in the CSV -> heading, factor and decimals of the printed table, None: four digits
+MEASURES: dict[str, tuple[str, float, int | None]] = {
     "best_accuracy": ("best %", 100, 2),
     "evaluations": ("of so many tests", 1, 0),
     "shared_best_accuracy": ("best % of shared tests", 100, 2),
@@ -35,9 +38,18 @@ MEASURES = {
     "last10_evals_accuracy": ("last 10 tests %", 100, 2),
     "macro_accuracy": ("macro %", 100, 2),
     "worst10_accuracy": ("worst 10 %", 100, 2),
+    "best_rmse": ("best RMSE", 1, None),
+    "shared_best_rmse": ("best RMSE of shared tests", 1, None),
+    "final_rmse": ("final RMSE", 1, None),
+    "last10_evals_rmse": ("last 10 tests RMSE", 1, None),
+    "macro_rmse": ("macro RMSE", 1, None),
+    "worst10_rmse": ("worst 10 % RMSE", 1, None),
+    "mae": ("MAE", 1, None),
+    "r2": ("R2", 1, 3),
     "ari": ("ARI", 1, 3),
     "rounds_to_target": ("rounds to target", 1, 1),
     "accuracy_gain": ("gain %", 100, 2),
+    "rmse_reduction": ("RMSE lower by", 1, None),
     "speedup": ("speed-up", 1, 2),
     "units": ("models down + up", 1, 0),
     "sim_time_s": ("simulated s", 1, 1),
@@ -45,15 +57,27 @@ MEASURES = {
 }
 
 
+def keep_known(names: Iterable[str], groups: list[dict[str, Any]]) -> list[str]:
+    """Returns the measures without those of a score that no run of the sets has, as RMSE."""
+    runs = [run for group in groups for run in group["members"]]
+    known = [score_of(run.get("rows") or []) for run in runs]
+    return [name for name in names if find_owner(name) in (None, *known)]
+
+
+def format_number(value: float, factor: float, digits: int | None, sign: str = "") -> str:
+    """Returns a number in a measure's units, see `MEASURES`; a `sign` of "+" is always shown."""
+    return f"{factor * value:{sign},.{digits}f}" if digits is not None else f"{value:{sign}.4g}"
+
+
 def format_cells(group: dict[str, Any], measures: list[str]) -> list[str]:
     """Returns a set of runs as one line of the table."""
     cells = [group["label"], str(group["runs"])]
     for name in measures:
         (mean, sd, count), (_, factor, digits) = group[name], MEASURES[name]
-        text = f"{factor * mean:,.{digits}f}" if count else "-"
+        text = format_number(mean, factor, digits) if count else "-"
         # of a number of tests only if it varies
         if count > 1 and (sd or "evaluations" not in name):
-            text += f" ± {factor * sd:,.{digits}f}"
+            text += f" ± {format_number(sd, factor, digits)}"
         # a mean over fewer runs than the row's would flatter the method
         cells.append(text + (f" ({count}/{group['runs']})" if 0 < count < group["runs"] else ""))
     return cells
@@ -77,11 +101,11 @@ def list_measures(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     mean, sd and number of values.
     """
     names = ("label", *IDENTITY, "overrides", "runs", "seeds")
-    rows = []
+    rows, measures = [], keep_known(MEASURES, groups)
     for group in groups:
         numbers = {
             f"{name}_{part}": value
-            for name in MEASURES
+            for name in measures
             for part, value in zip(("mean", "sd", "n"), group[name], strict=True)
         }
         rows.append({name: group[name] for name in names} | numbers)
@@ -116,7 +140,7 @@ def scale_cost(cost: str, largest: float) -> tuple[float, str]:
 
 
 def draw_comparison(groups: list[dict[str, Any]]) -> Figure:
-    """Draws accuracy against rounds and against communication, a line with a band of one sd per
+    """Draws the score against rounds and against communication, a line with a band of one sd per
     set; a row of panels for each data set, partition and model.
     """
     cost = choose_cost(groups)
@@ -135,11 +159,13 @@ def draw_comparison(groups: list[dict[str, Any]]) -> Figure:
             lines[label] = draw_band(left, *curve, styles[label], label)
             draw_band(right, spent / scale, *curve[1:], styles[label], label)
         where = f", {name}" if len(named) > 1 else ""
-        said = "test accuracy, mean ± sd over seeds"
-        style_axes(left, f"Accuracy against round{where}", "round", said)
-        style_axes(right, "Accuracy against communication", heading, "")
+        score = score_of_set(members[0])
+        said = f"test {score.words}, mean ± sd over seeds"
+        title = f"{score.words[0].upper()}{score.words[1:]} against"
+        style_axes(left, f"{title} round{where}", "round", said)
+        style_axes(right, f"{title} communication", heading, "")
         for axes in (left, right):
             axes.set_xlim(left=0)
-            format_percent_axis(axes)
+            scale_scores(axes, score)
     add_legend(figure, list(lines.values()), list(lines))
     return figure

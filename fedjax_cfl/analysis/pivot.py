@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_cfl.analysis.compare_inputs import IDENTITY
-from fedjax_cfl.analysis.compare_outputs import MEASURES, format_markdown, print_table
+from fedjax_cfl.analysis.compare_outputs import (
+    MEASURES,
+    format_markdown,
+    format_number,
+    keep_known,
+    print_table,
+)
+from fedjax_cfl.analysis.plot_costs import score_of_set
 from fedjax_cfl.analysis.relative import pair_key
 from fedjax_cfl.analysis.statistics import bootstrap_mean
 from fedjax_cfl.errors import InputError, suggest_options
@@ -60,13 +67,16 @@ def make_pivot(
     over the seeds that both have, holds 0; of few seeds such an interval is too narrow.
     Args: `rows` and `columns` are names of settings, several joined by +, as
     algorithm+algorithm.m; `measure` is one of `MEASURES`.
-    Raises InputError for a measure or setting that does not exist, and where two sets of runs
-    would share a cell.
+    Raises InputError for a measure or setting that does not exist or that no run has, and where two
+    sets of runs would share a cell.
     """
     if measure not in MEASURES:
         raise InputError(
             f"--measure {measure}: unknown measure{suggest_options(measure, list(MEASURES))}"
         )
+    if measure not in keep_known([measure], groups):
+        name = score_of_set(groups[0]).name
+        raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
     placed: dict[tuple[str, str], dict[str, Any]] = {}
     for group in groups:
         place = (_name_place(group, rows, "rows"), _name_place(group, columns, "columns"))
@@ -108,9 +118,15 @@ def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
     return ", ".join(found)
 
 
+def is_high_best(measure: str) -> bool:
+    """Returns whether the highest value of a measure is the best."""
+    lower = measure in COSTS or (measure.endswith(("rmse", "mae")))
+    return not lower
+
+
 def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str]:
     """Returns the rank of each set of runs of one column, by row."""
-    sign = -1 if measure in COSTS else 1
+    sign = 1 if is_high_best(measure) else -1
     known = {row: sign * group[measure][0] for row, group in inside.items() if group[measure][2]}
     if len(known) < 2:
         return dict.fromkeys(inside, PLAIN)
@@ -135,9 +151,9 @@ def format_cell(cell: Cell | None, measure: str, plus: str = " ± ") -> str:
     if cell is None or not cell.values:
         return "-"
     _, factor, digits = MEASURES[measure]
-    text = f"{factor * cell.mean:,.{digits}f}"
+    text = format_number(cell.mean, factor, digits)
     if cell.values > 1:
-        text += f"{plus}{factor * cell.sd:,.{digits}f}"
+        text += f"{plus}{format_number(cell.sd, factor, digits)}"
     return text + (f" ({cell.values}/{cell.runs})" if cell.values < cell.runs else "")
 
 

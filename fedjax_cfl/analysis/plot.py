@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, series, summarize_rows
+from fedjax_cfl.scores import Score, score_of
 
 MOST_GROUPS = 64  # whose accuracies are drawn: of more, lines cannot be told apart
 LEGEND_LINE = 0.21  # inches a line of a legend takes
@@ -117,6 +118,18 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
+def scale_scores(axes: Axes, score: Score) -> None:
+    """Makes the y axis that of a score: shares in percent."""
+    if score.percent:
+        format_percent_axis(axes)
+
+
+def limit_scores(axes: Axes, score: Score) -> None:
+    """Shows all that a score can be: shares from 0 to 1, errors from 0 on."""
+    axes.set_ylim(0, 1.02 if score.percent else None)
+    scale_scores(axes, score)
+
+
 def format_percent_axis(axes: Axes) -> None:
     """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power
     of ten: 2.5 would need a digit that others do not.
@@ -154,22 +167,21 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
         axes.set_yticks([])
 
 
-def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    _lines(
-        axes,
-        rows,
-        {
-            "accuracy": "all clients",
-            "macro_accuracy": "mean over clients",
-            "worst10_accuracy": "worst 10 % of clients",
-        },
-    )
+def _plot_score(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    score = score_of(rows)
+    names = {
+        score.name: "all clients",
+        f"macro_{score.name}": "mean over clients",
+        f"worst10_{score.name}": "worst 10 % of clients",
+    }
+    _lines(axes, rows, names)
     best = summarize_rows(rows)
     if best["best_round"] is not None:
-        label = f"best: {best['best_accuracy']:.1%} at round {best['best_round']}"
+        value = best[f"best_{score.name}"]
+        label = f"best: {score.format(value, 1)} at round {best['best_round']}"
         axes.plot(
             best["best_round"],
-            best["best_accuracy"],
+            value,
             "*",
             color="black",
             markersize=12,
@@ -177,9 +189,8 @@ def _plot_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
             label=label,
             zorder=4,
         )
-    axes.set_ylim(0, 1.02)
-    format_percent_axis(axes)
-    style_axes(axes, "Test accuracy", "round", "correct test samples")
+    limit_scores(axes, score)
+    style_axes(axes, f"Test {score.words}", "round", score.axis)
 
 
 def _group_lines(
@@ -198,11 +209,11 @@ def _group_lines(
 
 
 def _plot_groups(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    _lines(axes, rows, {"accuracy": "all clients"})
-    _group_lines(axes, rows, series(rows, "group_accuracy"), 1.2)
-    axes.set_ylim(0, 1.02)
-    format_percent_axis(axes)
-    style_axes(axes, "Test accuracy of each group", "round", "correct test samples")
+    score = score_of(rows)
+    _lines(axes, rows, {score.name: "all clients"})
+    _group_lines(axes, rows, series(rows, f"group_{score.name}"), 1.2)
+    limit_scores(axes, score)
+    style_axes(axes, f"Test {score.words} of each group", "round", score.axis)
 
 
 def _plot_agreement(axes: Axes, rows: list[dict[str, Any]]) -> None:
@@ -271,26 +282,28 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _plot_concepts(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Draws the accuracy of the clients of each true group, whatever group they are in."""
-    values = series(rows, "concept_accuracy")
+    """Draws the score of the clients of each true group, whatever group they are in."""
+    score = score_of(rows)
+    values = series(rows, f"concept_{score.name}")
     count = values.shape[1]
     rounds, marker = [row["round"] for row in rows], "." * (len(rows) <= 20)
     for number, (own, colour) in enumerate(zip(values.T, make_palette(count), strict=True)):
         label = f"true group {number}" if count <= 8 else ""
         axes.plot(rounds, own, color=colour, linewidth=1.2, marker=marker, label=label)
-    axes.set_ylim(0, 1.02)
-    format_percent_axis(axes)
-    style_axes(axes, "Test accuracy of each true group", "round", "correct test samples")
+    limit_scores(axes, score)
+    style_axes(axes, f"Test {score.words} of each true group", "round", score.axis)
 
 
 def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Draws how a run went, from the rows of metrics.jsonl: the accuracy of each group and of each
+    """Draws how a run went, from the rows of metrics.jsonl: the score of each group and of each
     true group, too, where there are a few and the true ones are known.
     """
-    draws = [_plot_accuracy, _plot_loss]
-    draws += [_plot_groups] if _has_several(rows, "group_accuracy") else []
-    draws += [_plot_concepts] if _has_several(rows, "concept_accuracy") else []
-    draws += [_plot_agreement] if _has_several(rows, "group_accuracy") else []
+    scored = score_of(rows).name
+    several, known = (_has_several(rows, f"{part}_{scored}") for part in ("group", "concept"))
+    draws = [_plot_score, _plot_loss]
+    draws += [_plot_groups] if several else []
+    draws += [_plot_concepts] if known else []
+    draws += [_plot_agreement] if several else []
     draws += [_plot_discrepancy, _plot_sizes]
     height = -(-len(draws) // 2)
     figure = new_figure(13, 4.25 * height, name, fontsize=14)

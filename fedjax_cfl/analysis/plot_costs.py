@@ -13,12 +13,13 @@ from matplotlib.lines import Line2D
 from fedjax_cfl.analysis.compare_inputs import DATA
 from fedjax_cfl.analysis.plot import (
     add_legend,
-    format_percent_axis,
     make_palette,
     new_figure,
+    scale_scores,
     style_axes,
 )
 from fedjax_cfl.runs.results import series
+from fedjax_cfl.scores import Score, score_of
 
 DASHES = ("-", "--", ":", "-.")
 # evaluations: above how many a line is smoothed, and over how many
@@ -81,7 +82,7 @@ def draw_band(
 
 
 class Cost(NamedTuple):
-    """What is paid for an accuracy."""
+    """What is paid for a score."""
 
     fields: tuple[str, ...]  # of a row of metrics.jsonl, added up
     scale: float
@@ -110,24 +111,32 @@ def last_cost(rows: list[dict[str, Any]], name: str) -> float | None:
 def mean_curve(
     members: list[dict[str, Any]], cost: Cost
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns cost, mean accuracy and its sample sd over runs, each [R], at the rounds that
+    """Returns cost, mean score and its sample sd over runs, each [R], at the rounds that
     every run has evaluated; the sd of one run is 0.
     """
     rows = [run["rows"] for run in members]
     _, spent, _ = average_runs(rows, cost.fields)
-    _, mean, sd = average_runs(rows, ("accuracy",))
+    _, mean, sd = average_runs(rows, (score_of(rows[0]).name,))
     return spent / cost.scale, mean, sd
 
 
 def group_by_data(groups: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns sets of runs by the data set, partition and model that they share, named by those of
-    the three that differ.
+    the three that differ, and apart by what they are scored by.
     """
     varying = [name for name in DATA if len({group.get(name) for group in groups}) > 1]
+    mixed = len({score_of_set(group) for group in groups}) > 1
     found: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
-        found.setdefault(", ".join(str(group[name]) for name in varying), []).append(group)
+        names = [str(group[name]) for name in varying]
+        names += [score_of_set(group).words] if mixed else []
+        found.setdefault(", ".join(names), []).append(group)
     return found
+
+
+def score_of_set(group: dict[str, Any]) -> Score:
+    """Returns what the runs of a set are scored by."""
+    return score_of(group["members"][0].get("rows") or [])
 
 
 def line_label(group: dict[str, Any], panels: Collection[str]) -> str:
@@ -143,7 +152,7 @@ def style_lines(groups: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
 
 
 def draw_costs(groups: list[dict[str, Any]]) -> Figure:
-    """Draws accuracy against every cost that some run counts, a line with a band of one sd
+    """Draws the score against every cost that some run counts, a line with a band of one sd
     over seeds for each set of runs; a row of panels for each data set, partition and model.
     """
     timed = any(run["sim_time"] for group in groups for run in group["members"])
@@ -165,8 +174,10 @@ def draw_costs(groups: list[dict[str, Any]]) -> Figure:
                 line = draw_band(axes, *curve, styles[label], label)
                 lines.setdefault(label, line)
             left = cost is ROUNDS
-            style_axes(axes, data if left else "", cost.heading, "test accuracy" if left else "")
+            score = score_of_set(members[0])
+            said = f"test {score.words}" if left else ""
+            style_axes(axes, data if left else "", cost.heading, said)
             axes.set_xlim(left=0)
-            format_percent_axis(axes)
+            scale_scores(axes, score)
     add_legend(figure, list(lines.values()), list(lines))
     return figure

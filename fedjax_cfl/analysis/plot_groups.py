@@ -13,6 +13,7 @@ from fedjax_cfl.analysis import flows
 from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, style_axes
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.results import series
+from fedjax_cfl.scores import score_of
 
 SNAPSHOTS = 16  # columns of an alluvial plot that can be told apart
 UNKNOWN, LOST = "0.88", "0.5"
@@ -198,9 +199,9 @@ def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> None:
 
 def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
     rounds = [row["round"] for row in rows]
-    marker = "o" if len(rows) <= 20 else ""
+    marker, score = "o" if len(rows) <= 20 else "", score_of(rows)
     for name, label, colour, dash in (
-        ("accuracy", "accuracy", "black", "-"),
+        *([(score.name, score.words, "black", "-")] if score.percent else []),
         ("ari", "ARI", "#0072B2", "--"),
     ):
         values = series(rows, name)

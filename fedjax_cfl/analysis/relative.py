@@ -10,41 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_accuracy
+from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
+from fedjax_cfl.scores import ACCURACY, score_of
 
-RELATIVE = ("accuracy_gain", "speedup")  # measures that need a baseline
+RELATIVE = ("accuracy_gain", "rmse_reduction", "speedup")  # measures that need a baseline
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
 def time_to_keep(rows: Rows, target: float) -> float | None:
     """Returns the simulated seconds, without a clock the rounds, after which every test is of
-    all clients and has an accuracy of at least `target`; None if the last one has not.
+    all clients and has an accuracy of at least `target`, or an RMSE of at most that; None if the
+    last one has not.
     """
-    reached, everybody = None, most_clients(rows)
+    reached, everybody, score = None, most_clients(rows), score_of(rows)
     for row in reversed(rows):
-        whole = settled_clients(row) == everybody
-        if not whole or not (row.get("macro_accuracy") or 0.0) >= target:
+        whole, value = settled_clients(row) == everybody, row.get(f"macro_{score.name}")
+        if not whole or value is None or score.is_better(target, value):
             break
         reached = row.get("sim_time_s") or row["round"]
     return reached
 
 
 def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
-    """Returns the measures `RELATIVE` of a run: a difference of fractions, and the
-    baseline's time to its own final accuracy divided by the run's.
+    """Returns the measures `RELATIVE` of a run: by how much its score is better, a difference of
+    fractions or of RMSE, and the baseline's time to its own final score divided by the run's.
 
     The speed-up is None if the run does not reach it.
     """
+    score = score_of(rows)
+    gain = "accuracy_gain" if score is ACCURACY else "rmse_reduction"
     if rows is baseline:
-        return {"accuracy_gain": 0.0, "speedup": 1.0}
-    own, target = tail_macro_accuracy(rows), tail_macro_accuracy(baseline)
-    if own is None or target is None:
-        return dict.fromkeys(RELATIVE)
+        return {gain: 0.0, "speedup": 1.0}
+    own, target = tail_macro_score(rows), tail_macro_score(baseline)
+    if own is None or target is None or score_of(baseline) is not score:
+        return {gain: None, "speedup": None}
     ours, theirs = time_to_keep(rows, target), time_to_keep(baseline, target)
     # the baseline's last tests may be below their own mean: then its time is the whole run
     theirs = theirs or baseline[-1].get("sim_time_s") or baseline[-1]["round"]
-    return {"accuracy_gain": own - target, "speedup": theirs / ours if ours else None}
+    better = own - target if score.higher else target - own
+    return {gain: better, "speedup": theirs / ours if ours else None}
 
 
 def measure_beside(

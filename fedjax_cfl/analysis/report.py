@@ -22,9 +22,9 @@ from PIL import Image
 
 from fedjax_cfl.analysis import compare, flows
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
-from fedjax_cfl.analysis.compare_outputs import MEASURES
+from fedjax_cfl.analysis.compare_outputs import MEASURES, format_number, keep_known
 from fedjax_cfl.analysis.plot import draw_curves, save_pictures
-from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
+from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost, score_of_set
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.statistics import (
@@ -41,14 +41,24 @@ from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import title
 from fedjax_cfl.runs.results import read_settings, to_plain, write_text
 from fedjax_cfl.runs.tables import Tables, read_tables
+from fedjax_cfl.scores import SCORES
 from fedjax_cfl.validation import flatten_settings
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
 DPI, COLOURS = 110, 256  # of the pictures: PNG with a palette
 # measures of a comparison that the page shows
-SHOWN = ("best_accuracy", "shared_best_accuracy", "final_accuracy", "worst10_accuracy", "ari")
-SCORES = {name: MEASURES[name] for name in SHOWN}
+SHOWN = (
+    *(
+        f"{part}_{score.name}"
+        for score in SCORES
+        for part in ("best", "shared_best", "final", "worst10")
+    ),
+    "mae",
+    "r2",
+    "ari",
+)
+MEASURED = {name: MEASURES[name] for name in SHOWN}
 MARK = '<meta name="generator" content="fedjax-cfl report">'
 ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
 
@@ -194,14 +204,16 @@ def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]
 def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     """Returns the headline numbers of a run in words."""
     words = {}
-    for name, (heading, factor, digits) in (SCORES | COST_WORDS).items():
+    for name, (heading, factor, digits) in (MEASURED | COST_WORDS).items():
         value = run.get(name)
-        if value is not None and name != "shared_best_accuracy":
-            words[heading] = f"{factor * value:,.{digits}f}"
+        if value is not None and not name.startswith("shared_best"):
+            words[heading] = format_number(value, factor, digits)
     return words | {"rounds": f"{run['rounds']:,}"}
 
 
-COST_WORDS = {name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()}
+COST_WORDS: dict[str, tuple[str, float, int | None]] = {
+    name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()
+}
 
 
 def list_clients(
@@ -271,7 +283,7 @@ def render(found: Found, images: dict[str, bytes]) -> str:
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shown = compare.shown_measures(groups)
-    names = [name for name in SCORES if name in shown] + [
+    names = [name for name in MEASURED if name in shown] + [
         name for name in COSTS if any(run[name] for group in groups for run in group["members"])
     ]
     return page.render(
@@ -279,9 +291,10 @@ def render(found: Found, images: dict[str, bytes]) -> str:
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
         allowed=f"sha256-{allowed}",
         level=f"{100 * LEVEL:.0f} %",
-        headings=[(SCORES | COST_WORDS)[name][0] for name in names],
+        headings=[(MEASURED | COST_WORDS)[name][0] for name in names],
+        scored=[score for score in SCORES if score in map(score_of_set, groups)],
         groups=[_line(group, names) for group in groups],
-        paired=[SCORES[name][0] for name in PAIRED],
+        paired=[MEASURED[name][0] for name in keep_known(PAIRED, groups)],
         differences=_list_differences(groups),
         runs=found.runs,
         mark=Markup(MARK),
@@ -294,7 +307,7 @@ def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
     cells = []
     for name in names:
         estimate = bootstrap_mean([run.get(name) for run in group["members"]])
-        cells.append(format_estimate(estimate, *(SCORES | COST_WORDS)[name][1:]))
+        cells.append(format_estimate(estimate, *(MEASURED | COST_WORDS)[name][1:]))
     label = hide_path(group["label"])
     return {"label": label, "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
 
@@ -306,7 +319,8 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "minus": hide_path(found.minus),
             "seeds": found.seeds,
             "cells": [
-                format_estimate(found.values[name], *SCORES[name][1:], sign="+") for name in PAIRED
+                format_estimate(found.values[name], *MEASURED[name][1:], sign="+")
+                for name in keep_known(PAIRED, groups)
             ],
         }
         for found in compare_pairs(groups, PAIRED)
@@ -314,7 +328,7 @@ def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def format_estimate(
-    estimate: Estimate, factor: float, digits: int, sign: str = ""
+    estimate: Estimate, factor: float, digits: int | None, sign: str = ""
 ) -> dict[str, Any]:
     """Returns the texts of a mean, of its interval and of the tests of a difference, and
     whether the interval, rounded as it is shown, excludes 0.
@@ -322,10 +336,11 @@ def format_estimate(
     if not estimate.values:
         return {"mean": "-", "interval": "", "apart": False, "tests": []}
     mean, low, high = (
-        f"{factor * value:{sign},.{digits}f}"
+        format_number(value, factor, digits, sign)
         for value in (estimate.mean, estimate.low, estimate.high)
     )
-    bounds = [round(factor * value, digits) for value in (estimate.low, estimate.high)]
+    rounded = [format_number(value, factor, digits) for value in (estimate.low, estimate.high)]
+    bounds = [float(text.replace(",", "")) for text in rounded]
     return {
         "mean": mean,
         "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
@@ -337,7 +352,7 @@ def format_estimate(
 def format_tests(tests: PairedTests) -> list[str]:
     """Returns what exact tests say of differences, in two lines."""
     said = f"p {tests.mean:.2g}, Wilcoxon {tests.wilcoxon:.2g}, sign {tests.sign:.2g}"
-    return [f"{tests.ahead} up, {tests.behind} down", said]
+    return [f"{tests.ahead} better, {tests.behind} worse", said]
 
 
 def main(argv: list[str]) -> int:

@@ -11,14 +11,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
-from fedjax_cfl.analysis.plot_costs import group_by_data
+from fedjax_cfl.analysis.plot_costs import group_by_data, score_of_set
 from fedjax_cfl.analysis.relative import pair_key
+from fedjax_cfl.scores import SCORES, find_owner
 
 RESAMPLES, LEVEL = 10_000, 0.95
 MAX_FLIPPED = 14  # values of which all signs are tried
 MAX_PAIRED_SETS = 6  # on the same data; beyond it all are compared with the best one only
 # measures that pairs of sets are compared by
-PAIRED = ("final_accuracy", "shared_best_accuracy", "worst10_accuracy", "ari")
+PAIRED = (
+    *(f"{part}_{score.name}" for score in SCORES for part in ("final", "shared_best", "worst10")),
+    "ari",
+)
 
 
 class Estimate(NamedTuple):
@@ -37,7 +41,7 @@ class PairedTests(NamedTuple):
     three, 0.0625 for five, so that fewer than six can never be below 0.05.
     """
 
-    ahead: int  # of the differences that are not 0, how many are above
+    ahead: int  # of the differences that are not 0, how many are better: above, of RMSE below
     behind: int
     mean: float  # Fisher's randomisation test: by the mean
     wilcoxon: float  # signed ranks: one seed that is far off counts no more than its rank
@@ -94,7 +98,14 @@ def compare_pairs(groups: list[dict[str, Any]], measures: Sequence[str]) -> list
     data, model and partition, where they share seeds: of all pairs, or with the best set
     where there are many on the same data.
     """
-    ranked = sorted(groups, key=lambda group: -np.nan_to_num(group["final_accuracy"][0], nan=-1))
+
+    def rank(group: dict[str, Any]) -> float:
+        score = score_of_set(group)
+        final = group[f"final_{score.name}"][0]
+        worst_last = -final if score.higher else final
+        return np.inf if np.isnan(final) else worst_last
+
+    ranked = sorted(groups, key=rank)
     found = []
     for same in group_by_data(ranked).values():
         pairs = list(itertools.combinations(same, 2))
@@ -120,9 +131,9 @@ def list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def compute_tests(differences: Sequence[float]) -> PairedTests | None:
+def compute_tests(differences: Sequence[float], higher: bool = True) -> PairedTests | None:
     """Returns what exact tests say of differences, None where there are none. Those of 0 say
-    nothing about signs and ranks, and are left out there.
+    nothing about signs and ranks, and are left out there. `higher`: the higher the better.
     """
     values = np.asarray(differences, float)
     if not values.size:
@@ -131,7 +142,8 @@ def compute_tests(differences: Sequence[float]) -> PairedTests | None:
     ranks = np.sign(moved) * rankdata(np.abs(moved)) if moved.size else np.zeros(1)
     signs = np.sign(moved) if moved.size else np.zeros(1)
     chances = map(find_chance, (values, ranks, signs))
-    return PairedTests(int((values > 0).sum()), int((values < 0).sum()), *chances)
+    sides = int((values > 0).sum()), int((values < 0).sum())
+    return PairedTests(*(sides if higher else sides[::-1]), *chances)
 
 
 def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
@@ -141,6 +153,8 @@ def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str
     def minus(name: str) -> Estimate:
         pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
         gaps = [a - b for a, b in pairs if a is not None and b is not None]
-        return bootstrap_mean(gaps)._replace(tests=compute_tests(gaps))
+        owner = find_owner(name)
+        tests = compute_tests(gaps, higher=owner is None or owner.higher)
+        return bootstrap_mean(gaps)._replace(tests=tests)
 
     return Difference(one["label"], other["label"], len(shared), {m: minus(m) for m in measures})

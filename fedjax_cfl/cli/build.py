@@ -44,6 +44,8 @@ INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` lo
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# readers that take numbers to regress for y
+NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -103,7 +105,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     local = build_local(config, task, data, mesh)
     algorithm = build_algorithm(config, task, data, local)
     prefetch.check_host_data(data, algorithm, drift)
-    check_data(algorithm, drift, data)
+    check_data(algorithm, task, drift, data)
     check_mixture(config, algorithm, data)
     if share:
         make = with_selection(config, task, data, local)
@@ -146,11 +148,38 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
         raise InputError(
             "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
         )
-    pool = instantiate_target("dataset.source", config["dataset"]["source"])
+    pool = instantiate_target("dataset.source", name_task(config))
+    check_task(config, pool)
     holdings = instantiate_target("partition", config["partition"], pool)
     if share:
         holdings = set_apart_validation(holdings, share, config["seed"], part)
     return pool, holdings
+
+
+def name_task(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns how samples are read: of a regression, files of the user's own as numbers."""
+    source = config["dataset"]["source"]
+    if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
+        return source
+    if source["num_classes"]:
+        raise InputError(
+            f"dataset.source.num_classes={source['num_classes']}: task=regression has no classes;"
+            " use null, or task=classification"
+        )
+    return source | {"num_classes": 0}
+
+
+def check_task(config: dict[str, Any], pool: Pool) -> None:
+    """Raises InputError where y are not what the task is about."""
+    if config["task"] and pool.num_classes:
+        raise InputError(
+            f"task=regression: dataset={config['dataset']['name']} has classes; use a file of your"
+            " own, dataset=csv, parquet, npz or npy, or task=classification"
+        )
+    if not config["task"] and not pool.num_classes:
+        raise InputError(
+            "dataset.source.num_classes=0: y are numbers to regress; use task=regression"
+        )
 
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
@@ -233,13 +262,15 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
-    module = instantiate_target("model.module", model["module"], num_classes=pool.num_classes)
+    classes, error = pool.num_classes, None
+    module = instantiate_target("model.module", model["module"], num_classes=max(classes, 1))
+    if config["task"]:
+        error = instantiate_target("task", config["task"])
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
-        return cfl.as_task(
-            module, shape, pool.num_classes, model.get("l2", 0.0) if l2 is None else l2
-        )
+        weight = model.get("l2", 0.0) if l2 is None else l2
+        return cfl.as_task(module, shape, classes, weight, error)
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 

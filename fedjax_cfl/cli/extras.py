@@ -14,8 +14,10 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
 from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
+from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.simulation.driver import Result
-from fedjax_cfl.simulation.metrics import ClientMetrics, average
+from fedjax_cfl.simulation.evaluate import ClientTable
+from fedjax_cfl.simulation.metrics import average
 from fedjax_cfl.simulation.personalize import (
     NewClients,
     assign_newcomers,
@@ -24,6 +26,7 @@ from fedjax_cfl.simulation.personalize import (
     hold_out_clients,
     next_key,
 )
+from fedjax_cfl.simulation.regression import ErrorMetrics
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData, ServedModels
 
@@ -37,7 +40,9 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     algorithm, task = setup.algorithm, setup.task
     at_once = config["clients_per_round"]
 
-    def finetune(served: ServedModels, data: Any, result: Result) -> ClientMetrics:
+    name = (ACCURACY if setup.data.num_classes else RMSE).name
+
+    def finetune(served: ServedModels, data: Any, result: Result) -> ClientTable:
         key = next_key(config["seed"], result.state)
         scale = local.lr_scale(result.state.round)  # as in the round that would come next
         return finetune_clients(task, local, epochs, served, data, key, at_once, scale)
@@ -46,16 +51,16 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
         found = Extras({}, {}, {})
         if epochs:
             tuned = finetune(algorithm.serve(result.state), result.data, result)
-            found.columns["finetuned_accuracy"] = tuned.accuracy
-            found.numbers["finetuned_accuracy"] = mean_accuracy(tuned)
+            found.columns[f"finetuned_{name}"] = getattr(tuned, name)
+            found.numbers[f"finetuned_{name}"] = mean_score(tuned)
         if share:
             new, population = add_newcomers(found, config, setup, result)
             if epochs:
                 tuned = finetune(new.served, population, result)
                 tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
                 columns = found.tables[NEW_CLIENTS_FILE]
-                columns["finetuned_accuracy"] = tuned.accuracy
-                found.numbers["new_clients_finetuned_accuracy"] = mean_accuracy(tuned)
+                columns[f"finetuned_{name}"] = getattr(tuned, name)
+                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(tuned)
         if compared:
             served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
             clients, alike = compare_updates(task, local, served, result.data, key, compared)
@@ -82,23 +87,26 @@ def add_newcomers(
     make = with_selection(config, task, population, build_local(config, task, population, mesh))
     key = jax.random.key(config["seed"])
     new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
-    names = everybody.client_names
+    names, score = everybody.client_names, ACCURACY if population.num_classes else RMSE
     found.tables[NEW_CLIENTS_FILE] = {
         "client": held if names is None else [names.names[k] for k in held.tolist()],
         "group": new.groups,
         "concept": np.asarray(everybody.concept)[held],
         "train_samples": np.asarray(everybody.train.size)[held],
         "test_samples": np.asarray(everybody.test.size)[held],
-        "accuracy": new.metrics.accuracy,
+        score.name: getattr(new.metrics, score.name),
     }
     found.numbers["new_clients"] = len(held)
     found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
-    found.numbers["new_clients_accuracy"] = mean_accuracy(new.metrics)
+    found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics)
     return new, population
 
 
-def mean_accuracy(table: ClientMetrics) -> float:
-    """Returns the accuracy over all test samples of the clients that have a model, added up as
-    that of the run itself; NaN where there are none.
+def mean_score(table: ClientTable) -> float:
+    """Returns the accuracy, or the RMSE, over all test samples of the clients that have a model,
+    added up as that of the run itself; NaN where there are none.
     """
-    return float(average(np.asarray(table.accuracy), np.asarray(table.samples)))
+    samples = np.asarray(table.samples)
+    if isinstance(table, ErrorMetrics):
+        return float(np.sqrt(average(np.asarray(table.rmse) ** 2, samples)))
+    return float(average(np.asarray(table.accuracy), samples))

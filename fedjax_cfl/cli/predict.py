@@ -1,8 +1,9 @@
 """`fedjax-cfl predict RUN_DIR FILE`: predicts samples with the models of a finished run.
 
-An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names), client [N] (names as in
-clients.parquet) and split [N] (0 train, 1 test); any other file, or folder, is read with the
-settings by which the run read its own. A client of the run uses its own model.
+An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names; or the numbers that a
+run regressed), client [N] (names as in clients.parquet) and split [N] (0 train, 1 test); any other
+file, or folder, is read with the settings by which the run read its own. A client of the run uses
+its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y, unless the method
 places clients by their inputs alone. Where clients of the run mix all models, it finds its weights
@@ -25,6 +26,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run, to_probabilities
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.scores import ACCURACY, Score, find_score
 from fedjax_cfl.types import Pool
 
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
@@ -34,14 +36,14 @@ MOST_CLASSES = 20  # of a confusion matrix that is printed
 class Predictions(NamedTuple):
     """One entry for each sample."""
 
-    predicted: np.ndarray  # [N] int32, the class
+    predicted: np.ndarray  # [N] int32, the class, or float32, the number
     model: np.ndarray  # [N] int32, the model that predicted it; of a mixture the heaviest one
     known: np.ndarray  # [N] bool, whether the client has a model in the run
-    probabilities: np.ndarray  # [N, C] float32, of the classes
+    probabilities: np.ndarray | None  # [N, C] float32, of the classes; None: there are none
 
 
 def main(argv: list[str]) -> int:
-    """Prints how many samples were predicted and how many were right; writes them with --out."""
+    """Prints how many samples were predicted and how well; writes them with --out."""
     parser = argparse.ArgumentParser(
         prog="fedjax-cfl predict", description="Predict with the models of a finished run."
     )
@@ -55,7 +57,9 @@ def main(argv: list[str]) -> int:
         "--confusion", action="store_true", help="print who is taken for whom, model by model"
     )
     parser.add_argument(
-        "--out", metavar="OUT.npz", help="write predicted, model, known [N], probabilities [N, C]"
+        "--out",
+        metavar="OUT.npz",
+        help="write predicted, model, known [N] and, of classes, probabilities [N, C]",
     )
     given = parse_arguments(parser, argv)
     files = [Path(name) for name in (given.out, given.file) if name]
@@ -65,15 +69,21 @@ def main(argv: list[str]) -> int:
     arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
-        raise InputError(f"run_dir={given.run_dir}: no evaluation had an accuracy to be best of")
+        words = find_score(run.summary).words
+        raise InputError(
+            f"run_dir={given.run_dir}: no evaluation had a score ({words}) to be best of"
+        )
     read_as_training(given.file, arrays)
     try:
         found = predict_all(run, saved, arrays, given.run_dir)
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
     print("\n".join(describe_predictions(run, saved, arrays, found)))
-    confusion = count_confusions(run, saved, arrays, found) if "y" in arrays else None
+    counted = "y" in arrays and run.num_classes
+    confusion = count_confusions(run, saved, arrays, found) if counted else None
     if given.confusion:
+        if not run.num_classes:
+            raise InputError("--confusion: counts classes, and the run regressed numbers")
         if confusion is None:
             raise InputError(f"{given.file}: has no labels y, which --confusion counts")
         print("\n".join(describe_confusions(confusion, run.class_names)))
@@ -156,7 +166,7 @@ def predict_all(
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
-    scores = np.zeros((len(x), run.num_classes), np.float32)
+    scores = np.zeros((len(x), max(run.num_classes, 1)), np.float32)
     scaled = x if run.final.scaling is None else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
@@ -183,8 +193,8 @@ def predict_all(
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)
-    guess = scores.argmax(1).astype(np.int32)
-    return Predictions(guess, model, known, to_probabilities(scores))
+    chances = to_probabilities(scores) if run.num_classes else None
+    return Predictions(run.decide(scores), model, known, chances)
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -236,12 +246,20 @@ def describe_predictions(
         line = f"{name}: {rows.sum():,} samples, {by} {models}"
         rows = rows & scored
         if "y" in arrays and rows.any():
-            right = np.mean(found.predicted[rows] == arrays["y"][rows])
-            line += f", accuracy {right:.2%} on {rows.sum():,}"
+            score = find_score(run.summary)
+            value = measure(score, found.predicted[rows], arrays["y"][rows])
+            line += f", {score.words} {score.format(value)} on {rows.sum():,}"
             chosen_by = "" if "split" in arrays or found.known[rows].all() else ", which chose too"
             line += chosen_by
         lines.append(line)
     return lines
+
+
+def measure(score: Score, predicted: np.ndarray, y: np.ndarray) -> float:
+    """Returns the accuracy, or the RMSE, of predictions [B] of classes or numbers y [B]."""
+    if score is ACCURACY:
+        return float(np.mean(predicted == y))
+    return float(np.sqrt(np.mean((predicted.astype(float) - y) ** 2)))
 
 
 def count_confusions(
@@ -290,10 +308,10 @@ def write_predictions(
     """Writes the predictions as arrays of an npz file, and the confusions [M, C, C] where labels
     are known; classes by name, if they have names.
     """
-    arrays = found._asdict()
+    arrays = {name: value for name, value in found._asdict().items() if value is not None}
     if confusion is not None:
         arrays["confusion"] = confusion
-    if names is not None:
+    if names is not None and found.probabilities is not None:
         numbers = range(len(names), found.probabilities.shape[1])
         arrays["classes"] = np.array([*names, *map(str, numbers)])
         arrays["predicted"] = arrays["classes"][found.predicted]

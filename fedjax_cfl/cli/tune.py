@@ -19,8 +19,10 @@ from fedjax_cfl.cli.sweep import INDEX_FILE
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.results import write_columns, write_json
+from fedjax_cfl.scores import ACCURACY, Score, score_of
 
-TIE = 0.002  # of an accuracy: of two so near the one with less traffic is taken
+# of two scores so near the one with less traffic is taken: an accuracy, or a share of an RMSE
+TIE = 0.002
 LAST = 0.1  # of a run's tests, whose mean is its score
 TRIAL_SEEDS, SEEDS = (1000, 1001), (0, 1, 2)
 OWN = ("evaluate.validation", "evaluate.part", "seed", "seeds", "run_dir", "hydra.sweep.dir")
@@ -30,14 +32,16 @@ class Trial(NamedTuple):
     """One combination of the values tried, over its seeds."""
 
     settings: dict[str, str]
-    scores: list[float]  # of each seed, accuracy
+    scores: list[float]  # of each seed, accuracy or RMSE
     units: list[float]  # models sent
+    kind: Score = ACCURACY
 
     @property
     def mean(self) -> float:
-        """The mean score; -inf where a run was not finite."""
+        """The mean score; the worst of all where a run was not finite."""
         found = float(np.mean(self.scores))
-        return found if np.isfinite(found) else -np.inf
+        worst = -np.inf if self.kind.higher else np.inf
+        return found if np.isfinite(found) else worst
 
 
 def tune(
@@ -74,13 +78,13 @@ def tune(
     (final,) = run("test", fixed, seeds)
     chosen = {
         "chosen": best.settings,
-        "validation_accuracy": best.mean,
+        f"validation_{best.kind.name}": best.mean,
         "trials": len(trials),
         "validation_share": share,
         "trial_seeds": trial_seeds,
         "seeds": seeds,
-        "test_accuracy": final.mean,
-        "test_accuracies": final.scores,
+        f"test_{best.kind.name}": final.mean,
+        "test_accuracies" if best.kind is ACCURACY else "test_rmses": final.scores,
         "overrides": fixed,
     }
     write_columns(out / "trials.csv", [describe(trial) for trial in trials])
@@ -97,53 +101,62 @@ def read_trials(folder: Path) -> list[Trial]:
     found: dict[tuple, Trial] = {}
     for row in index:
         settings = {name: value for name, value in row.items() if name not in ("run", "seed")}
-        trial = found.setdefault(tuple(settings.items()), Trial(settings, [], []))
         run = read_run(folder / row["run"], None)
+        empty = Trial(settings, [], [], score_of(run["rows"]))
+        trial = found.setdefault(tuple(settings.items()), empty)
         trial.scores.append(score(run["rows"]))
         trial.units.append(run["units"] or 0.0)
     return list(found.values())
 
 
 def score(rows: list[dict[str, Any]]) -> float:
-    """Returns the mean accuracy over clients, each counted once, of the last tenth of the tests;
+    """Returns the mean score over clients, each counted once, of the last tenth of the tests;
     NaN where there is none.
     """
-    tests = [row["macro_accuracy"] for row in rows if row.get("macro_accuracy") is not None]
+    name = f"macro_{score_of(rows).name}"
+    tests = [row[name] for row in rows if row.get(name) is not None]
     return float(np.mean(tests[-max(1, round(LAST * len(tests))) :])) if tests else float("nan")
 
 
 def choose(trials: list[Trial]) -> Trial:
-    """Returns the best trial: of those within `TIE` of the highest mean the one that sends least,
-    then the first. Raises InputError where none is finite.
+    """Returns the best trial: of those within `TIE` of the best mean the one that sends least,
+    then the first. Raises InputError where none is finite, and for trials of several tasks.
     """
-    top = max(trial.mean for trial in trials)
+    kind = trials[0].kind
+    if any(trial.kind is not kind for trial in trials):
+        raise InputError("task: trials are compared by one score; give one value")
+    top = kind.pick_best(trial.mean for trial in trials)
     if not np.isfinite(top):
-        raise InputError("tune: no trial has a finite accuracy; try a smaller local.lr")
-    return min((t for t in trials if t.mean >= top - TIE), key=lambda trial: np.mean(trial.units))
+        raise InputError(f"tune: no trial has a finite {kind.words}; try a smaller local.lr")
+    least = top - TIE if kind.higher else top * (1 + TIE)
+    near = [trial for trial in trials if not kind.is_better(least, trial.mean)]
+    return min(near, key=lambda trial: np.mean(trial.units))
 
 
 def describe(trial: Trial) -> dict[str, Any]:
     """Returns a trial as a row of trials.csv."""
     spread = float(np.std(trial.scores, ddof=1)) if len(trial.scores) > 1 else None
-    own = {"validation_accuracy": trial.mean, "sd": spread, "seeds": len(trial.scores)}
+    own = {f"validation_{trial.kind.name}": trial.mean, "sd": spread, "seeds": len(trial.scores)}
     return trial.settings | own | {"units": float(np.mean(trial.units))}
 
 
 def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     """Prints the trials, the chosen one first, and what that is worth on test samples."""
+    kind = best.kind
+    sign = -1 if kind.higher else 1
     lines = [
         [
             *(trial.settings.values() or ["all as given"]),
-            f"{trial.mean:.2%}",
+            trial.kind.format(trial.mean),
             f"{np.mean(trial.units):,.0f}",
         ]
-        for trial in sorted(trials, key=lambda trial: (trial is not best, -trial.mean))
+        for trial in sorted(trials, key=lambda trial: (trial is not best, sign * trial.mean))
     ]
     lines = [[escape_markup(text) for text in line] for line in lines]
     header = [*(best.settings or ["settings"]), "validation", "models sent"]
-    print_table("accuracy, mean over clients, the chosen one first", header, *lines)
-    spread = f" ± {np.std(final.scores, ddof=1):.2%}" if len(final.scores) > 1 else ""
-    print(f"test: {final.mean:.2%}{spread} over {len(final.scores)} seeds, mean over clients")
+    print_table(f"{kind.words}, mean over clients, the chosen one first", header, *lines)
+    sd = f" ± {kind.format(float(np.std(final.scores, ddof=1)))}" if len(final.scores) > 1 else ""
+    print(f"test: {kind.format(final.mean)}{sd} over {len(final.scores)} seeds, mean over clients")
 
 
 def read_seeds(text: str) -> tuple[int, ...]:

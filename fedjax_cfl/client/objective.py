@@ -148,6 +148,13 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     )
 
 
+def output_loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the loss [B], without L2, of what `task.predict` returns [B, C] and y [B]:
+    cross-entropy, or the error of a regression.
+    """
+    return cross_entropy(outputs, y) if task.error is None else task.error(outputs[:, 0] - y)
+
+
 def refuse_own_judge(local: Local, name: str) -> None:
     """Raises InputError where clients would judge models with parts of their own: `name` tests the
     models of groups as they are.
@@ -165,14 +172,14 @@ def training_loss(
     whole training set.
 
     It is (client, data, models [m, ...], row) -> a Loop with the result [m], for `over_clients`.
-    The loss is cross-entropy without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
+    The loss is `output_loss` without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
     code does (D10). `personal` may say that a client judges models with its own part, `row`.
     """
 
     def sample_loss(model, x, y, owner):
         if with_l2:
             return task.loss(model, x, y, None, owner)
-        return cross_entropy(task.predict(model, x, owner), y)
+        return output_loss(task, task.predict(model, x, owner), y)
 
     def client_loss(client, data: FederatedData, models, client_inputs):
         count, first = client_range(client, data)

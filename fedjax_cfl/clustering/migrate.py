@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.data.federated import to_shares, train_label_counts
+from fedjax_cfl.data.federated import check_classes, to_shares, train_label_counts
 from fedjax_cfl.keys import put_first
 from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
@@ -120,7 +120,9 @@ class ShiftReference(struct.PyTreeNode):
 
 
 def init_reference(data: FederatedData) -> ShiftReference:
-    """Returns the reference at the start of a run."""
+    """Returns the reference at the start of a run; without classes one that `on_shift` refuses."""
+    if not data.num_classes:
+        return ShiftReference(jnp.zeros((data.num_clients, 0), jnp.int32), data.train.size)
     return ShiftReference(train_label_counts(data), data.train.size)
 
 
@@ -204,6 +206,8 @@ def on_shift(
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         if not data.has_drift:
             return state, make_report()
+        remedy = "use drift=none, or a method that does not migrate, as ifca"
+        check_classes(data.num_classes, "a drift under a method that detects shifts", remedy)
         before = state.memory.shift_reference
         counts = train_label_counts(data)
         met = state.assignment >= 0

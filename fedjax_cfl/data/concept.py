@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import PositiveInt, Seed
@@ -68,6 +69,7 @@ def permute_labels(
     is C; `groups` is at most min(C, 12)! and at most K; `shuffle` is as in `rotate`; `seed`
     also draws the permutations. `x` is returned as it is.
     """
+    check_classes(num_classes, "concept=permute_labels", "use concept=none")
     limit = math.factorial(min(num_classes, 12))  # permutations there are
     if not 1 <= groups <= limit:
         raise InputError(

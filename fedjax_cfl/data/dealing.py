@@ -7,10 +7,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.random import RandomState
 
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import check_arguments, check_value, whole
 
+# recipes that look at no labels, or, as shards, at their order alone
+WITHOUT_CLASSES = ("by_user", "from_file", "iid", "quantity_skew", "shards")
 LEAST_TO_SHARE = 10  # training samples of a client, below which none is set apart
 
 
@@ -130,8 +133,13 @@ def set_apart_validation(
 
 
 def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any]) -> RandomState:
-    """Checks the arguments that a recipe was given, and returns its generator."""
+    """Checks the arguments that a recipe was given, and returns its generator. Raises InputError
+    where it deals classes, and the pool has none.
+    """
     check_arguments(recipe, values, "partition")
+    if recipe.__name__ not in WITHOUT_CLASSES:
+        remedy = "name clients in the data, or use partition=iid, quantity_skew or shards"
+        check_classes(values["pool"].num_classes, f"partition={recipe.__name__}", remedy)
     return RandomState(values["seed"])
 
 

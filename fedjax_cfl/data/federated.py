@@ -21,8 +21,11 @@ def check_arrays(pool: Pool, on_host: bool) -> Pool:
     """Returns a pool with the types of `Pool`. Raises InputError for what `datasets.npz` would
     refuse in a file; `on_host` samples are only looked at when they are read.
     """
-    if pool.num_classes < 1:
-        raise InputError(f"pool: num_classes={pool.num_classes}, expected at least 1")
+    if pool.num_classes < 0:
+        raise InputError(
+            f"pool: num_classes={pool.num_classes}, expected at least 1, or 0 where y are numbers"
+            " to regress"
+        )
     if not on_host:
         return check_pool(pool, "pool")
     stand_in = np.zeros((len(pool.x), 1), np.uint8)
@@ -58,6 +61,14 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
         )
     return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
+
+
+def check_classes(num_classes: int, what: str, remedy: str) -> None:
+    """Raises InputError where y are numbers to regress, `num_classes` is 0, and `what` needs
+    classes; `remedy` says what to use.
+    """
+    if not num_classes:
+        raise InputError(f"{what}: needs classes, and y are numbers to regress; {remedy}")
 
 
 def check_training(holdings: Partition) -> None:
@@ -116,7 +127,7 @@ def federate(
     train, test = (build_client_index(np.flatnonzero(s), owner[s], clients) for s in sides)
     return FederatedData(
         x=jnp.asarray(x),
-        y=jnp.asarray(y, jnp.int32),
+        y=jnp.asarray(y, pool.y.dtype),
         owner=jnp.asarray(owner),
         train=train,
         test=test,
@@ -278,7 +289,11 @@ def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes:
 
 
 def train_label_counts(data: FederatedData) -> jax.Array:
-    """Returns how many training samples of each label every client has, [K, C] int32."""
+    """Returns how many training samples of each label every client has, [K, C] int32. Raises
+    InputError where y are numbers to regress.
+    """
+    remedy = "use a method, a selection and a drift that count no labels"
+    check_classes(data.num_classes, "label counts", remedy)
     return label_counts(data.train, data.owner, data.y, data.num_classes)
 
 
@@ -323,7 +338,7 @@ def format_description(data: FederatedData) -> str:
     ]
     parts = [
         f"{n['clients']:,} clients",
-        f"{n['classes']:,} classes",
+        f"{n['classes']:,} classes" if n["classes"] else "numbers to regress",
         f"{n['train_samples']:,} train and {n['test_samples']:,} test samples",
         (
             f"{n['min_train']:,} to {n['max_train']:,} train samples a client (median"

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.concept import ConceptArrays, draw_concepts
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
@@ -53,6 +54,7 @@ def graded(
     if shift == "x":
         patterns = int(np.prod(PATTERNS[level - 1]))
         return paint(x, y, owner, draw_concepts(clients, patterns, True, seed), level)
+    check_classes(num_classes, "concept=graded", "use concept=none")
     if level > num_classes:
         raise InputError(f"concept.level={level}: the data have {num_classes} classes")
     rng = np.random.RandomState(seed)

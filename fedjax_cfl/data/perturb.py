@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Partition, Pool
@@ -50,6 +51,8 @@ def share_samples(
     check_arguments(share_samples, locals(), "shared_samples")
     if not per_label:
         return holdings
+    what = f"shared_samples.per_label={per_label}"
+    check_classes(pool.num_classes, what, "use shared_samples.per_label=0")
     label = pool.y[holdings.sample]
     if holdings.code is not None and holdings.label_maps is not None:
         label = holdings.label_maps[holdings.code // TURNS, label]

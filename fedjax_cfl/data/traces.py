@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_cfl.data.drift import OTHER_DRIFTS
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
@@ -38,6 +40,7 @@ def deal_labels(key: Key, data: FederatedData, window: Any) -> tuple[FederatedDa
     """Deals each client's labels to the intervals in a random order, as evenly as can be (an
     `ArrangeFn`).
     """
+    check_classes(data.num_classes, "drift=stream_bucket", OTHER_DRIFTS)
     clients, intervals = data.num_clients, window.intervals
     own = jnp.where((data.owner < 0) | find_shared(data), clients, data.owner)
     has = jnp.zeros((clients, data.num_classes), bool).at[own, data.y].set(True, mode="drop")
@@ -122,6 +125,7 @@ def redraw_samples(
     Args: `intervals` is B; `alpha`, `epsilon`, `is_burst` and `fraction` are those of
     `draw_label_shares`.
     """
+    check_classes(data.num_classes, "drift=stream_gradual or stream_burst", OTHER_DRIFTS)
     keys = [jax.random.fold_in(key, purpose) for purpose in (MIX, LABEL, PICK, PLACE)]
     shares = draw_label_shares(
         keys[0], data.num_clients, data.num_classes, alpha, epsilon, is_burst, fraction

@@ -14,28 +14,48 @@ from rich.table import Table
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.scores import ERRORS, RMSE, SCORES, find_score
 from fedjax_cfl.types import Algorithm
 
-# of a summary's numbers, as curves and glossary call them
-WORDS = {
-    "last10_evals_accuracy": "accuracy, mean of last 10 tests",
-    "last10_evals_best_accuracy": "accuracy, best of last 10 tests",
-    "macro_accuracy": "accuracy, mean over clients",
-    "worst10_accuracy": "accuracy, worst 10 % of clients",
-    "weighted_macro_f1": "macro-F1, by test samples",
-    "macro_f1": "macro-F1, mean over clients",
-    "ari": "ARI, found and true groups",
-}
+# of scores, as curves and glossary call them
+NAMES = {score.name: score.words for score in SCORES} | {"mae": "MAE", "r2": "R2"}
+# of a summary's numbers
+WORDS = (
+    {
+        f"{part}_{score.name}": f"{score.words}, {words}"
+        for score in SCORES
+        for part, words in (
+            ("last10_evals", "mean of last 10 tests"),
+            ("last10_evals_best", "best of last 10 tests"),
+        )
+    }
+    | {
+        f"{part}_{name}": f"{short}, {words}"
+        for name, short in NAMES.items()
+        for part, words in (("macro", "mean over clients"), ("worst10", "worst 10 % of clients"))
+    }
+    | {
+        **{name: NAMES[name] for name in ERRORS if name != RMSE.name},
+        **{
+            f"{part}_{RMSE.name}": f"{part} {RMSE.words}" for part in ("best", "final", "finetuned")
+        },
+        "new_clients_rmse": "new clients RMSE",
+        "new_clients_finetuned_rmse": "new clients finetuned RMSE",
+        "weighted_macro_f1": "macro-F1, by test samples",
+        "macro_f1": "macro-F1, mean over clients",
+        "ari": "ARI, found and true groups",
+    }
+)
 
 
 def _cell(name: str, summary: dict[str, Any]) -> str:
     value = summary[name]
     if isinstance(value, str):
         return value
-    if name == "best_accuracy":
-        return (
-            f"{value:.2%} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
-        )
+    score = find_score(summary)
+    if name == f"best_{score.name}":
+        said = score.format(value)
+        return f"{said} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
     if "accuracy" in name or "_f1" in name:
         return f"{value:.2%}"
     if name.endswith("_per_s"):
@@ -46,6 +66,8 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
         return format_bytes(value)
     if isinstance(value, int):
         return f"{value:,}"
+    if name.endswith(ERRORS):
+        return f"{value:.4g}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
@@ -126,21 +148,15 @@ def progress(
 
 def format_progress(row: dict[str, Any]) -> str:
     """Returns where a run stands, in words."""
-    row = to_plain(row)
-    accuracy = row.get("accuracy")
+    row, score = to_plain(row), find_score(row)
     groups = sum(size > 0 for size in row.get("group_sizes") or [])
-    said = "accuracy -" if accuracy is None else f"accuracy {accuracy:.2%}"
+    said = f"{score.words} {score.format(row.get(score.name))}"
     if row.get("nonfinite_model_clients"):
         said = "models are not finite"
     return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
-MOST_SHOWN = 16  # groups whose accuracies are in the final table
-
-
-def format_share(value: float | None) -> str:
-    """Returns a share in percent, - where there is none."""
-    return "-" if value is None else f"{value:.1%}"
+MOST_SHOWN = 16  # groups whose scores are in the final table
 
 
 # shown as they are, with the scores
@@ -179,7 +195,8 @@ def print_summary(
     if summary["nonfinite_model_clients"]:
         console.print(
             f"in the last evaluation {summary['nonfinite_model_clients']} clients have a model that"
-            " is not finite, so that there is no accuracy; a smaller step size may help"
+            f" is not finite, so that there is no {find_score(summary).words}; a smaller step size"
+            " may help"
         )
     elif algorithm.clustered and len(sizes) > 1 and sum(size > 0 for size in sizes) == 1:
         console.print(f"all clients ended in one group of {len(sizes)}: nothing was split")
@@ -190,8 +207,8 @@ def print_summary(
         )
     if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
-            f"no accuracy yet: discard={settings.plan.discard} waits until every client has"
-            " taken part; more rounds, or discard=none"
+            f"no {find_score(summary).words} yet: discard={settings.plan.discard} waits until every"
+            " client has taken part; more rounds, or discard=none"
         )
     console.print(f"written to {run_dir}", markup=False)
 
@@ -208,18 +225,22 @@ def format_summary(summary: dict) -> dict:
         name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
     } | sizes
     simulated = summary["sim_time_s"]
-    named = {"accuracy per group": "group_accuracy", "accuracy per true group": "concept_accuracy"}
+    score = find_score(summary)
+    named = {
+        f"{score.words} per group": f"group_{score.name}",
+        f"{score.words} per true group": f"concept_{score.name}",
+    }
     scored = {words: to_plain(summary.get(name)) or [] for words, name in named.items()}
     return {
         name: summary[name]
         for name in summary
         if name in SUMMARY_FIELDS
-        or ("accuracy" in name and name not in named.values())
+        or (name.endswith((score.name, *ERRORS)) and not isinstance(summary[name], list))
         or "_f1" in name
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
         **{
-            words: ", ".join(map(format_share, values))
+            words: ", ".join(score.format(value, 1) for value in values)
             for words, values in scored.items()
             if 1 < len(values) <= MOST_SHOWN
         },

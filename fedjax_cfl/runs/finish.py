@@ -34,6 +34,7 @@ PACKAGES = (
     "hydra-core",
     "orbax-checkpoint",
 )
+CLIENT_SCORES = ("accuracy", "rmse", "mae", "r2", "loss", "f1")  # those there are
 MAX_LABEL_COUNTS = 2**24  # clients x classes, in clients.parquet
 
 
@@ -132,11 +133,9 @@ def describe_clients(setup: Setup, result: Result) -> dict[str, Any]:
         "concept": held.concept,
         "train_samples": held.train.size,
         "test_samples": table.samples,
-        "accuracy": table.accuracy,
-        "loss": table.loss,
-        "f1": table.f1,
+        **{name: getattr(table, name) for name in CLIENT_SCORES if hasattr(table, name)},
     }
-    if held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
+    if held.num_classes and held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
         columns["labels"] = count_labels(held)
     return columns
 

@@ -27,11 +27,12 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
-from fedjax_cfl.client.objective import cross_entropy
+from fedjax_cfl.client.objective import output_loss
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.models import as_task
+from fedjax_cfl.models import as_task, regression
+from fedjax_cfl.models.task import ErrorFn
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.record import BEST, FINAL, MIXTURE
@@ -78,7 +79,7 @@ class LoadedRun(NamedTuple):
     best: SavedModels | None  # None where no evaluation had an accuracy
     task: Task  # of the model, without its L2 penalty
     sample_shape: tuple[int, ...]
-    num_classes: int
+    num_classes: int  # 0: the run regressed numbers
     class_names: tuple[str, ...] | None = None  # of class 0, 1, ..., where labels were text
 
     def find_client(self, client: str | int) -> int:
@@ -93,19 +94,23 @@ class LoadedRun(NamedTuple):
 
     def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the classes [B] int32 that a client's model, or its mixture of models, gives
-        samples x [B, ...].
+        samples x [B, ...]; of a regression the numbers [B] float32.
 
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
-        return self._score(client, x, saved).argmax(1).astype(np.int32)
+        return self.decide(self._score(client, x, saved))
 
     def predict_proba(
         self, client: str | int, x: Any, saved: SavedModels | None = None
     ) -> np.ndarray:
         """Returns the probabilities [B, C] float32 of the classes, where `predict` returns the
-        likeliest one.
+        likeliest one. Raises InputError for a regression.
         """
+        if not self.num_classes:
+            raise InputError(
+                "predict_proba: the run regressed numbers, which have no probabilities"
+            )
         return to_probabilities(self._score(client, x, saved))
 
     def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
@@ -128,14 +133,21 @@ class LoadedRun(NamedTuple):
         saved: SavedModels | None = None,
         like: Any = None,
     ) -> np.ndarray:
-        """Returns the classes [B] int32 that model number `model`, or the mixture of all models
-        with the weights `model` [M], gives samples x [B, ...]: the mean of their probabilities.
+        """Returns the classes [B] int32, or of a regression the numbers [B] float32, that model
+        number `model`, or the mixture of all models with the weights `model` [M], gives samples x
+        [B, ...]: the mean of their probabilities.
 
         `like` [n, ...], the training samples of their client, is for runs that standardised each
         client by its own, None: x itself.
         """
         scaled = self.scale(x, like=x if like is None else like)
-        return self.infer(model, scaled, saved or self.final).argmax(1).astype(np.int32)
+        return self.decide(self.infer(model, scaled, saved or self.final))
+
+    def decide(self, outputs: np.ndarray) -> np.ndarray:
+        """Returns the classes [B] int32, or of a regression the numbers [B] float32, that outputs
+        [B, C] of `infer` mean.
+        """
+        return outputs.argmax(1).astype(np.int32) if self.num_classes else outputs[:, 0]
 
     def scale(self, x: Any, place: int | None = None, like: Any = None) -> np.ndarray:
         """Returns samples x [B, ...] as the models take them: standardised as those of the client
@@ -151,7 +163,7 @@ class LoadedRun(NamedTuple):
         return scaling.fit(known).apply(samples)
 
     def infer(self, model: int | np.ndarray, samples: np.ndarray, saved: SavedModels) -> np.ndarray:
-        """Returns the logits [B, C] float32 that a model gives samples [B, ...] that `scale` has
+        """Returns the outputs [B, C] float32 that a model gives samples [B, ...] that `scale` has
         returned, of a mixture the logarithms of probabilities; `model` is as in `predict_with`.
         """
         total = _count_models(saved.models)
@@ -183,8 +195,8 @@ class LoadedRun(NamedTuple):
         return (total / np.sum(total)).astype(np.float32)
 
     def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
-        """Returns the number of the model of lowest mean cross-entropy on samples x [B, ...]
-        with labels y [B]: how a client joins that took no part in the run (as in IFCA).
+        """Returns the number of the model of lowest mean loss on samples x [B, ...] with labels,
+        or numbers, y [B]: how a client joins that took no part in the run (as in IFCA).
 
         Only models that serve a client are tried. Raises InputError for labels that the
         run does not have, and for a run whose clients mix all models.
@@ -214,8 +226,12 @@ class LoadedRun(NamedTuple):
         return x
 
     def check_labels(self, y: Any, samples: int) -> np.ndarray:
-        """Returns labels [B] int32, of class numbers or, where labels were text, of names."""
+        """Returns labels [B] int32, of class numbers or, where labels were text, of names; of a
+        regression numbers [B] float32.
+        """
         y = np.asarray(y)
+        if not self.num_classes:
+            return check_targets(y, samples)
         if y.dtype.kind == "S":
             y = np.char.decode(y, "utf-8", "backslashreplace")
         numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
@@ -236,6 +252,18 @@ class LoadedRun(NamedTuple):
             wrong = y[(y < 0) | (y >= self.num_classes)][0]
             raise InputError(f"y={wrong}: between 0 and {self.num_classes - 1} is allowed")
         return y.astype(np.int32)
+
+
+def check_targets(y: np.ndarray, samples: int) -> np.ndarray:
+    """Returns numbers [B] float32 that models are to regress."""
+    if y.shape != (samples,) or y.dtype.kind not in "buif":
+        raise InputError(
+            f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) numbers, as the run"
+            " regressed"
+        )
+    if not np.isfinite(y.astype(np.float32)).all():
+        raise InputError("y is NaN or infinite somewhere, expected finite numbers")
+    return y.astype(np.float32)
 
 
 def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
@@ -262,7 +290,8 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
     settings = read_settings(run_dir)
     shape, classes, names = check_facts(run_dir / FINAL, facts)
     check_scaling(run_dir / FINAL, final, shape)
-    task = as_task(module or build_module(settings["model"]["module"], classes), shape, classes, 0)
+    module = module or build_module(settings["model"]["module"], max(classes, 1))
+    task = as_task(module, shape, classes, 0, read_error(run_dir, settings, classes))
     for models in (final, best):
         if models is not None:
             _check_fit(run_dir, task, models.models)
@@ -286,7 +315,7 @@ def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], i
         "sample_shape": isinstance(shape, list)
         and 0 < len(shape) < 33
         and all(type(size) is int and 0 < size <= INT32_MAX for size in shape),
-        "num_classes": type(classes) is int and 0 < classes <= MAX_CLASSES,
+        "num_classes": type(classes) is int and 0 <= classes <= MAX_CLASSES,
         "class_names": names is None or are_class_names(names, classes),
     }
     for name, holds in known.items():
@@ -295,6 +324,19 @@ def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], i
             raise InputError(f"{folder}: {name} is {said}, expected what a run writes")
     assert isinstance(shape, list) and type(classes) is int
     return tuple(shape), classes, None if names is None else tuple(names)
+
+
+def read_error(run_dir: Path, settings: dict[str, Any], classes: int) -> ErrorFn | None:
+    """Returns the loss of a run that regressed, None: it had classes. From Python, where settings
+    say nothing of it, models of new clients are chosen by the squared error.
+    """
+    node = settings.get("task") or {}
+    if classes:
+        return None
+    try:
+        return regression(**{name: node[name] for name in ("loss", "delta") if name in node})
+    except (InputError, TypeError) as error:
+        raise InputError(f"{run_dir}: task cannot be read ({error})") from None
 
 
 def are_class_names(names: Any, classes: Any) -> bool:
@@ -512,11 +554,11 @@ def _sum_parts(
 def _sum_losses(
     task: Task, models: Params, x: jax.Array, y: jax.Array, count: jax.Array
 ) -> jax.Array:
-    """Returns the cross-entropy [M] of each model, summed over the real samples."""
+    """Returns the loss [M] of each model, summed over the real samples."""
     owner = _owner(count)
 
     def total(model):
-        loss = cross_entropy(task.predict(model, x, owner), y)
+        loss = output_loss(task, task.predict(model, x, owner), y)
         return jnp.sum(jnp.where(owner >= 0, loss, 0.0))
 
     return lax.map(total, models)

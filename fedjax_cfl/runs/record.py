@@ -25,6 +25,7 @@ from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.identity import digest_identity
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.scores import find_score, score_of
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.simulation.evaluate import each_its_own, used_models
 from fedjax_cfl.simulation.host_rows import collect_models
@@ -67,7 +68,8 @@ def open_record(
         open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
     ):
         held, rows = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
-        written, best = held.count(b"\n"), results.summarize_rows(rows)["best_accuracy"]
+        written = held.count(b"\n")
+        best = results.summarize_rows(rows)[f"best_{score_of(rows).name}"]
         digest = hashlib.sha256(held)
         pending = None  # (round, models and who uses which) of the best evaluation, if not saved
 
@@ -98,7 +100,7 @@ def open_record(
         def save_if_due(row, locate: Callable[[], Snapshot], stop: bool) -> None:
             nonlocal best, pending
             if is_better(row, best):
-                best = results.to_plain(row["accuracy"])
+                best = results.to_plain(row[find_score(row).name])
                 pending = row["round"], copy_present_models(setup, locate())
             if is_time_to_save(row["round"], saved, settings) or stop:
                 save(locate())
@@ -186,9 +188,10 @@ def save_final(
 
 
 def is_better(row: dict[str, Any], best: float | None) -> bool:
-    """Returns whether a row's accuracy is above the `best` so far, None if there is none."""
-    accuracy = results.to_plain(row["accuracy"])
-    return accuracy is not None and (best is None or accuracy > best)
+    """Returns whether a row's score is better than the `best` so far, None if there is none."""
+    score = find_score(row)
+    value = results.to_plain(row[score.name])
+    return value is not None and (best is None or score.is_better(value, best))
 
 
 def is_time_to_save(done: int, saved: tuple[int, float], settings: RunSettings) -> bool:

@@ -25,6 +25,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
+from fedjax_cfl.scores import ACCURACY, ERRORS, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
@@ -40,17 +41,17 @@ COLUMNS = {
         "similarity": Column("cosines, from -1 to 1", -1.001, 1.001, lists=True),
     },
 }
-# of a row: a value for each group
-LIST_FIELDS = ("group_sizes", "group_accuracy", "group_loss", "group_discrepancy")
-LIST_FIELDS += ("concept_accuracy",)  # for each true group
+# of a row: a value for each group, or for each true group
+LIST_FIELDS = ("group_sizes", "group_loss", "group_discrepancy")
+LIST_FIELDS += tuple(
+    f"{part}_{name}" for part in ("group", "concept") for name in (ACCURACY.name, *ERRORS)
+)
 MAX_NUMBER = 3.5e38  # of a number in a row: beyond what float32 holds
 WINDOW = 10  # evaluations, of last10_evals_*
-# what a summary copies from the last row
+# what a summary copies from the last row, behind the scores
 LAST_ROW_FIELDS = (
-    "macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
-    "group_accuracy", "concept_accuracy", "groupless_clients", "nonfinite_model_clients",
-    "units_up", "units_down", "bytes_up", "bytes_down", "client_updates", "local_steps",
-    "sim_time_s",
+    "groupless_clients", "nonfinite_model_clients", "units_up", "units_down", "bytes_up",
+    "bytes_down", "client_updates", "local_steps", "sim_time_s",
 )  # fmt: skip
 SUMMED_FIELDS = ("dropped_clients", "nonfinite_clients", "hostile_clients", "late_clients")
 
@@ -324,8 +325,15 @@ def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
-    """Returns the first evaluated round whose accuracy is at least `target`, or None."""
-    return next((row["round"] for row in rows if (row.get("accuracy") or 0.0) >= target), None)
+    """Returns the first evaluated round whose accuracy is at least `target`, whose RMSE at most
+    that; or None.
+    """
+    score = score_of(rows)
+
+    def reaches(value: float | None) -> bool:
+        return value is not None and not score.is_better(target, value)
+
+    return next((row["round"] for row in rows if reaches(row.get(score.name))), None)
 
 
 def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -334,33 +342,38 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     `best_of` says over how many evaluations the best was taken: fewer for a clustered
     method, whose first accuracies do not count. `last10_evals_*`, the mean and the best
-    of the last ten evaluations, compare methods over the same window.
+    of the last ten evaluations, compare methods over the same window. Of a regression the names
+    have rmse in place of accuracy, and the best is the lowest.
     """
-    rows = to_plain(rows)
-    scored = [row for row in rows if row.get("accuracy") is not None]
-    best = max(scored, key=lambda row: row["accuracy"], default={})
-    tail = [row["accuracy"] for row in rows[-WINDOW:] if row.get("accuracy") is not None]
+    rows, score = to_plain(rows), score_of(rows)
+    name = score.name
+    scored = [row for row in rows if row.get(name) is not None]
+    choose = max if score.higher else min
+    best = choose(scored, key=lambda row: row[name], default={})
+    tail = [row[name] for row in rows[-WINDOW:] if row.get(name) is not None]
     spread = [row["discrepancy"] for row in rows if row.get("discrepancy") is not None]
     last = rows[-1] if rows else {}
     return {
         "rounds": last.get("round", 0),
-        "best_accuracy": best.get("accuracy"),
+        f"best_{name}": best.get(name),
         "best_round": best.get("round"),
-        "final_accuracy": last.get("accuracy"),
+        f"final_{name}": last.get(name),
         "best_of": len(scored),
-        "last10_evals_accuracy": float(np.mean(tail)) if tail else None,
-        "last10_evals_best_accuracy": max(tail, default=None),
+        f"last10_evals_{name}": float(np.mean(tail)) if tail else None,
+        f"last10_evals_best_{name}": choose(tail, default=None),
         "discrepancy_mean": float(np.mean(spread)) if spread else None,
         "discrepancy_variance": float(np.var(spread)) if spread else None,
-        **{name: last.get(name) for name in LAST_ROW_FIELDS},
+        **{name: last.get(name) for name in (*score.beside, *LAST_ROW_FIELDS)},
         **{name: sum(row.get(name) or 0 for row in rows) for name in SUMMED_FIELDS},
     }
 
 
-def tail_macro_accuracy(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
-    """Returns the mean macro_accuracy over the last `share` of the evaluations, at least one."""
-    count = max(1, round(share * len(rows)))
-    return _mean_of(row.get("macro_accuracy") for row in rows[-count:])
+def tail_macro_score(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
+    """Returns the mean over the last `share` of the evaluations, at least one, of the mean score
+    over clients.
+    """
+    count, name = max(1, round(share * len(rows))), f"macro_{score_of(rows).name}"
+    return _mean_of(row.get(name) for row in rows[-count:])
 
 
 def settled_clients(row: dict[str, Any]) -> int:
@@ -399,7 +412,7 @@ def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "units": (numbers["units_down"] or 0) + (numbers["units_up"] or 0),
         "migrations": sum(row.get("migrated_clients") or 0 for row in rows),
         "reclusterings": sum(row.get("reclusterings") or 0 for row in rows),
-        "tail_macro_accuracy": tail_macro_accuracy(rows),
+        "tail_macro_accuracy": tail_macro_score(rows),
         **{
             f"average_{name}": _mean_of(row.get(name) for row in rows)
             for name in ("macro_accuracy", "mean_client_distance", "groups")

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from fedjax_cfl.scores import score_of
+
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
 def scored_rounds(rows: Rows) -> dict[int, float]:
-    """Returns the accuracy of every evaluation that counts, by its round."""
-    return {row["round"]: row["accuracy"] for row in rows if row.get("accuracy") is not None}
+    """Returns the score of every evaluation that counts, by its round."""
+    name = score_of(rows).name
+    return {row["round"]: row[name] for row in rows if row.get(name) is not None}
 
 
 def shared_rounds(runs: Iterable[Rows]) -> set[int]:
@@ -23,9 +26,10 @@ def shared_rounds(runs: Iterable[Rows]) -> set[int]:
 
 
 def best_over(rows: Rows, rounds: set[int]) -> float | None:
-    """Returns the best accuracy among these rounds, None if none of them counts."""
+    """Returns the best score among these rounds, None if none of them counts."""
     scored = scored_rounds(rows)
-    return max((scored[number] for number in rounds if number in scored), default=None)
+    found = [scored[number] for number in rounds if number in scored]
+    return score_of(rows).pick_best(found) if found else None
 
 
 def chance_all_met(clients: int, cohort: int, rounds: int) -> float:

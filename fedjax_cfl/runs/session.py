@@ -30,6 +30,7 @@ from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import open_trackers
+from fedjax_cfl.scores import find_score
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Plan
@@ -191,8 +192,9 @@ def record_rounds(
                 record.write(row, grouping)
             for track, row in zip(trackers, rows, strict=bool(trackers)):
                 track(row)
-            scores = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-            show(rows[0] | {"accuracy": float(np.mean(scores)) if scores else None})
+            name = find_score(rows[0]).name
+            scores = [row[name] for row in rows if row[name] is not None]
+            show(rows[0] | {name: float(np.mean(scores)) if scores else None})
             # only now: a signal that came while the rows were written still stops here; one
             # that comes later stops after the next block, so that nothing stops unsaved
             stop = distributed.any_process(bool(asked))

@@ -13,6 +13,7 @@ from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
+from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation.driver import run_setup
 from fedjax_cfl.simulation.rounds import Plan
@@ -20,14 +21,15 @@ from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_value, one_of
 
-CRITERIA = {"accuracy": max, "distance": min}
+CRITERIA = {"accuracy": max, "rmse": min, "distance": min}
 
 
 class Choice(NamedTuple):
     """What the trials found."""
 
     m: int  # the best number of groups, the least of several that are equally good
-    table: list[dict[str, Any]]  # per candidate: m, accuracy (fraction), distance (L2)
+    # per candidate: m, accuracy (fraction), of a regression rmse, distance (L2)
+    table: list[dict[str, Any]]
 
 
 def choose_k(
@@ -48,13 +50,16 @@ def choose_k(
     Args: `make(m)` -> Algorithm, which selects from the drawn clients alone:
     `select.uniform(10)` means 10 of them; `candidates` are the numbers of groups; `rounds` is
     the length of a trial; `clients` are drawn, all if there are no more; `by` is accuracy on
-    their test samples, the higher the better | distance, the mean L2 distance of the models
-    trained in the last round from their center, the lower the better; `mesh` of None: every
-    device JAX shows. Distances shrink with every further center, also where there is no further
-    group: look for the bend in the table.
+    their test samples, the higher the better | rmse, of a regression | distance, the mean L2
+    distance of the models trained in the last round from their center, the lower the better;
+    `mesh` of None: every device JAX shows. Distances shrink with every further center, also where
+    there is no further group: look for the bend in the table.
     Raises InputError for an unknown criterion or no candidate.
     """
     check_value("by", by, one_of(*CRITERIA))
+    score = RMSE if not data.num_classes else ACCURACY
+    if by not in (score.name, "distance"):
+        raise InputError(f"by={by}: these data are scored by {score.words}; use {score.name}")
     candidates = sorted(candidates)
     if not candidates:
         raise InputError("candidates=[]: at least one number of groups is allowed")
@@ -63,7 +68,7 @@ def choose_k(
     for m in candidates:
         setup = Setup(make(m), task, few, no_drift(), mesh or make_mesh())
         last = run_setup(setup, Plan(rounds, discard="none"), key).rows[-1]
-        table.append({"m": m, "accuracy": last["accuracy"], "distance": last["discrepancy"]})
+        table.append({"m": m, score.name: last[score.name], "distance": last["discrepancy"]})
     return Choice(pick_best(table, by), table)
 
 

@@ -19,7 +19,6 @@ from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.distributed import gather_to_hosts
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.metrics import ClientMetrics
 from fedjax_cfl.simulation.program import Program, compile_run
 from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
@@ -84,7 +83,7 @@ class Result(NamedTuple):
     state: State
     data: FederatedData  # as the drift left it
     rows: list[dict[str, Any]]  # one per evaluation, plain Python values
-    clients: ClientMetrics  # the last evaluation, [K]
+    clients: evaluate.ClientTable  # the last evaluation, [K]
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
     memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan_memory`
     programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache

@@ -10,18 +10,20 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.mixture import mix_predictions, mixture_loss
-from fedjax_cfl.client.objective import cross_entropy
+from fedjax_cfl.client.objective import output_loss
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
-from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.scores import ERRORS
 from fedjax_cfl.sharding import over_devices, take_models
-from fedjax_cfl.simulation import metrics
+from fedjax_cfl.simulation import metrics, regression
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
 
 EVAL_BLOCK = 128  # test samples per forward pass
+ClientTable = metrics.ClientMetrics | regression.ErrorMetrics  # of classes, or of numbers
 
 
 def count_models(models: Params) -> int:
@@ -32,8 +34,10 @@ def count_models(models: Params) -> int:
 class Totals(NamedTuple):
     """What is counted over the test samples of all clients."""
 
-    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`
-    auxiliary_right: jax.Array  # [] int32, samples that the mean of the models predicts right
+    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`; of a regression C = 0
+    # [] int32, samples that the mean of the models predicts right; of a regression float32, the
+    # sum of its squared errors
+    auxiliary_right: jax.Array
     auxiliary_samples: jax.Array  # [] int32, samples that it was tested on, 0: none
     nonfinite_models: jax.Array  # [] int32, clients tested on a model that is not finite
     distance: jax.Array  # [] float32, the mean client distance, NaN where it is not measured
@@ -42,7 +46,7 @@ class Totals(NamedTuple):
 class Evaluation(NamedTuple):
     """What one evaluation measures."""
 
-    clients: metrics.ClientMetrics  # [K]
+    clients: ClientTable  # [K]
     totals: Totals
 
 
@@ -87,7 +91,7 @@ def predict_block(
     weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three arrays [EVAL_BLOCK] for one block of test samples: place in
-    `data.test.order` (N_test: no sample), predicted class, cross-entropy.
+    `data.test.order` (N_test: no sample), predicted class or number, loss.
 
     Args: `model` [...] is the one that the block belongs to, see `find_model`; `blocks` are
     those of all test samples; `number` [] is the block's; with `weights` [K, M] `model` [M, ...]
@@ -103,22 +107,24 @@ def predict_block(
     x, y = gather(data, rows)
     owner = jnp.where(slot < total, data.owner[rows], -1)
     if weights is None:
-        found, loss = task.predict(model, x, owner), cross_entropy
+        found = task.predict(model, x, owner)
+        loss = output_loss(task, found, y)
     else:
         mine = weights[jnp.maximum(owner, 0)]
-        found, loss = mix_predictions(task, model, mine, x, owner), mixture_loss
-    guess = jnp.argmax(found, -1).astype(jnp.int32)
-    return jnp.where(slot < total, test, total), guess, loss(found, y)
+        found = mix_predictions(task, model, mine, x, owner)
+        loss = mixture_loss(found, y)
+    guess = jnp.argmax(found, -1).astype(jnp.int32) if data.num_classes else found[:, 0]
+    return jnp.where(slot < total, test, total), guess, loss
 
 
 def predict_test_samples(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (predicted class, cross-entropy) [N_test] of each test sample, in the
+    """Returns (predicted class or number, loss) [N_test] of each test sample, in the
     order of `data.test.order`.
 
     m models cost one pass over the samples and not m, unless clients mix them. Samples of clients
-    without a model get class -1. Where each client has a model of its own, devices get those of
+    without a model get -1. Where each client has a model of its own, devices get those of
     their blocks alone.
     """
     models, index, weights, _ = served
@@ -161,13 +167,13 @@ def predict_test_samples(
     where, guess, loss = over_devices(device_blocks, mesh)(
         (everybody, data, blocks, weights), (numbers, own)
     )
-    guessed = jnp.full(total, -1, jnp.int32).at[where].set(guess, mode="drop")
+    guessed = jnp.full(total, -1, guess.dtype).at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
 def evaluate_clients(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
-) -> tuple[metrics.ClientMetrics, jax.Array]:
+) -> tuple[ClientTable, jax.Array]:
     """Returns what every client measures [K] on the model it is served, and the
     classes' counts [2, C] over all of them.
 
@@ -175,6 +181,11 @@ def evaluate_clients(
     """
     guess, loss = predict_test_samples(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
+    if not data.num_classes:
+        has_model = served.model_index[jnp.maximum(owner, 0)] >= 0
+        owner = jnp.where(has_model, owner, -1)
+        table = regression.client_errors(guess, loss, y, owner, data.num_clients)
+        return table, jnp.zeros((2, 0), jnp.int32)
     owner = jnp.where(guess >= 0, owner, -1)
     return metrics.client_metrics(
         guess == y, loss, y, guess, owner, data.num_clients, data.num_classes
@@ -184,8 +195,9 @@ def evaluate_clients(
 def evaluate_auxiliary(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns how many predictions on the union of all test sets are right, and how many
-    there are, by the plain mean of the models that serve any client: of all in a mixture.
+    """Returns how many predictions on the union of all test sets are right, or the sum of their
+    squared errors, and how many there are, by the plain mean of the models that serve any client:
+    of all in a mixture.
     """
     count = count_models(served.models)
     used = jnp.any(served.model_index[:, None] == jnp.arange(count), axis=0).astype(jnp.float32)
@@ -196,13 +208,17 @@ def evaluate_auxiliary(
         task, mesh, ServedModels(mean, jnp.zeros(data.num_clients, jnp.int32)), data
     )
     held = data.owner[data.test.order] >= 0
-    return jnp.sum((guess == data.y[data.test.order]) & held), held.sum()
+    y = data.y[data.test.order]
+    if not data.num_classes:
+        return jnp.sum(jnp.where(held, (guess - y) ** 2, 0.0)), held.sum()
+    return jnp.sum((guess == y) & held), held.sum()
 
 
 def evaluate_distance(served: ServedModels, data: FederatedData) -> jax.Array:
     """Returns the mean [] L1 distance of the training label shares of two clients that are
     served the same model, see `mean_client_distance`; clients without one do not count.
     """
+    check_classes(data.num_classes, "eval_distance=true", "use eval_distance=false")
     index = served.model_index
     valid = (index >= 0) & (data.train.size > 0)
     count = count_models(served.models)
@@ -251,7 +267,7 @@ def evaluate_all(
     state: State,
     data: FederatedData,
     with_auxiliary: bool,
-) -> tuple[dict, metrics.ClientMetrics]:
+) -> tuple[dict, ClientTable]:
     """Returns one evaluation's metrics, see `finalize`, and the table of clients, of a state.
 
     Args: the devices of `mesh` share the test samples; `data` are those of all clients;
@@ -284,7 +300,8 @@ def evaluate_block(
         used = each_its_own(state.received, served.model_index)
         used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
-    right = samples = jnp.zeros((), jnp.int32)
+    samples = jnp.zeros((), jnp.int32)
+    right = samples if data.num_classes else jnp.zeros(())
     if count_models(served.models) > 1 and with_auxiliary:  # of one, the mean says nothing new
         right, samples = evaluate_auxiliary(task, mesh, served, data)
     finite, index = is_finite(used.models), used.model_index
@@ -327,8 +344,11 @@ def is_finite(models: Params) -> jax.Array:
 def empty(num_clients: int, num_classes: int) -> Evaluation:
     """Returns the evaluation of all clients before any of them has been tested."""
     unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
-    table = metrics.ClientMetrics(jnp.zeros(num_clients, jnp.int32), unknown, unknown, unknown)
-    totals = Totals(jnp.zeros((2, num_classes), jnp.int32), zero, zero, zero, jnp.zeros(()))
+    kind = metrics.ClientMetrics if num_classes else regression.ErrorMetrics
+    fields = dict.fromkeys(kind.__dataclass_fields__, unknown)
+    table = kind(**fields | {"samples": jnp.zeros(num_clients, jnp.int32)})
+    right = zero if num_classes else jnp.zeros(())
+    totals = Totals(jnp.zeros((2, num_classes), jnp.int32), right, zero, zero, jnp.zeros(()))
     return Evaluation(table, totals)
 
 
@@ -355,39 +375,57 @@ def score_groups(clients: metrics.ClientMetrics, groups: Any, count: int) -> tup
     return xp.where(xp.isfinite(loss), right, xp.nan), loss
 
 
+def summarize_groups(clients: ClientTable, groups: Any, count: int) -> dict[str, Any]:
+    """Returns scores and mean loss [count] over all test samples of the clients of each group, by
+    name: accuracy, or those of a regression.
+    """
+    if isinstance(clients, regression.ErrorMetrics):
+        return regression.errors_by_group(clients, groups, count)
+    return dict(zip(("accuracy", "loss"), score_groups(clients, groups, count), strict=True))
+
+
 def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     """Returns one evaluation's metrics from the results of all its parts: a dict
     of JAX's or of NumPy's arrays.
 
-    Without an auxiliary model its accuracy is NaN. All accuracies and F1 are NaN if a client was
+    Without an auxiliary model its accuracy is NaN. All scores are NaN if a client was
     tested on a model that is not finite, or if no client's loss is finite: such a model
     does not predict. Groups with other models keep their own. With `num_concepts`, how many true
-    groups there are, accuracy is also that of the clients of each. `groupless_clients` are those of
+    groups there are, scores are also those of the clients of each. `groupless_clients` are those of
     which nothing is known to choose a model by, see `engine.withhold_groups`; others without a
     model have not been met yet.
     """
     index, (clients, totals), concept, train_size = tested
     xp, has_model = index.__array_namespace__(), index >= 0
-    row = metrics.summarize_clients(clients, totals.classes)
+    regresses = isinstance(clients, regression.ErrorMetrics)
+    if regresses:
+        row = regression.summarize_errors(clients)
+    else:
+        row = metrics.summarize_clients(clients, totals.classes)
     row["test_loss"] = row.pop("loss")
     numbers = xp.where(has_model, index, num_models)
     row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
     row["groups"] = (row["group_sizes"] > 0).sum()
-    right, row["group_loss"] = score_groups(clients, index, num_models)
-    row["group_accuracy"] = right
+    scores = summarize_groups(clients, index, num_models)
+    row["group_loss"] = scores.pop("loss")
+    row |= {f"group_{name}": values for name, values in scores.items()}
     if num_concepts:
-        row["concept_accuracy"] = score_groups(clients, concept, num_concepts)[0]
+        scores = summarize_groups(clients, concept, num_concepts)
+        row |= {f"concept_{name}": scores[name] for name in scores if name != "loss"}
     row["ari"] = metrics.ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
     row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
     samples = totals.auxiliary_samples
-    row["auxiliary_accuracy"] = xp.where(
-        samples > 0, totals.auxiliary_right / samples.clip(1), xp.nan
-    )
+    auxiliary = xp.where(samples > 0, totals.auxiliary_right / samples.clip(1), xp.nan)
+    if regresses:
+        row["auxiliary_rmse"] = xp.sqrt(auxiliary)
+    else:
+        row["auxiliary_accuracy"] = auxiliary
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:
-        if name.endswith(("accuracy", "f1")) and not name.startswith(("group_", "concept_")):
+        alone = name.startswith(("group_", "concept_"))
+        if name.endswith(("accuracy", "f1", *ERRORS)) and not alone:
             row[name] = xp.where(bad > 0, xp.nan, row[name])
     return row | {"nonfinite_model_clients": bad}

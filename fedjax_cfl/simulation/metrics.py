@@ -71,11 +71,7 @@ def client_metrics(
     samples = jnp.zeros(num_clients, jnp.int32).at[owner].add(1, mode="drop")
 
     right = jnp.zeros(num_clients, jnp.int32).at[owner].add(correct.astype(jnp.int32), mode="drop")
-    # float32 adds up MAX_SUMMED values, not many more: a large set in several parts
-    parts = -(-owner.size // MAX_SUMMED)
-    total = jnp.zeros((parts, num_clients), jnp.float32)
-    part = jnp.arange(owner.size) // MAX_SUMMED
-    total = total.at[part, owner].add(loss.astype(jnp.float32), mode="drop").sum(0)
+    total = sum_by_client(loss, owner, num_clients)
 
     def mean(sums):
         return jnp.where(samples > 0, sums / jnp.maximum(samples, 1), jnp.nan)
@@ -84,6 +80,17 @@ def client_metrics(
         samples=samples, accuracy=mean(right), loss=mean(total), f1=_macro_f1(hits, named)
     )
     return table, jnp.stack([hits.sum(0), named.sum(0)])
+
+
+def sum_by_client(values: jax.Array, owner: jax.Array, num_clients: int) -> jax.Array:
+    """Returns the sum [K] float32 of the values [N] of each client; `owner` [N] is in 0 .. K, and
+    samples of K count nowhere.
+    """
+    # float32 adds up MAX_SUMMED values, not many more: a large set in several parts
+    parts = -(-owner.size // MAX_SUMMED)
+    total = jnp.zeros((parts, num_clients), jnp.float32)
+    part = jnp.arange(owner.size) // MAX_SUMMED
+    return total.at[part, owner].add(values.astype(jnp.float32), mode="drop").sum(0)
 
 
 def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:

@@ -21,8 +21,7 @@ from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
-from fedjax_cfl.simulation.evaluate import evaluate_clients, used_models
-from fedjax_cfl.simulation.metrics import ClientMetrics
+from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
 from fedjax_cfl.system.select import memoryless
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
@@ -47,7 +46,7 @@ def finetune_clients(
     key: Key,
     at_once: int,
     lr_scale: ArrayLike = 1.0,
-) -> ClientMetrics:
+) -> ClientTable:
     """Returns what every client measures [K] on its own test samples once it has trained the
     model that it is served on its own training samples. Clients without a model measure
     nothing.
@@ -73,7 +72,7 @@ def finetune_clients(
         slot = jnp.full(data.num_clients, -1).at[client].set(jnp.arange(client.size), mode="drop")
         return evaluate_clients(task, mesh, ServedModels(tuned, slot), data)[0]
 
-    found: ClientMetrics | None = None
+    found: ClientTable | None = None
     for ids in split_clients(np.arange(data.num_clients), at_once, data.num_clients):
         part = jax.device_get(score(ids, served, data, key))
         found = (
@@ -146,7 +145,7 @@ class NewClients(NamedTuple):
     """Clients that were held out, as the method takes them in after the run."""
 
     groups: np.ndarray  # [H] int32, the model that each was assigned, -1: none
-    metrics: ClientMetrics  # [H]
+    metrics: ClientTable  # [H]
     served: ServedModels  # of the whole population, the clients of the run have none
 
 

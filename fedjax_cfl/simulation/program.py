@@ -23,7 +23,14 @@ from fedjax_cfl.simulation.compiler import (
     count_cache_hits,
     parallel_compiler,
 )
-from fedjax_cfl.simulation.rounds import Carry, Plan, carry_shapes, make_functions
+from fedjax_cfl.simulation.rounds import (
+    Carry,
+    Plan,
+    carry_shapes,
+    make_functions,
+    make_init,
+    run_round,
+)
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import check_arguments
@@ -40,14 +47,34 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
         )
 
 
-def check_data(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
-    """Raises InputError for data that the algorithm cannot use, as a drift shows them at first."""
+def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedData) -> None:
+    """Raises InputError for data that the algorithm cannot use, as a drift shows them at first, or
+    that the task is not about.
+    """
+    if bool(data.num_classes) != (task.error is None):
+        said = ("numbers to regress", 0) if not data.num_classes else ("classes", data.num_classes)
+        raise InputError(f"data: y are {said[0]}; give as_task num_classes={said[1]}")
+    trace_on_numbers(algorithm, drift, data)
     if algorithm.check_data is None:
         return
     if drift.moves:
         begin = jax.jit(lambda data: drift.init(jax.random.key(0), data)[0].concept)
         data = data.replace(concept=begin(data))
     algorithm.check_data(data)
+
+
+def trace_on_numbers(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
+    """Raises InputError where y are numbers to regress, and a part of the run needs classes: each
+    says so while it is traced.
+    """
+    if data.num_classes or prefetch.is_on_host(data):
+        return
+
+    def go(key: Key, data: FederatedData) -> Any:
+        state, data_state = make_init(algorithm, drift, streamed=False)(key, data)
+        return run_round(algorithm, drift, key, state, data_state, data)
+
+    jax.eval_shape(go, jax.random.key(0), bound_client_samples(data, drift))
 
 
 class Inputs(NamedTuple):
@@ -100,7 +127,7 @@ def compile_run(
     check_jax_settings()
     algorithm, task, data, drift, mesh, _ = setup
     check_plan(plan, [data])
-    check_data(algorithm, drift, data)
+    check_data(algorithm, task, drift, data)
     prefetch.check_host_data(data, algorithm, drift)
     key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
     if prefetch.is_on_host(data):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl.errors import NonFiniteUpdate, RunError
+from fedjax_cfl.scores import find_score
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
@@ -15,7 +16,7 @@ from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params
 
-MOST_CONCEPTS = 256  # whose accuracies a row has
+MOST_CONCEPTS = 256  # whose scores a row has
 TIMES = ("compile_s", "train_s", "eval_s")
 COUNTERS = {"client_updates": 0, "local_steps": 0} | dict.fromkeys(("wall_s", *TIMES), 0.0)
 
@@ -45,11 +46,13 @@ def make_row(
     found = evaluate.finalize(tested, num_models, count_concepts(program.data[member]))
     sent = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
     row = metrics_row(done, ledger, sent, infos, found, counters)
-    row.setdefault("concept_accuracy", None)  # not known
+    score = find_score(row)
+    for name in score.beside:
+        row.setdefault(name, None)  # of true groups that are not known
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
-        row["accuracy"] = None
+        row[score.name] = None
     return row
 
 
@@ -74,7 +77,7 @@ def update_counters(
 
 
 def discards_accuracy(discard: str, row: dict[str, Any], selected: int, num_clients: int) -> bool:
-    """Returns whether the accuracy of a clustered method's row does not count yet."""
+    """Returns whether the score of a clustered method's row does not count yet."""
     if discard == "rounds":
         # a round in which all clients are offline selects none
         done = (row["round"] - 1) * selected if selected else row["client_updates"]

@@ -108,7 +108,7 @@ def compile_members(
     settings = {name: jnp.asarray(each, jnp.float32) for name, each in values.items()}
     algorithm, _ = build({name: each[0] for name, each in settings.items()})
     for one in data:
-        check_data(algorithm, drift, one)
+        check_data(algorithm, task, drift, one)
     own = [bound_client_samples(one, drift) for one in data]
     held = replicate(stack_data(own) if len(own) > 1 else own[0], mesh)
     lift = make_lift(points, len(own) > 1)

@@ -18,6 +18,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.executor import as_program, then
+from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.tree import leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
@@ -88,6 +89,7 @@ def flip_labels(faults: Faults, byzantine: jax.Array, data: FederatedData) -> Fe
     """Returns the data that clients train on: with label_flip, attackers [K] see C - 1 - y."""
     if not faults.byzantine or faults.attack != "label_flip":
         return data
+    check_classes(data.num_classes, "faults.attack=label_flip", "use sign_flip or noise")
     theirs = (data.owner >= 0) & byzantine[data.owner]
     return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
 

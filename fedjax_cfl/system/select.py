@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.federated import to_shares, train_label_counts
+from fedjax_cfl.data.federated import check_classes, to_shares, train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import permute, put_first
 from fedjax_cfl.tree import one_hot
@@ -200,6 +200,7 @@ def nearest_to_center(
     check_arguments(nearest_to_center, locals())
 
     def score(key: Key, state: State, data: FederatedData) -> jax.Array:
+        check_classes(data.num_classes, "selection=nearest", "use selection=null or by_group")
         counts = train_label_counts(data)
         size, shares = counts.sum(axis=1), to_shares(counts)
         own = groups_of(state)

@@ -45,7 +45,7 @@ from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.data.federated import train_label_counts
+from fedjax_cfl.data.federated import check_classes, train_label_counts
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, Start, StartFn
 from fedjax_cfl.system.reports import add_reports, add_to_report, make_report, make_traffic
@@ -112,6 +112,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
     def start(key: Key, data: FederatedData) -> Start:
         initial = start_models(key, data)
         assert initial.report is not None  # the traffic of the first models
+        check_classes(data.num_classes, "algorithm=fesem_ma", "use algorithm=fesem")
         counts = train_label_counts(data)
         memory = MatchedModels(initial.memory.models, initial.memory.known, counts)
         sent = make_report(make_traffic(words_up=counts.size * words))

@@ -17,7 +17,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
-from fedjax_cfl.data.federated import gather, train_label_shares
+from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -46,6 +46,9 @@ class Representation(NamedTuple):
 MakeRepresentation = Callable[[Task, Local], Representation]
 
 
+OTHERS = "use represent=gradient, or another algorithm, as ifca"  # without classes
+
+
 def send_words(who: jax.Array, length: int) -> Traffic:
     """Returns the traffic [K] of reports of `length` words by the clients `who` [K] bool."""
     return make_traffic(words_up=who * length)
@@ -56,8 +59,13 @@ def label_shares(task: Task, local: Local) -> Representation:
 
     The distance is L1. A report is C words.
     """
+
+    def init(key: Key, data: FederatedData) -> tuple[()]:
+        check_classes(data.num_classes, "represent=labels", OTHERS)
+        return ()
+
     return Representation(
-        lambda key, data: (),
+        init,
         lambda shared, data, who: train_label_shares(data),
         l1,
         send_words,
@@ -255,6 +263,7 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
     """Returns (rows, weight) [C * count] of random visible training samples of each class,
     weight 0 where a class has fewer.
     """
+    check_classes(data.num_classes, "represent=embedding", OTHERS)
     rows = data.train.order
     held = data.owner[rows] >= 0
     draws = jax.random.uniform(key, rows.shape)

@@ -30,7 +30,7 @@ from fedjax_cfl.client.cohort import CohortFn, over_clients
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
-from fedjax_cfl.data.federated import train_label_shares
+from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, RegroupFn, Start, StartFn
@@ -168,6 +168,9 @@ def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privac
     """Starts from the `models` of another start; every client is in a random group."""
 
     def start(key: Key, data: FederatedData) -> Start:
+        check_classes(
+            data.num_classes, "algorithm=md_icfl", "use another algorithm, as ifca or flexcfl"
+        )
         groups = models(key, data).groups
         keys = jax.random.split(jax.random.fold_in(key, m))
         assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)

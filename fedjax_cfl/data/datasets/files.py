@@ -9,10 +9,16 @@ import numpy as np
 
 from fedjax_cfl.data.datasets import leaf_json, readers
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
-from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, number_owners, read_test_mask
+from fedjax_cfl.data.datasets.pool import (
+    COUNTED,
+    MAX_CLASSES,
+    check_pool,
+    number_owners,
+    read_test_mask,
+)
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
 
 # (labels, samples of each): more labels, each in fewer samples, are no classes
 UNLIKELY_CLASSES = ((1000, 10), (50, 2))
@@ -20,7 +26,7 @@ OPTIONAL = ("client", "split", "concept", "time")
 CHECK_BYTES = 2**27  # bytes checked at once
 
 
-def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
+def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client`
     [N], `split` [N] (0 train, 1 test), `time` [N] and `concept` [K].
 
@@ -28,9 +34,9 @@ def npz(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     `split` may be of any type of number, also bool, as long as they are whole. Labels,
     client ids and concepts may be text: they are numbered in sorted order. Client ids may
     be any whole numbers. Labels with gaps, as 10, 20, 30, are numbered too, and name the
-    classes, unless `num_classes` says how many there are; `concept` is the true group of each
-    client, in the sorted order of their ids. `time` is when a sample came into being, a whole
-    number in any unit.
+    classes, unless `num_classes` says how many there are; of 0 `y` are numbers to regress, which
+    become float32. `concept` is the true group of each client, in the sorted order of their ids.
+    `time` is when a sample came into being, a whole number in any unit.
     Raises InputError for anything else.
     """
     file = Path(os.path.expanduser(path))
@@ -88,7 +94,7 @@ def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
     return (*leaf_json.CHARACTERS, "unknown")
 
 
-def npy(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
+def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns `x.npy` [N, ...] (uint8, read as x / 255, or float32), which stays on the
     disk, and `y.npy`, `client.npy`, `split.npy`, `time.npy` [N], `concept.npy` [K].
 
@@ -134,14 +140,14 @@ def from_arrays(
     split: Any = None,
     time: Any = None,
     concept: Any = None,
-    num_classes: PositiveInt | None = None,
+    num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns the arrays of a program as a pool, checked and read as those of a file by `npz`.
 
     Args: `x` [N, ...], `y`, `client`, `split` and `time` [N] and `concept` [K] are arrays,
     lists, or columns and frames of pandas, polars or Arrow; `time` may hold dates, which become
-    whole seconds since the first; `num_classes` None is the largest label + 1. An array of uint8
-    or float32 is not copied.
+    whole seconds since the first; `num_classes` None is the largest label + 1, 0 that `y` are
+    numbers to regress. An array of uint8 or float32 is not copied.
     Raises InputError for what `npz` would refuse.
     """
     check_arguments(from_arrays, {"num_classes": num_classes})
@@ -234,18 +240,25 @@ def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None
 
 
 def _count_classes(path: str, num_classes: int | None) -> int:
-    """Returns the number of classes, 0 where it is that of the labels."""
-    if num_classes is not None and num_classes < 1:
+    """Returns the number of classes, `COUNTED` where it is that of the labels."""
+    if num_classes is not None and num_classes < 0:
         raise InputError(f"{path}: num_classes={num_classes}, expected at least 1, or null")
-    return num_classes or 0
+    return COUNTED if num_classes is None else num_classes
 
 
 def _number_labels(
     path: str, y: np.ndarray, num_classes: int | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Returns class numbers [N] and the names of the classes, None for numbers. Raises
-    InputError, with the remedy, for labels in a form that is common but not ours.
+    """Returns class numbers [N] and the names of the classes, None for numbers, or numbers to
+    regress. Raises InputError, with the remedy, for labels in a form that is common but not ours.
     """
+    if num_classes == 0:
+        if y.ndim != 1 or y.dtype.kind not in "buif":
+            raise InputError(
+                f"{path}: y has shape {y.shape} and dtype {y.dtype}, expected numbers to regress"
+                " [N], one a sample"
+            )
+        return y, None
     if y.ndim == 2 and y.shape[1] > 1:
         raise InputError(
             f"{path}: y has shape {y.shape}, one-hot or several labels a sample; expected class"
@@ -282,8 +295,9 @@ def _close_gaps(
     if continuous or any(labels.size > max(n, y.size // each) for n, each in UNLIKELY_CLASSES):
         kind = "numbers that are not whole" if continuous else f"{labels.size:,} different values"
         raise InputError(
-            f"{path}: y has {kind} in {y.size:,} samples, which looks like a target to regress;"
-            " expected class numbers, or num_classes if these are classes"
+            f"{path}: y has {kind} in {y.size:,} samples, which looks like a target to regress"
+            " (task=regression, in Python num_classes=0); expected class numbers, or num_classes if"
+            " these are classes"
         )
     if labels[0] < 0 or labels[-1] > MAX_CLASSES or np.array_equal(labels, np.arange(labels.size)):
         return y, None

@@ -10,6 +10,7 @@ from fedjax_cfl.types import Pool
 
 # a label beyond this is no label, and tables of classes should not end in a lack of memory
 MAX_CLASSES = 1_000_000
+COUNTED = -1  # of `Pool.num_classes`: the largest label + 1
 # what to do with whole numbers that are negative or too large
 REMEDIES = {
     "client": ": store numpy.unique(client, return_inverse=True)[1]",
@@ -22,8 +23,8 @@ def check_pool(pool: Pool, name: str) -> Pool:
     """Returns the pool with x uint8 or float32, y, client and time int32, test bool, or
     raises an `InputError` that names the fault.
 
-    `num_classes` 0 means the largest label + 1. Clients are 0 .. K - 1; one without
-    samples keeps its number.
+    `num_classes` may be `COUNTED`; where it is 0 y becomes float32. Clients are 0 .. K - 1; one
+    without samples keeps its number.
     """
     x, y = np.asarray(pool.x), np.asarray(pool.y)
     if x.dtype.kind not in "buif":
@@ -48,8 +49,20 @@ def check_pool(pool: Pool, name: str) -> Pool:
                 f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample"
                 f" {bad.argmax()}, expected finite values"
             )
+    classes = pool.num_classes
+    y, classes = _read_labels(name, y, classes) if classes else (_read_targets(name, y), 0)
+    client = (
+        None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
+    )
+    test = None if pool.test is None else _mask(name, np.asarray(pool.test), len(x))
+    time = None if pool.time is None else _whole(name, "time", np.asarray(pool.time), len(x))
+    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test, time=time)
+
+
+def _read_labels(name: str, y: np.ndarray, classes: int) -> tuple[np.ndarray, int]:
+    """Returns class numbers [N] int32, and how many classes there are, see `check_pool`."""
     y = _whole(name, "y", y)
-    classes = pool.num_classes or int(y.max()) + 1
+    classes = int(y.max()) + 1 if classes == COUNTED else classes
     if (bad := y >= classes).any():
         raise InputError(
             f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1}"
@@ -60,12 +73,21 @@ def check_pool(pool: Pool, name: str) -> Pool:
             f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below"
             f" {MAX_CLASSES}"
         )
-    client = (
-        None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
-    )
-    test = None if pool.test is None else _mask(name, np.asarray(pool.test), len(x))
-    time = None if pool.time is None else _whole(name, "time", np.asarray(pool.time), len(x))
-    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test, time=time)
+    return y, classes
+
+
+def _read_targets(name: str, y: np.ndarray) -> np.ndarray:
+    """Returns numbers to regress [N] as float32."""
+    if y.dtype.kind not in "buif":
+        raise InputError(f"{name}: y has dtype {y.dtype}, expected numbers to regress")
+    with np.errstate(over="ignore"):
+        y = y.astype(np.float32)
+    if (bad := ~np.isfinite(y)).any():
+        raise InputError(
+            f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected numbers to regress that"
+            " are finite in float32"
+        )
+    return y
 
 
 def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:

@@ -9,7 +9,7 @@ from fedjax_cfl.data.datasets.columns import Columns, Name, OptionalName, Option
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode, stack_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, Rule, check_arguments
+from fedjax_cfl.validation import NaturalInt, Rule, check_arguments
 
 SIGN = Rule(
     "one character, or tab",
@@ -28,7 +28,7 @@ def csv(
     delimiter: Annotated[str, SIGN] = ",",
     decimal: Literal[".", ","] = ".",
     number_text: bool = False,
-    num_classes: PositiveInt | None = None,
+    num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns the samples of a CSV with a line of names, one row a sample, or of all *.csv of a
     folder; plain or gzipped, in UTF-8.
@@ -76,7 +76,7 @@ def parquet(
     size: Annotated[list[int] | None, IMAGE_SIZE] = None,
     mode: Mode = "auto",
     number_text: bool = False,
-    num_classes: PositiveInt | None = None,
+    num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns the samples of a Parquet file, one row a sample, or of all *.parquet of a folder in
     order of name.

@@ -71,8 +71,11 @@ def read_features(place: Place, cells: pa.Array) -> np.ndarray:
         return read_numbers(place, cells).astype(np.float32)
 
 
-def read_numbers(place: Place, cells: pa.Array) -> np.ndarray:
-    """Returns numbers [n]; those in text as float64."""
+NO_FEATURE = "leave the column out of x, or set number_text=true to number text in sorted order"
+
+
+def read_numbers(place: Place, cells: pa.Array, remedy: str = NO_FEATURE) -> np.ndarray:
+    """Returns numbers [n]; those in text as float64. The `remedy` is for text that is none."""
     if pa.types.is_dictionary(cells.type):
         cells = cells.dictionary_decode()
     if is_text(cells.type):
@@ -85,8 +88,7 @@ def read_numbers(place: Place, cells: pa.Array) -> np.ndarray:
             hint = f"; decimal={other!r} is the other point" if other in cells[bad].as_py() else ""
             raise InputError(
                 f"{place.shard}: column {place.column} is {shorten(cells[bad].as_py())} in row"
-                f" {place.row + bad} (the first is 1), expected a number: leave the column out of"
-                f" x, or set number_text=true to number text in sorted order{hint}"
+                f" {place.row + bad} (the first is 1), expected a number: {remedy}{hint}"
             )
         return numbers.to_numpy()
     _refuse_missing(place, _find_nulls(cells))

@@ -1,6 +1,6 @@
 """The pool of a table: which columns are read, and what they make together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,8 @@ def read_pool(
     features = _choose_features(path, kinds, columns, roles, number_text)
     with_images = kinds[features[0]] == "images"
     texts = {name for name in features if number_text and kinds[name] == "text"}
-    found = read_columns(table, roles, [] if with_images else features, texts)
+    targets = {roles["y"]} if num_classes == 0 and "y" in roles else set()
+    found = read_columns(table, roles, [] if with_images else features, texts, targets)
     parts = {role: found[name] for role, name in roles.items()}
     if with_images and stack:
         rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
@@ -124,10 +125,14 @@ def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...])
 
 
 def read_columns(
-    table: Table, roles: dict[str, str], features: list[str], texts: set[str]
+    table: Table,
+    roles: dict[str, str],
+    features: list[str],
+    texts: set[str],
+    targets: Collection[str] = (),
 ) -> dict[str, np.ndarray | Words]:
     """Returns columns by name: numbers [N, ...], dates [N] or words; `texts` are features of
-    text.
+    text, `targets` columns of numbers to regress.
     """
     wanted = [*roles.values(), *features]
     parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
@@ -145,6 +150,8 @@ def read_columns(
                     part = read_times(place, cells)
                 elif name in features and name not in texts:
                     part = read_features(place, cells)
+                elif name in targets:
+                    part = read_numbers(place, cells, "fill it in or leave the row out")
                 elif is_text(cells.type):
                     part = number_words(place, cells, known[name])
                 elif known[name]:
