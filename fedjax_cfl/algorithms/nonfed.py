@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, reads_in_place
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.sgd import sgd, train_from
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
@@ -113,12 +113,8 @@ def train_own_model(train: ClientFn) -> ClientFn:
     """Trains one client from the model in its `client_extra` instead of its group's."""
 
     def solve(train, client, data, shared, work: Work) -> Program:
-        start = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
-        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
-        return then(
-            train(client, data, (shared[0], start), alone),
-            lambda upload: upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0)),
-        )
+        bare = work._replace(client_extra=())
+        return train_from(work.client_extra, train, client, data, shared[0], bare)
 
     return Partial(solve, train)
 

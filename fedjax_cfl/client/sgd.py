@@ -19,6 +19,7 @@ from fedjax_cfl.client.cohort import (
     client_range,
     cost_by_samples,
     make_int_array,
+    read_block,
 )
 from fedjax_cfl.client.executor import Cases, Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
@@ -26,7 +27,7 @@ from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
-from fedjax_cfl.types import FederatedData, Params, Task, Upload
+from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
 
 
 def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
@@ -88,6 +89,23 @@ class LocalSGD:
             )
 
         return then(self.make_loop(training, data), upload)
+
+
+def train_from(
+    model: Params, solve: ClientFn, client: jax.Array, data: FederatedData, key: Key, work: Work
+) -> Program:
+    """Returns the program of `solve` that trains ONE client from `model` in place of its group's.
+
+    Args: `model` is what it trains from; `key` is the round's; the others are those of a
+    `ClientFn`. It has no row of its own.
+    """
+    start = jax.tree.map(lambda leaf: leaf[None], model)
+    alone = work._replace(group=jnp.zeros_like(work.group), own=())
+
+    def relate(upload: Upload) -> Upload:
+        return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
+
+    return then(solve(client, data, (key, start), alone), relate)
 
 
 def change_steps(solve: ClientFn, make_loop: MakeLoop, name: str) -> ClientFn:
@@ -247,14 +265,12 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
         count, first = client_range(client, data)
 
         def block(b, carry):
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
-            owner = jnp.where(place < count, client, -1)
+            x, y, owner = read_block(client, data, (count, first), b)
 
             def block_loss(params):
                 noise = jax.random.fold_in(key, b)
                 each = objective(params, start, work.client_extra, x, y, noise, owner)
-                return jnp.sum(jnp.where(place < count, each, 0.0)) / count
+                return jnp.sum(jnp.where(owner >= 0, each, 0.0)) / count
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
 

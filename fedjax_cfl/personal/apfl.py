@@ -5,6 +5,7 @@ A client mixes a model v of its own with its group's model w, a v + (1 - a) w, a
 the same batches: w as ever, v by the gradient of the mixture.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,10 +39,7 @@ def apfl(*, alpha: Fraction = 0.5, adaptive: bool = False) -> Personal:
     check_arguments(apfl, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return mixture_loop(training, data, adaptive)
-
-        return change_steps(solve, make_loop, "apfl")
+        return change_steps(solve, partial(mixture_loop, adaptive), "apfl")
 
     def combine(row: Mixture, model: Params) -> Params:
         return mix(row.alpha, row.model, model)
@@ -54,7 +52,7 @@ def mix(alpha: jax.Array, own: Params, model: Params) -> Params:
     return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, own, model)
 
 
-def mixture_loop(training: Training, data: FederatedData, adaptive: bool) -> Loop:
+def mixture_loop(adaptive: bool, training: Training, data: FederatedData) -> Loop:
     """Returns the steps of one client's group model and of its own. `adaptive` is as in `apfl`."""
     local, start, plan = training.local, training.start, training.plan
     loss_of_step = batch_losses(training, data)

@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import ClientFn, client_range
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import as_pytree
+from fedjax_cfl.client.sgd import as_pytree, train_from
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.tree import take_rows
@@ -104,18 +104,15 @@ def train_from_mixture(layers: Sequence[str], fit: Any) -> Any:
         start = jax.tree.map(
             lambda mixed, g: jnp.where(met, mixed, g), mix(weights, row.model, model), model
         )
-        alone = work._replace(group=jnp.zeros_like(work.group), own=())
-        from_mixture = key, jax.tree.map(lambda leaf: leaf[None], start)
 
         def keep(upload: Upload) -> Upload:
             own = jax.tree.map(jnp.add, start, upload.delta)
             return upload.replace(
                 delta=jax.tree.map(lambda v, g: v - g, own, model),
                 own=Mixing(own, weights, work.group, met),
-                start_group=jnp.where(upload.weight > 0, work.group, 0),
             )
 
-        return then(solve(client, data, from_mixture, alone), keep)
+        return then(train_from(start, solve, client, data, key, work), keep)
 
     return train
 

@@ -31,7 +31,6 @@ from fedjax_cfl.system.reports import (
     add_traffic,
     make_count,
     make_report,
-    make_traffic,
     model_bytes_of,
     no_faults,
     sum_counts,
@@ -110,7 +109,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
         state = keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
-        after, mass, log = update_groups(parts, state, data, cohort, work, upload, log)
+        after, mass = update_groups(parts, state, data, cohort, work, upload, log.sent_state)
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return close_round(parts, after, info, cohort, upload, log)
 
@@ -132,7 +131,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
-    report = initial.report or make_report()
+    report, remember = initial.report or make_report(), parts.hooks.memory
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
         round=jnp.zeros((), jnp.int32),
@@ -141,7 +140,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
         assignment=unknown if initial.assignment is None else initial.assignment,
         traffic=add_traffic(report.traffic),
-        memory=initial.memory,
+        memory=remember(initial.groups, data) if remember else initial.memory,
         selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
         received=(),
@@ -284,27 +283,28 @@ def update_groups(
     cohort: Cohort,
     work: Work,
     upload: Upload,
-    log: RoundLog,
-) -> tuple[State, jax.Array, RoundLog]:
+    before: State | None,
+) -> tuple[State, jax.Array]:
     """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`. Returns also the
     mass [m] behind each group's step.
 
     Args: as those of `draw_cohort`; `work` is the cohort's, with the groups of `regroup`;
-    `upload` has deltas relative to the models of these groups.
+    `upload` has deltas relative to the models of these groups; `before` is the state in which the
+    cohort was trained.
     """
     gid = work.group
     met = state.replace(assignment=cohort.put(state.assignment, gid))
     if not parts.hooks.own_models:
-        met = withhold_groups(log.sent_state, met, data)
+        met = withhold_groups(before, met, data)
     met = follow_groups(parts.local, met)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     step = move_groups(parts.local, met, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
-    after, sent = met.replace(groups=groups, server=server), make_traffic()
+    after = met.replace(groups=groups, server=server)
     if parts.hooks.finish is not None:
         plain = restore_updates(parts.local, work, upload)
-        after, sent = parts.hooks.finish(after, met, cohort, gid, plain)
-    return after, mass, log._replace(finish_traffic=sent)
+        after = parts.hooks.finish(after, met, cohort, gid, plain)
+    return after, mass
 
 
 def close_round(

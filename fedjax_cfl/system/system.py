@@ -39,7 +39,6 @@ from fedjax_cfl.types import (
     Report,
     Selection,
     State,
-    Traffic,
     Upload,
 )
 
@@ -59,15 +58,12 @@ class RoundLog(NamedTuple):
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array | None = None  # [] int32, clients that answered after its end
-    finish_traffic: Traffic | None = None  # of the server's last step
 
     def add_up(self) -> Report:
         """Returns the sum of all that was reported."""
-        assert self.training is not None and self.finish_traffic is not None  # the round has ended
-        rest = self.finish_traffic
-        if self.poll:
-            rest = add_traffic(self.poll.traffic, rest)
-        return add_reports(self.migration, *self.planned, self.training, make_report(rest))
+        assert self.training is not None  # the round has ended
+        polled = [make_report(self.poll.traffic)] if self.poll else []
+        return add_reports(self.migration, *self.planned, self.training, *polled)
 
 
 def group_models(state: State) -> Params:

@@ -35,7 +35,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
@@ -47,7 +47,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
@@ -236,7 +235,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         answered, clients = upload.weight > 0, before.memory.known.size
 
         def store(stored, start, delta, center):
@@ -253,7 +252,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
         memory = state.memory.replace(models=models, known=known)
         if is_weighted(memory):
             memory = memory.replace(weight=cohort.put(memory.weight, upload.weight, answered))
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     return finish
 

@@ -20,11 +20,9 @@ from fedjax_cfl.round.hooks import (
     MigrateFn,
     Start,
     StartFn,
-    chain_finish,
 )
-from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.tree import group_mean, group_sum, membership_weights
-from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Traffic, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Upload
 from fedjax_cfl.validation import AboveOne, check_arguments
 
 EPSILON = 1e-5  # the code adds it to divisors
@@ -109,12 +107,12 @@ def with_temperature(hooks: Hooks, heat: Temperature) -> Hooks:
     """
     assert hooks.start is not None  # it makes the memory
     check_arguments(Temperature, heat._asdict(), "algorithm")
-    highest, update = heat.temperature_max, update_temperatures(heat)
+    highest = heat.temperature_max
     return hooks._replace(
         start=init_temperatures(hooks.start, highest),
         migrate=reset_shifted(hooks.migrate, highest) if hooks.migrate else None,
         aggregate=temperature_mean(highest, heat.temperature_floor),
-        finish=chain_finish(hooks.finish, update) if hooks.finish else update,
+        finish=update_temperatures(heat, hooks.finish),
     )
 
 
@@ -150,19 +148,20 @@ def temperature_mean(highest: float, floor: bool = False) -> AggregateFn:
     return aggregate
 
 
-def update_temperatures(heat: Temperature) -> FinishFn:
-    """Gives new temperatures to the clients that trained."""
+def update_temperatures(heat: Temperature, mix: FinishFn | None = None) -> FinishFn:
+    """Gives new temperatures to the clients that trained, after `mix`, if there is one."""
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
+        state = mix(state, before, cohort, gid, upload) if mix else state
         trained = upload.weight > 0
         own = heat.temperature_bias(*deviation(before, state.groups, gid, upload))
         (mean,), _ = group_mean(trained.astype(jnp.float32), gid, (own,), state.active.size)
         old = cohort.take(state.memory.temperature)
         new = next_temperature(heat.temperature, old, own, mean[gid], heat.temperature_max)
         temperature = cohort.put(state.memory.temperature, new, trained)
-        return state.replace(memory=state.memory.replace(temperature=temperature)), make_traffic()
+        return state.replace(memory=state.memory.replace(temperature=temperature))
 
     return finish
 
