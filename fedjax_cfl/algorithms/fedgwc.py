@@ -44,16 +44,7 @@ from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 
 SPREAD = 1e-10  # added to the variance of losses, which are rounded

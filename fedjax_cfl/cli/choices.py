@@ -30,7 +30,6 @@ from fedjax_cfl.algorithms.fesem.fesem_ma import (
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models, random_models
 from fedjax_cfl.algorithms.fielding import represent
 from fedjax_cfl.algorithms.fielding.fielding import all_report, cohort_reports
-from fedjax_cfl.algorithms.flexcfl import temperature
 from fedjax_cfl.algorithms.flexcfl.founding import (
     cluster_by_edc,
     cluster_by_madc,
@@ -104,17 +103,6 @@ FLEXCFL = {
     "newcomers": {"nearest": nearest_direction, "random": join_random},
     "mix": {"normalized": aggregate.inter_group, "paper": aggregate.add_inter_group},
     "detector": DETECTORS,
-    "temperature": {
-        "none": None,
-        "step": temperature.step,
-        "linear": temperature.linear,
-        "lied": temperature.lied,
-        "eied": temperature.eied,
-    },
-    "temperature_bias": {
-        "discrepancy": temperature.discrepancy,
-        "dissimilarity": temperature.dissimilarity,
-    },
 }
 FIELDING = {
     "represent": {

@@ -12,15 +12,7 @@ import optax
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Work
-from fedjax_cfl.types import (
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Upload,
-)
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Upload
 
 
 class Start(NamedTuple):

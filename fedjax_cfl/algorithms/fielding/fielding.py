@@ -49,16 +49,7 @@ from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MigrateFn, Star
 from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Report,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 

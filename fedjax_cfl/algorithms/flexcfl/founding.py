@@ -1,54 +1,39 @@
-"""Group cold start: how FlexCFL and FedGroup found their groups, and found them again
-(FlexCFL, https://arxiv.org/abs/2108.09749, Algorithm 3; FedGroup,
-https://arxiv.org/abs/2010.06870, Algorithm 1).
+"""Group cold start: how FlexCFL and FedGroup found their groups (FlexCFL,
+https://arxiv.org/abs/2108.09749, Algorithm 3; FedGroup, https://arxiv.org/abs/2010.06870,
+Algorithm 1).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_cfl.algorithms.flexcfl.temperature import Temperature
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering import distances, features
 from fedjax_cfl.clustering.assign import TrainFn, nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import ShiftReference, init_reference, reassign
-from fedjax_cfl.clustering.recluster import transition_shares
+from fedjax_cfl.clustering.migrate import ShiftReference, init_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
-from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn
+from fedjax_cfl.round.hooks import AssignFn, Start, StartFn
 from fedjax_cfl.round.start import GroupCount
-from fedjax_cfl.system.reports import add_fault_counts, add_reports, make_report, make_traffic
-from fedjax_cfl.tree import group_mean, group_sum, membership_weights
-from fedjax_cfl.types import (
-    Cohort,
-    FaultCounts,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.tree import group_mean
+from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 class ColdStartMemory(struct.PyTreeNode):
-    """What newcomers are compared with. It stays as the group cold start made it, unless
-    groups are founded again.
-    """
+    """What newcomers are compared with, as the group cold start made it."""
 
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
     has_founders: jax.Array  # [m] bool, the group has founders
     shift_reference: ShiftReference  # label counts when each client was last assigned
-    temperature: Any = ()  # [K] float32, 0 .. T_max; () without temperatures
 
 
 class MeasureFn(Protocol):
@@ -169,7 +154,6 @@ class ColdStart(NamedTuple):
     pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
     newcomers: Callable[[TrainFn], AssignFn] = nearest_direction  # or join_random
-    recluster: Sequence[int] = ()  # rounds, from 0, before which the groups are founded again
     # room for so many groups: runs of any m up to it share what is compiled; None: m
     max_m: PositiveInt | None = None
 
@@ -245,71 +229,3 @@ def draw_founders(key: Key, num_clients: int, groups: GroupCount, alpha: int) ->
     """
     ids = draw_permutation(key, num_clients, alpha * groups.size)
     return jnp.where(jnp.arange(ids.size) < alpha * groups.used, ids, num_clients)
-
-
-def recluster_at(
-    found: FoundFn,
-    pretrain: TrainFn,
-    local: Local,
-    founding: ColdStart,
-    heat: Temperature | None,
-    move: MigrateFn | None,
-) -> MigrateFn:
-    """Founds the groups again in the listed rounds (D38), after `move`, if there is one.
-
-    Up to alpha m random clients with a group pre-train from the mean of the group models and
-    are clustered. The others choose a group by the new directions. A group's model becomes the
-    mean of its clients' former models. Groups get new numbers, so no client counts as migrated.
-    Args: `found` and `pretrain` are those of the start; `founding.recluster` lists the rounds;
-    `heat`: temperatures start again at their highest, None: there are none.
-    """
-
-    def found_again(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        keys, clients, m = jax.random.split(key, 4), data.num_clients, state.active.size
-        in_use = state.active.sum()
-        met = state.assignment >= 0
-        draws = jnp.where(met, jax.random.uniform(keys[0], (clients,)), 2.0)
-        drawn = jnp.argsort(draws)[: founding.alpha * m].astype(jnp.int32)
-        founds = met[drawn] & (jnp.arange(drawn.size) < founding.alpha * in_use)
-        ids = jnp.where(founds, drawn, clients)
-        old = membership_weights(met.astype(jnp.float32), state.assignment, m)
-        used = (old.sum(0) > 0).astype(jnp.float32)
-        mean_model = group_sum(used[:, None] / jnp.maximum(used.sum(), 1.0), state.groups)
-        cohort, gid, directions, founders, faults = found(keys[1:3], ids, mean_model, data)
-        founded = cohort.put(jnp.full(clients, -1, jnp.int32), gid)
-        memory = state.memory.replace(
-            initial=mean_model, directions=directions, has_founders=founders > 0
-        )
-        if heat:
-            highest = jnp.full_like(memory.temperature, heat.temperature_max)
-            memory = memory.replace(temperature=highest)
-        refounded, others = state.replace(assignment=founded, memory=memory), met & (founded < 0)
-        choose = nearest_direction(pretrain)
-        assignment, chosen = reassign(choose, local, keys[3], refounded, data, others)
-        new = membership_weights(met.astype(jnp.float32), assignment, m)
-        means = group_sum(transition_shares(old.T @ new), state.groups)
-        drawn_count = jnp.sum(founds)
-        # down: the initial model to founders, then m directions to every client with a group
-        sent = make_traffic(units_down=drawn_count + in_use * met.sum(), units_up=drawn_count)
-        bad = add_fault_counts(faults, chosen.fault_counts)
-        report = make_report(sent, fault_counts=bad, reclustered=1)
-        return refounded.replace(assignment=assignment, groups=means), report
-
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        state, moves = move(key, state, data) if move else (state, make_report())
-        due = jnp.any(jnp.array(tuple(founding.recluster)) == state.round)
-        state, founded = jax.lax.cond(
-            due, found_again, lambda key, state, data: (state, make_report()), key, state, data
-        )
-        return state, add_founding(moves, founded)
-
-    return migrate
-
-
-def add_founding(moves: Report, founded: Report) -> Report:
-    """Returns the sum of what clients that move and a founding of groups report. The clock sees
-    what each client [K] did to move; founding groups again takes no simulated time.
-    """
-    return add_reports(moves, founded).replace(
-        traffic=moves.traffic, early=founded.traffic, samples=moves.samples
-    )
