@@ -128,7 +128,7 @@ def fedfomo(
         )
     hooks = Hooks(
         train_from_mixture(sgd(task, local)),
-        start=shared_model(task, False),
+        start=shared_model(task),
         memory=init_memory,
         assign=assign_client_id,
         own_models=True,

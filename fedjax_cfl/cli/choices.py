@@ -122,9 +122,8 @@ FIELDING = {
     "trigger": {
         "center_shift": Maker(recluster.center_shift),
         "since_clustering": Maker(recluster.center_shift_since_clustering),
-        "pairwise": Maker(recluster.pairwise, fixed=("printed",)),
+        "pairwise": Maker(recluster.pairwise),
         "pairwise_fixed": Maker(recluster.pairwise_fixed),
-        "pairwise_as_printed": Maker(recluster.pairwise_as_printed),
         "always": Maker(recluster.always),
         "never": Maker(recluster.never),
     },

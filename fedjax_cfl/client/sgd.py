@@ -193,13 +193,21 @@ def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
     return of_step
 
 
-def direct_loop(training: Training, data: FederatedData, correction: Params | None = None) -> Loop:
-    """Returns the SGD of one client for any model; `correction` is added to every gradient."""
+def direct_loop(
+    training: Training,
+    data: FederatedData,
+    correction: Params | None = None,
+    choose: Callable[[jax.Array, Params, Params], Params] | None = None,
+) -> Loop:
+    """Returns the SGD of one client for any model; `correction` is added to every gradient, and
+    choose(step, stepped, before) is what it goes on with.
+    """
     local, start, plan = training.local, training.start, training.plan
     _, penalty = split(training.objective)
     accumulates = (
         local.execution.executor == "lanes"
         and correction is None
+        and choose is None
         and not (penalty or local.momentum or local.weight_decay or has_statistics(start))
     )
     loss_of_step = batch_losses(training, data)
@@ -220,7 +228,8 @@ def direct_loop(training: Training, data: FederatedData, correction: Params | No
         if accumulates:
             params = jax.tree.map(jnp.add, params, grad)
         else:
-            params, velocity = take_step(local, params, velocity, grad)
+            before, (params, velocity) = params, take_step(local, params, velocity, grad)
+            params = choose(s, params, before) if choose else params
         return params, velocity, plan.add_loss(s, losses, total)
 
     still = no_velocity(local, start)

@@ -36,14 +36,7 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, StepPlan, Training, Work
-from fedjax_cfl.client.sgd import (
-    as_pytree,
-    batch_losses,
-    change_steps,
-    no_velocity,
-    take_step,
-    train_from,
-)
+from fedjax_cfl.client.sgd import as_pytree, change_steps, direct_loop, train_from
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.tree import STATISTICS, put_part, take_rows
 from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
@@ -159,29 +152,18 @@ def masked_loop(
     """Returns the SGD of one client (a `MakeLoop`) that trains either `layers` or all others in an
     epoch; `trains_layers(plan, epoch)` [] bool says in which epochs it trains `layers`.
     """
-    local, start, plan = training.local, training.start, training.plan
-    loss_of_step = batch_losses(training, data)
+    plan = training.plan
 
-    def step(s, carry):
-        params, velocity, losses = carry
-        (_, total), gradient = jax.value_and_grad(loss_of_step(s), has_aux=True)(params)
-        moved, velocity = take_step(local, params, velocity, gradient)
-        theirs = trains_layers(plan, plan.locate_batch(s, local.batch_size)[0])
-        params = {
+    def choose(s: jax.Array, moved: Params, before: Params) -> Params:
+        theirs = trains_layers(plan, plan.locate_batch(s, training.local.batch_size)[0])
+        return {
             name: jax.tree.map(
-                lambda new, old, trains=theirs == (name in layers): jnp.where(trains, new, old),
-                moved[name],
-                params[name],
+                partial(jnp.where, theirs == (name in layers)), moved[name], before[name]
             )
-            for name in params
+            for name in before
         }
-        return params, velocity, plan.add_loss(s, losses, total)
 
-    def end(carry):
-        return jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()
-
-    still = no_velocity(local, start)
-    return Loop(plan.steps, (start, still, (jnp.zeros(()), jnp.zeros(()))), step, end)
+    return direct_loop(training, data, choose=choose)
 
 
 def split_layers(

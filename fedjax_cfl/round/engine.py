@@ -27,6 +27,7 @@ from fedjax_cfl.round.personal import (
 )
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import (
     add_traffic,
     make_count,
@@ -89,7 +90,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         task,
         local,
         hooks,
-        over_clients(system.let_fail(solve), local.execution),
+        over_clients(with_faults(system.faults, solve), local.execution),
         hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
         system,

@@ -86,11 +86,7 @@ def make_first_rows(local: Local) -> Callable[[State], Any] | None:
     personal = local.personal
     if personal is None or personal.server is not None:
         return None
-
-    def first_rows(state: State) -> Any:
-        return jax.vmap(personal.init)(state.groups)
-
-    return first_rows
+    return lambda state: jax.vmap(personal.init)(state.groups)
 
 
 def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | None:

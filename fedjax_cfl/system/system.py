@@ -3,8 +3,7 @@ and what it sends. No hook of a round depends on it; some starts read the select
 done with updates that are not finite.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,12 +91,6 @@ class System(NamedTuple):
         if not self.keep_received:
             return state
         return state.replace(received=group_models(state))
-
-    def let_fail(self, solve: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of one client, as `solve`, whose update may get lost or be broken on
-        its way, see `faults.with_faults`.
-        """
-        return faults.with_faults(self.faults, solve)
 
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
         """Returns the clients [k] that the selection takes, only such as are online, and what

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem.fesem import (
@@ -65,15 +64,6 @@ from fedjax_cfl.types import (
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 
-class MatchedModels(struct.PyTreeNode):
-    """What the server keeps of every client."""
-
-    models: Params  # [K, ...], W_i, the model it last sent, with its units in a center's order
-    # [K] bool; False: the client never trained, does not count in the means, stays in its group
-    known: jax.Array
-    counts: jax.Array  # [K, C] int32, training samples per class when it last trained
-
-
 def recount(
     key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
 ) -> tuple[State, jax.Array]:
@@ -113,7 +103,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         initial = start_models(key, data)
         assert initial.report is not None  # the traffic of the first models
         counts = train_label_counts(data)
-        memory = MatchedModels(initial.memory.models, initial.memory.known, counts)
+        memory = initial.memory.replace(counts=counts)
         sent = make_report(make_traffic(words_up=counts.size * words))
         return initial._replace(memory=memory, report=add_reports(initial.report, sent))
 

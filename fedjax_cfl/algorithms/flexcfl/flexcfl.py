@@ -18,12 +18,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.flexcfl.founding import (
-    ColdStart,
-    draw_founders,
-    group_cold_start,
-    make_found_groups,
-)
+from fedjax_cfl.algorithms.flexcfl.founding import ColdStart, draw_founders, group_cold_start
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
@@ -64,7 +59,6 @@ def flexcfl(
     check_arguments(ColdStart, founding._asdict(), "algorithm")
     groups = count_groups(m, founding.max_m)
     pretrain = train_aside(sgd(task, founding.pretrain(local)), local, system)
-    found = make_found_groups(pretrain, local, founding, groups)
     move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
@@ -73,7 +67,7 @@ def flexcfl(
 
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
-        start=group_cold_start(task, found, founding, groups),
+        start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,
         assign=cold_start(founding.newcomers(pretrain)),
         finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),

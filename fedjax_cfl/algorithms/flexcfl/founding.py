@@ -23,7 +23,7 @@ from fedjax_cfl.round.hooks import AssignFn, Start, StartFn
 from fedjax_cfl.round.start import GroupCount
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.tree import group_mean
-from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Task, Upload
+from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -98,36 +98,21 @@ def one_founder_each(
     return jnp.arange(rows.size) % groups.used
 
 
-def train_steps(steps: int) -> Callable[[Local], Local]:
-    """Lets first updates take `steps` mini-batch steps (D1: 50)."""
-    return lambda local: local.replace(steps=steps)
-
-
-def train_full_batches(steps: int) -> Callable[[Local], Local]:
-    """Lets first updates take `steps` mini-batch steps of which none is short: the stream of
-    batches of the FlexCFL code (D1).
-    """
-    return lambda local: local.replace(steps=steps, fill_batches=True)
-
-
-def train_epochs(epochs: int | None = None) -> Callable[[Local], Local]:
-    """Lets first updates take `epochs` epochs; None: as many as in a round (D1)."""
-    return lambda local: local if epochs is None else local.replace(epochs=epochs)
-
-
 def parse_pretrain(text: str) -> Callable[[Local], Local]:
-    """Returns the local work of a first update: iters:N | filled:N | epochs:N | epochs:E (D1).
-    Raises InputError for anything else.
+    """Returns the local work of a first update (D1), from text: iters:N mini-batch steps | filled:N
+    steps of which none is short, the stream of batches of the FlexCFL code | epochs:N | epochs:E,
+    as many as in a round. Raises InputError for anything else.
     """
     kind, _, number = text.partition(":")
-    if kind == "epochs" and number == "E":
-        return train_epochs()
-    kinds = {"iters": train_steps, "filled": train_full_batches, "epochs": train_epochs}
-    if kind not in kinds or not number.isdecimal() or int(number) < 1:
+    if text == "epochs:E":
+        return lambda local: local
+    if kind not in ("iters", "filled", "epochs") or not number.isdecimal() or int(number) < 1:
         raise InputError(
             f"algorithm.pretrain={text}: iters:N, filled:N, epochs:N (N >= 1) or epochs:E"
         )
-    return kinds[kind](int(number))
+    if kind == "epochs":
+        return lambda local: local.replace(epochs=int(number))
+    return lambda local: local.replace(steps=int(number), fill_batches=kind == "filled")
 
 
 def join_random(pretrain: TrainFn) -> AssignFn:
@@ -151,73 +136,47 @@ class ColdStart(NamedTuple):
     alpha: PositiveInt = 20  # founders per group
     # cluster_by_edc | cluster_by_randomized_edc | cluster_by_madc | one_founder_each
     measure: MeasureFn = cluster_by_edc()
-    pretrain: Callable[[Local], Local] = train_steps(50)  # the local work of a first update
+    pretrain: Callable[[Local], Local] = parse_pretrain("iters:50")  # of a first update
     group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
     newcomers: Callable[[TrainFn], AssignFn] = nearest_direction  # or join_random
     # room for so many groups: runs of any m up to it share what is compiled; None: m
     max_m: PositiveInt | None = None
 
 
-class FoundFn(Protocol):
-    """Founds groups of the clients `ids` [F]; `keys` [2], `initial` [1, ...] is the model
-    that they pre-train from.
-
-    Returns their cohort, the groups gid [S], the mean updates (directions) [m, ...], the
-    number of founders [m] of each group, and what went wrong. A slot has gid -1 if it is
-    empty, or if its client has no data or an update that is not finite.
-    """
-
-    def __call__(
-        self, keys: Key, ids: jax.Array, initial: Params, data: FederatedData
-    ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]: ...
-
-
-def make_found_groups(
-    pretrain: TrainFn, local: Local, founding: ColdStart, groups: GroupCount
-) -> FoundFn:
-    """Returns a function that founds groups: clients pre-train and are clustered."""
-
-    def found(
-        keys: Key, ids: jax.Array, initial: Params, data: FederatedData
-    ) -> tuple[Cohort, jax.Array, Params, jax.Array, FaultCounts]:
-        cohort = make_cohort(ids, data, local.execution)
-        upload, report = pretrain(keys[0], initial, cohort, data)
-        # slots in the order of selection, whatever the devices
-        rows = jnp.argsort(cohort.rank)[: ids.size]
-        valid = upload.weight[rows] > 0
-        labels = jnp.where(valid, founding.measure(keys[1], upload, rows, valid, groups), -1)
-        gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
-        counts = (gid >= 0).astype(jnp.float32)
-        directions, founders = group_mean(counts, gid, upload.delta, groups.size)
-        return cohort, gid, directions, founders, report.fault_counts
-
-    return found
-
-
 def group_cold_start(
-    task: Task, found: FoundFn, founding: ColdStart, groups: GroupCount
+    task: Task, pretrain: TrainFn, local: Local, founding: ColdStart, groups: GroupCount
 ) -> StartFn:
     """Starts with the group cold start: alpha m clients pre-train, and the clusters of their
-    updates are the groups (FlexCFL, Algorithm 3; FedGroup, Algorithm 1).
+    updates are the groups (FlexCFL, Algorithm 3; FedGroup, Algorithm 1). A client without data, or
+    with an update that is not finite, gets no group.
 
     Differs from the paper: line 16 of Algorithm 3 averages updates, but means parameters;
     here groups start from mean parameters (D8).
+
+    Args: `pretrain` makes first updates; the others are those of `flexcfl`.
     """
 
     def start(key: Key, data: FederatedData) -> Start:
-        keys = jax.random.split(key, 4)
+        keys, clients = jax.random.split(key, 4), data.num_clients
         initial = jax.tree.map(lambda leaf: leaf[None], task.init(keys[0]))
-        ids = draw_founders(keys[1], data.num_clients, groups, founding.alpha)
-        cohort, gid, directions, founders, faults = found(keys[2:], ids, initial, data)
-        unknown = jnp.full(data.num_clients, -1, jnp.int32)
-        drawn = jnp.sum(ids < data.num_clients)
+        ids = draw_founders(keys[1], clients, groups, founding.alpha)
+        cohort = make_cohort(ids, data, local.execution)
+        upload, report = pretrain(keys[2], initial, cohort, data)
+        # slots in the order of selection, whatever the devices
+        rows = jnp.argsort(cohort.rank)[: ids.size]
+        valid = upload.weight[rows] > 0
+        labels = jnp.where(valid, founding.measure(keys[3], upload, rows, valid, groups), -1)
+        gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
+        counts = (gid >= 0).astype(jnp.float32)
+        directions, founders = group_mean(counts, gid, upload.delta, groups.size)
+        drawn = jnp.sum(ids < clients)
         sent = make_traffic(units_down=drawn * (1 + groups.used), units_up=drawn)
         return Start(
             groups=jax.tree.map(jnp.add, initial, founding.group_start(directions)),
             active=groups.active,
-            assignment=cohort.put(unknown, gid),
+            assignment=cohort.put(jnp.full(clients, -1, jnp.int32), gid),
             memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
-            report=make_report(sent, fault_counts=faults),
+            report=make_report(sent, fault_counts=report.fault_counts),
         )
 
     return start
