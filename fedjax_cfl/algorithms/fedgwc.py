@@ -166,11 +166,9 @@ def weigh_pairs(
     met = member.sum(0)
     rate = divide(met, held)
     share = reward(upload.extra, upload.weight, member)
-    pair, old = (
-        member @ member.T,
-        cohort.take(memory.weights)[:, jnp.minimum(cohort.ids, len(memory.weights) - 1)],
-    )
-    step = pair * (member @ rate)[:, None] * (share[:, None] - old)
+    columns = jnp.minimum(cohort.ids, len(memory.weights) - 1)
+    old = cohort.take(memory.weights)[:, columns]
+    step = (member @ member.T) * (member @ rate)[:, None] * (share[:, None] - old)
     ids = jnp.where(upload.weight > 0, cohort.ids, len(memory.weights))
     weights = memory.weights.at[ids[:, None], ids].add(step, mode="drop")
     moved = divide(member.T @ jnp.sum(step**2, axis=1), met**2)

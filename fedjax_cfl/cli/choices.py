@@ -14,7 +14,6 @@ from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
 from fedjax_cfl.algorithms.fedfomo import l1_norm, l2_norm, serve_mixed, serve_trained
 from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
-    e_step_of_cohort,
     full_distance,
     last_layer_distance,
     pull_by_size,
@@ -23,7 +22,6 @@ from fedjax_cfl.algorithms.fesem.fesem import (
 )
 from fedjax_cfl.algorithms.fesem.fesem_ma import (
     mean_over_cohort,
-    mean_over_stored,
     weigh_classes,
     weigh_plainly,
 )
@@ -152,7 +150,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
             "local": Maker(cluster_local_models, fixed=("by_samples",)),
             "random_models": random_models,
         },
-        "estep": {"all": e_step_of_all, "selected": e_step_of_cohort},
+        "estep": {"all": e_step_of_all, "selected": None},
         "aggregate": MEANS
         | {
             "stored": stored_mean,
@@ -163,7 +161,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "detector": DETECTORS,
     },
     algorithms.fesem_ma: {
-        "mean_over": {"stored": mean_over_stored, "cohort": mean_over_cohort},
+        "mean_over": {"stored": None, "cohort": mean_over_cohort},
         "head": {"classes": weigh_classes, "plain": weigh_plainly},
     },
     algorithms.fielding: FIELDING,

@@ -160,11 +160,9 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     """
     steps = partial(count_steps, local)
     sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
-    return (
-        (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held)))
-        if sizes
-        else cost_by_samples
-    )
+    if not sizes:
+        return cost_by_samples
+    return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))
 
 
 def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:

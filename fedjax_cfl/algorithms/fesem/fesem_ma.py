@@ -125,11 +125,6 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
     return with_counts
 
 
-def mean_over_stored(mean: AggregateFn) -> AggregateFn:
-    """Averages all stored models: returns `mean` as it is."""
-    return mean
-
-
 def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
     """Averages, by `mean`, only the stored models that arrived in this round."""
 
@@ -203,14 +198,14 @@ def fesem_ma(
     m: PositiveInt,
     mu: NonNegativeFloat | jax.Array = 0.1,
     restarts: PositiveInt = 20,
-    mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
+    mean_over: Callable[[AggregateFn], AggregateFn] | None = None,
     head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
 ) -> Algorithm:
     """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
     `restarts` are as in FeSEM.
 
-    Args: `mean_over` says which models of a group a center is the mean of:
-    mean_over_stored (all, eq. 10) | mean_over_cohort (those of this round); `head` how the
+    Args: `mean_over` says which models of a group a center is the mean of: None (all that are
+    stored, eq. 10) | mean_over_cohort (those of this round); `head` how the
     output layer is averaged: weigh_classes (each class by the samples of it) |
     weigh_plainly.
     A client of the cohort costs a model down and one up, as in FeSEM, and with
@@ -227,7 +222,7 @@ def fesem_ma(
         migrate=e_step_of_all(nearest_center),
         assign=send_class_counts(nearest_stored_center(nearest_center), words),
         regroup=recount if words else None,
-        aggregate=mean_over(mean),
+        aggregate=mean_over(mean) if mean_over else mean,
         finish=keep_models(local.execution.mesh),
     )
     return federated(task, local, system, hooks)._replace(client_models=stored_models)

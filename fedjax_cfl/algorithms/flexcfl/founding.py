@@ -4,7 +4,7 @@ Algorithm 1).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,9 @@ class ColdStartMemory(struct.PyTreeNode):
     shift_reference: ShiftReference  # label counts when each client was last assigned
 
 
-class MeasureFn(Protocol):
-    """Clusters F founders by their updates; returns their groups [F] int32.
-
-    Args: `rows` [F] int32 are their slots in the upload; `valid` [F] bool says whose update
-    counts; `groups` says how many groups there are.
-    """
-
-    def __call__(
-        self, key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
-    ) -> jax.Array: ...
+# (key, upload, rows [F] int32, valid [F] bool, groups) -> the groups [F] int32 of F founders by
+# their updates, which are in these rows of the upload, and count where `valid`
+MeasureFn = Callable[[Key, Upload, jax.Array, jax.Array, GroupCount], jax.Array]
 
 
 def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
