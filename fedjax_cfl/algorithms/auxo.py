@@ -9,7 +9,7 @@ the signature of an update is its last tenth in full precision, and a client cou
 having trained in a group whenever it has taken part there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, MigrateFn
@@ -78,12 +77,9 @@ class Fit(NamedTuple):
 SplitFn = Callable[[Scores, jax.Array, jax.Array], jax.Array]
 
 
-def split_at(split_rounds: Sequence[int] = (50, 100)) -> SplitFn:
+def split_at(split_rounds: tuple[PositiveInt, ...] = (50, 100)) -> SplitFn:
     """Cuts every group after these rounds, as the released configuration does."""
-    if not all(type(each) is int and each > 0 for each in split_rounds):
-        raise InputError(
-            f"algorithm.split_rounds={list(split_rounds)}: must be a list of whole numbers >= 1"
-        )
+    check_arguments(split_at, locals(), "algorithm")
 
     def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
         return active & jnp.any(memory.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)

@@ -159,9 +159,8 @@ class System(NamedTuple):
             sent = make_report(make_traffic(units_down=served, units_up=answered))
             reports = [sent, *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
-            waited = duration
             end = clocks.end_round(
-                clock, state, data, cohort, log.sent_group, answered, seconds, waited
+                clock, state, data, cohort, log.sent_group, answered, seconds, duration
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))

@@ -133,14 +133,12 @@ def back_search(
             noise = draw_noise(samples, key, models, data)
             if warm_start:
                 noise = jnp.where(jnp.isfinite(memory), memory, noise)
-            spare = -label.size % local.execution.mesh.size
+            spare = -label.size % _mesh(local).size
             padded, labels = (
                 jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
                 for array in (noise, jnp.broadcast_to(label[:, None], (label.size, count)))
             )
-            found = over_devices(block, local.execution.mesh)(models, (padded, labels))[
-                : label.size
-            ]
+            found = over_devices(block, _mesh(local))(models, (padded, labels))[: label.size]
             drawn = found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape)
             return drawn, found if warm_start else memory
 
@@ -284,9 +282,9 @@ def generator(
             if warm_start:
                 finite = jnp.isfinite(leaf_norms(memory).sum(0))  # what is not would stay so
                 variables = where_rows(finite, memory, variables)
-            rows = jnp.minimum(jnp.arange(count + -count % local.execution.mesh.size), count - 1)
+            rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
             inputs = take_rows((keys, variables, models), rows)
-            run = over_devices(lambda _, own: run_models(one, local, own), local.execution.mesh)
+            run = over_devices(lambda _, own: run_models(one, local, own), _mesh(local))
             drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
             drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])
             return drawn, variables if warm_start else memory
@@ -294,6 +292,10 @@ def generator(
         return Sampler(init if warm_start else no_memory, sample)
 
     return make
+
+
+def _mesh(local: Local) -> jax.sharding.Mesh:
+    return local.execution.mesh
 
 
 def predict_alone(task: Task, model: Params, samples: jax.Array) -> jax.Array:
