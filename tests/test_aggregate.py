@@ -18,6 +18,7 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
+from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -124,11 +125,14 @@ def mixed(finish, groups, owning):
     """
     owners = np.flatnonzero(owning)
     state = SimpleNamespace(
-        groups=groups, assignment=jnp.array(owners), active=jnp.ones(len(owning), bool)
+        groups=groups,
+        assignment=jnp.array(owners),
+        active=jnp.ones(len(owning), bool),
+        traffic=make_traffic(),
     )
-    state.replace = lambda groups: groups
-    new, traffic = finish(state, None, None, None, None)
-    return matrix(new), ledger(traffic)
+    state.replace = lambda **changes: SimpleNamespace(**changes)
+    after = finish(state, None, None, None, None)
+    return matrix(after.groups), ledger(after.traffic)
 
 
 def test_inter_group_of_equal_norms():

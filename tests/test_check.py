@@ -62,7 +62,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
     def finish(state, before, cohort, gid, upload):
         everyone = jnp.maximum(state.assignment, 0)
-        return state.replace(assignment=everyone), make_traffic()
+        return state.replace(assignment=everyone)
 
     def serve(state):
         return cfl.ServedModels(state.groups, jnp.full(state.assignment.size, 2))
@@ -85,7 +85,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 def test_a_state_that_changes_its_shape(linear, toy):
     def finish(state, before, cohort, gid, upload):
         memory = {"seen": upload.loss, "sum": state.memory["sum"] / 2}
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     memory = {"seen": jnp.zeros(0), "sum": jnp.zeros(2, int)}
     names, text = broken_rules(linear, toy, memory=memory, finish=finish)
@@ -96,7 +96,7 @@ def test_a_state_that_changes_its_shape(linear, toy):
 
 def test_a_number_without_a_type_compiles_twice(linear, toy):
     def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=jnp.float32(1.0) + state.memory), make_traffic()
+        return state.replace(memory=jnp.float32(1.0) + state.memory)
 
     names, text = broken_rules(linear, toy, memory=0.0, finish=finish)
     assert names == ["compiled once"]

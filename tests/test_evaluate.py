@@ -427,27 +427,6 @@ def test_received_models_of_rounds_that_change_groups(
     assert joined > 14 and state.active.sum() > 1 and len(np.unique(expected, axis=0)) > 1
 
 
-@pytest.mark.nightly
-def test_received_models_where_groups_are_founded_anew(toy, linear, local):
-    """In round 2 every group first becomes the mean of its new members' former models,
-    and that is what they train from.
-    """
-    key = jax.random.key(13)  # under which clients change groups
-    options = {"m": 2, "alpha": 3, "pretrain": "iters:11", "recluster": [2], "detector": None}
-    kept = cfl.System(select.full_participation(), keep_received=True)
-    algorithm = build(flexcfl, linear, local, kept, **options)
-    state, one_round = jax.jit(algorithm.init)(key, toy), jax.jit(algorithm.round)
-    for number in range(3):
-        before, (state, _) = state, one_round(key, state, toy)
-        old, new = np.asarray(before.assignment), np.asarray(state.assignment)
-        groups = matrix(before.groups)
-        if number == 2:
-            groups = np.array([groups[old[new == g]].mean(axis=0) for g in range(2)])
-        received = groups[np.maximum(new, 0)]  # a client without samples has no group, and gets 0
-        np.testing.assert_allclose(matrix(state.received), received, rtol=1e-5, atol=1e-6)
-    assert np.abs(groups - matrix(before.groups)).max() > 0.01, "some clients changed groups"
-
-
 def test_received_models_are_refused_where_clients_are_served_others(toy, linear, local):
     """Groups in use alone are served, which are rows of all; a personal model, or a part that
     groups hold, is not what a client received.

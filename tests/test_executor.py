@@ -15,7 +15,7 @@ from fedjax_cfl.client.cohort import over_clients, run_clients
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.executor import Cases, Loop, just, then
 from fedjax_cfl.client.local import Local, full_work
-from fedjax_cfl.client.objective import add_linear_term, erm, proximal
+from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Cohort
@@ -182,7 +182,9 @@ SOLVERS = {
         lambda params, start, extra, *samples: MLP.loss(params, *samples) + 0.1,
     ),
     "a linear term": lambda local: sgd(
-        MLP, local, add_linear_term(lambda extra: jax.tree.map(jnp.ones_like, MODEL), erm(MLP))
+        MLP,
+        local,
+        erm(MLP).replace(direction=lambda extra: jax.tree.map(jnp.ones_like, MODEL)),
     ),
     "momentum and decay": lambda local: sgd(
         MLP, local.replace(momentum=0.7, weight_decay=0.01, lr=0.02)

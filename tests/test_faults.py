@@ -328,7 +328,7 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
         return then(sgd(linear, local)(client, data, shared, work), send)
 
     def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=cohort.put(state.memory, upload.extra)), make_traffic()
+        return state.replace(memory=cohort.put(state.memory, upload.extra))
 
     def start(key, data):
         return random_groups(linear, 1)(key, data)._replace(memory=jnp.zeros(CLIENTS))
@@ -368,7 +368,7 @@ def test_a_loss_that_is_not_finite_is_not_remembered():
     np.testing.assert_array_equal(chosen, [1, 5, 1, 1])
     memory = DriftLosses(jnp.ones(4), None, None, None)
     state = State(*[None] * len(dataclasses.fields(State))).replace(memory=memory)
-    after, _ = remember_losses(state, None, cohort, None, upload)
+    after = remember_losses(state, None, cohort, None, upload)
     np.testing.assert_array_equal(after.memory.best, [1, 5, 1, 1])
     tried = OortMemory(jnp.ones(4), *[jnp.zeros(4)] * 3, jnp.int32(1), 0.0, 0.0, jnp.zeros(2))
     known = remember(tried, cohort, upload, None)

@@ -17,7 +17,6 @@ from test_fesem import planted, play
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem.fesem import fesem, stored_mean
 from fedjax_cfl.algorithms.fesem.fesem_ma import (
-    MatchedModels,
     class_weighted_mean,
     fesem_ma,
     match_to_center,
@@ -29,6 +28,7 @@ from fedjax_cfl.algorithms.fesem.matching import (
     permute_hidden_units,
     solve_assignment,
 )
+from fedjax_cfl.algorithms.fesem.start import ClientModels
 from fedjax_cfl.client.executor import just, run_one
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.zoo import (
@@ -217,7 +217,7 @@ def test_class_means_by_hand():
     """
     head = {"kernel": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None, None] * jnp.ones((4, 1, 3))}
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
-    memory = MatchedModels({"head": head}, jnp.ones(4, bool), counts)
+    memory = ClientModels({"head": head}, jnp.ones(4, bool), counts=counts)
     groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
     state = State(
         round=jnp.int32(0),

@@ -30,7 +30,6 @@ from fedjax_cfl.simulation.personalize import (
     hold_out_clients,
     split_clients,
 )
-from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.types import Selection, ServedModels
 
 LINE = (
@@ -232,7 +231,7 @@ def personal(task, local, select):
 
     def finish(state, before, cohort, gid, upload):
         trained = jax.tree.map(lambda old, new: old[0] + new, before.groups, upload.delta)
-        return state.replace(memory=jax.tree.map(cohort.put, state.memory, trained)), make_traffic()
+        return state.replace(memory=jax.tree.map(cohort.put, state.memory, trained))
 
     hooks = Hooks(sgd(task, local), start, finish=finish)
     return federated(task, local, wrapped, hooks)._replace(

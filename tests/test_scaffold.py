@@ -46,7 +46,6 @@ from fedjax_cfl.round.hooks import Hooks, Start
 from fedjax_cfl.round.personal import find_members, follow_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.reports import make_traffic
 
 COHORT, CLIENTS = 6, len(SIZES)
 
@@ -170,7 +169,7 @@ def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
         return state.replace(memory=(seen(upload.delta), state.memory[1])), gid
 
     def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=(state.memory[0], seen(upload.delta))), make_traffic()
+        return state.replace(memory=(state.memory[0], seen(upload.delta)))
 
     hooks = Hooks(
         sgd(linear, local), start=start, regroup=regroup, aggregate=uniform_mean, finish=finish

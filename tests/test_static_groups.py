@@ -26,8 +26,7 @@ KEY, ROUNDS, ROOM = jax.random.key(5), 4, 4
 METHODS = {
     "ifca": (ifca, {}),
     "gradients": (ifca, {"solve": "gradient_step", "aggregate": "all_participants"}),
-    "flexcfl": (flexcfl, {"alpha": 3, "eta_g": 0.1, "temperature": "linear"}),
-    "founded again": (flexcfl, {"alpha": 2, "recluster": [2]}),
+    "flexcfl": (flexcfl, {"alpha": 3, "eta_g": 0.1}),
     "madc": (flexcfl, {"detector": None, "alpha": 3, "measure": "madc", "pretrain": "epochs:1"}),
     "rcc": (flexcfl, {"alpha": 1, "measure": "none", "newcomers": "random"}),
 }
@@ -48,7 +47,6 @@ def run(method, toy, linear, local, **groups):
         ("ifca", 3),
         nightly("gradients", 1),
         nightly("flexcfl", 3),
-        nightly("founded again", 1),
         nightly("madc", 2),
         nightly("rcc", 3),
     ],

@@ -11,7 +11,6 @@ from conftest import build, ledger, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
-from fedjax_cfl.algorithms.flexcfl.founding import add_founding
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import reports, select
@@ -170,16 +169,3 @@ def test_what_is_of_a_whole_step_belongs_to_no_slot():
     cohort, steps = Cohort(jnp.arange(3), jnp.arange(3)), SimpleNamespace(steps=jnp.zeros(3))
     seconds = clocks.client_seconds(clock, cohort, steps, [report], 8, 3)
     assert seconds.tolist() == [8, 16, 32]
-
-
-def test_groups_that_are_founded_again_take_nobody_any_time():
-    """Two clients take time to move; the 1000 models of the founding take none."""
-    sent = reports.make_traffic(units_down=jnp.array([0, 3, 5]))
-    moves = make_report(sent, samples=jnp.array([0, 20, 10]))
-    both = add_founding(moves, make_report(reports.make_traffic(units_down=1000), reclustered=0))
-    assert ledger(add_reports(both).traffic) == Traffic(1008, 0, 0, 0)
-    clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
-    state = SimpleNamespace(
-        clock_ms=jnp.zeros(2, jnp.uint32), assignment=jnp.zeros(3, jnp.int32), active=jnp.ones(1)
-    )
-    assert clocks.wait_before(clock, state, both, None, 8).tolist() == [50]

@@ -17,8 +17,8 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks, Start, StartFn
-from fedjax_cfl.round.start import no_clients, random_groups
+from fedjax_cfl.round.hooks import FinishFn, Hooks
+from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics
@@ -31,7 +31,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import BelowOne, check_arguments
@@ -68,7 +67,7 @@ def adaptive_fedavg(
         )
     hooks = Hooks(
         sgd(task, local),
-        start=start_still(task),
+        memory=start_still,
         prepare=scale_steps,
         finish=follow_model(beta, harmonic),
         start_clients=no_clients,
@@ -76,17 +75,10 @@ def adaptive_fedavg(
     return federated(task, local, system, hooks)
 
 
-def start_still(task: Task) -> StartFn:
-    """Starts from one random model that has not moved."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial = random_groups(task, 1)(key, data)
-        zero = jnp.zeros(())
-        nothing = jax.tree.map(jnp.zeros_like, drop_statistics(initial.groups))
-        memory = Movement(jnp.zeros((), jnp.int32), nothing, zero, zero, jnp.ones(()))
-        return initial._replace(memory=memory)
-
-    return start
+def start_still(groups: Params, data: FederatedData) -> Movement:
+    """Returns what is remembered of a model [1, ...] that has not moved."""
+    zero, nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, drop_statistics(groups))
+    return Movement(jnp.zeros((), jnp.int32), nothing, zero, zero, jnp.ones(()))
 
 
 def scale_steps(
@@ -105,11 +97,11 @@ def follow_model(beta: float, harmonic: bool) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         moved = move_on(state.memory, drop_statistics(state.groups), beta, harmonic)
         used = jnp.any(upload.weight > 0)
         memory = jax.tree.map(lambda new, old: jnp.where(used, new, old), moved, state.memory)
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     return finish
 

@@ -9,7 +9,7 @@ the signature of an update is its last tenth in full precision, and a client cou
 having trained in a group whenever it has taken part there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,10 +25,9 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn
+from fedjax_cfl.round.hooks import Hooks, MigrateFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
@@ -78,12 +77,9 @@ class Fit(NamedTuple):
 SplitFn = Callable[[Scores, jax.Array, jax.Array], jax.Array]
 
 
-def split_at(split_rounds: Sequence[int] = (50, 100)) -> SplitFn:
+def split_at(split_rounds: tuple[PositiveInt, ...] = (50, 100)) -> SplitFn:
     """Cuts every group after these rounds, as the released configuration does."""
-    if not all(type(each) is int and each > 0 for each in split_rounds):
-        raise InputError(
-            f"algorithm.split_rounds={list(split_rounds)}: must be a list of whole numbers >= 1"
-        )
+    check_arguments(split_at, locals(), "algorithm")
 
     def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
         return active & jnp.any(memory.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)
@@ -131,7 +127,8 @@ def auxo(
     check_arguments(auxo, locals(), "algorithm")
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
-        start=one_group(task, m),
+        start=one_active_group(task, m, joined=True),
+        memory=partial(init_scores, m),
         migrate=split_and_join(split, explore),
         assign=keep_groups,
         regroup=partial(score_cohort, local.execution.mesh),
@@ -140,22 +137,17 @@ def auxo(
     return federated(task, local, system, hooks)
 
 
-def one_group(task: Task, m: int) -> StartFn:
-    """Starts with all clients in group 0, where they have score 1."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial, clients = one_active_group(task, m)(key, data), data.num_clients
-        memory = Scores(
-            group=jnp.zeros((clients, m)).at[:, 0].set(1.0),
-            side=jnp.full((clients, m, 2), 0.5, jnp.float32),
-            count=jnp.zeros((clients, m)),
-            cut_seen=jnp.zeros(m, bool),
-            rounds=jnp.zeros(m, jnp.int32),
-            joining=jnp.zeros(clients, bool),
-        )
-        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
-
-    return start
+def init_scores(m: int, groups: Params, data: FederatedData) -> Scores:
+    """Returns the scores of clients that are all in group 0: there it is 1."""
+    clients = data.num_clients
+    return Scores(
+        group=jnp.zeros((clients, m)).at[:, 0].set(1.0),
+        side=jnp.full((clients, m, 2), 0.5, jnp.float32),
+        count=jnp.zeros((clients, m)),
+        cut_seen=jnp.zeros(m, bool),
+        rounds=jnp.zeros(m, jnp.int32),
+        joining=jnp.zeros(clients, bool),
+    )
 
 
 def split_and_join(split: SplitFn, explore: float) -> MigrateFn:

@@ -12,6 +12,7 @@ by the server, which costs a model down and one up per cut.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
@@ -119,7 +120,8 @@ def cfl(
 
     hooks = Hooks(
         solve,
-        start=start_undivided(task, m, stale_updates),
+        start=one_active_group(task, m),
+        memory=partial(init_tree, stale_updates),
         assign=descend_splits(train_aside(solve, local, system)),
         regroup=bipartition(
             due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.execution.mesh
@@ -131,24 +133,19 @@ def cfl(
     )
 
 
-def start_undivided(task: Task, m: int, stale_updates: bool) -> StartFn:
-    """Starts with all clients in one group; nothing has been cut yet."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial = one_active_group(task, m)(key, data)
-        zeros = jax.tree.map(jnp.zeros_like, initial.groups)
-        clients = data.num_clients
-        tree = SplitTree(
-            jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
-        ).replace(longest_mean=jnp.zeros(()))
-        if stale_updates:
-            latest = jax.tree.map(
-                lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), initial.groups
-            )
-            tree = tree.replace(last_update=latest, known=jnp.zeros(clients, bool))
-        return initial._replace(memory=tree)
-
-    return start
+def init_tree(stale_updates: bool, groups: Params, data: FederatedData) -> SplitTree:
+    """Returns the cuts so far: none. `stale_updates` is as in `cfl`."""
+    m, clients = len(jax.tree.leaves(groups)[0]), data.num_clients
+    zeros = jax.tree.map(jnp.zeros_like, groups)
+    tree = SplitTree(
+        jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
+    ).replace(longest_mean=jnp.zeros(()))
+    if stale_updates:
+        latest = jax.tree.map(
+            lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
+        )
+        tree = tree.replace(last_update=latest, known=jnp.zeros(clients, bool))
+    return tree
 
 
 def descend_splits(train: TrainFn) -> AssignFn:

@@ -32,7 +32,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, RegroupFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -112,7 +112,8 @@ def cfl_gp(
     plan = Plan(m, period, last)
     hooks = Hooks(
         solve,
-        start=start_unknown(task, m, project_to),
+        start=common_model(task, m),
+        memory=partial(init_means, m, project_to),
         assign=join_nearest_direction(train, euclidean, warm_up=0),
         prepare=charge_criterion(local, plan, project_to),
         regroup=partition_updates(train, local, plan, project_to, restarts),
@@ -123,20 +124,13 @@ def cfl_gp(
     )
 
 
-def start_unknown(task: Task, m: int, project_to: int | None) -> StartFn:
-    """Starts all groups from one model; no client has a group, or has sent anything, yet."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial, clients = common_model(task, m)(key, data), data.num_clients
-        zeros = jax.tree.map(jnp.zeros_like, initial.groups)
-        vectors = jax.tree.map(
-            lambda leaf: jnp.zeros((clients, m, *leaf.shape[1:])), shorten(zeros, project_to)
-        )
-        known = jnp.zeros((clients, m), bool)
-        memory = Accumulated(vectors, known, take_rows(initial.groups, slice(1)), zeros)
-        return initial._replace(memory=memory)
-
-    return start
+def init_means(m: int, project_to: int | None, groups: Params, data: FederatedData) -> Accumulated:
+    """Returns the memory of a server to which no client has sent anything yet."""
+    zeros, known = jax.tree.map(jnp.zeros_like, groups), jnp.zeros((data.num_clients, m), bool)
+    vectors = jax.tree.map(
+        lambda leaf: jnp.zeros((*known.shape, *leaf.shape[1:])), shorten(zeros, project_to)
+    )
+    return Accumulated(vectors, known, take_rows(groups, slice(1)), zeros)
 
 
 def shorten(delta: Params, project_to: int | None) -> Params:

@@ -30,14 +30,24 @@ from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
 from fedjax_cfl.round.personal import take_own
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    Report,
+    State,
+    Task,
+    Upload,
+)
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -69,7 +79,8 @@ def clove(
     check_arguments(clove, locals(), "algorithm")
     hooks = Hooks(
         sgd(task, local),
-        start=start_moving(task, m, stable),
+        start=random_groups(task, m),
+        memory=None if stable is None else start_moving,
         assign=cluster_losses(task, local, first, stable, restarts),
         regroup=None if stable is None else count_unmoved(stable),
         aggregate=aggregate,
@@ -78,16 +89,9 @@ def clove(
     return federated(task, local, system, hooks)
 
 
-def start_moving(task: Task, m: int, stable: int | None) -> StartFn:
-    """Starts from m random models; no groups are final yet."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        begun = random_groups(task, m)(key, data)
-        if stable is None:
-            return begun
-        return begun._replace(memory=Unmoved(jnp.zeros((), jnp.int32)))
-
-    return start
+def start_moving(groups: Params, data: FederatedData) -> Unmoved:
+    """Returns the memory of a server to which no groups are final yet."""
+    return Unmoved(jnp.zeros((), jnp.int32))
 
 
 def cluster_losses(

@@ -12,16 +12,19 @@ was not cut trains on and is tested again in the next such round; there can be a
 groups.
 """
 
+from functools import partial
+
 import jax
 from jax import lax
 
-from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, start_undivided
+from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, init_tree
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
@@ -64,7 +67,8 @@ def fedcluster(
 
     hooks = Hooks(
         solve,
-        start=start_undivided(task, m, False),
+        start=one_active_group(task, m),
+        memory=partial(init_tree, False),
         assign=descend_splits(train_aside(solve, local, system)),
         regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )

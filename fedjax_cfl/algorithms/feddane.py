@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
-from fedjax_cfl.client.objective import add_linear_term, erm, proximal
+from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
@@ -54,9 +54,9 @@ def feddane(
     False: a second, independent draw of the selection.
     """
     check_arguments(feddane, locals(), "algorithm")
-    objective = proximal(mu, erm(task))
+    objective = proximal(mu, erm(task)).replace(direction=lambda extra: extra)
     hooks = Hooks(
-        sgd(task, local, add_linear_term(lambda direction: direction, objective)),
+        sgd(task, local, objective),
         prepare=gradient_correction(task, local, None if same_set else as_system(system).select),
     )
     return federated(task, local, system, hooks)

@@ -13,6 +13,7 @@ least recently; where there is none, the client stays with its best model.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, Start, StartFn
+from fedjax_cfl.round.hooks import Hooks, MigrateFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -45,7 +46,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
@@ -134,7 +134,8 @@ def feddrift(
     merge = None if eager else merge_models(delta if delta_merge is None else delta_merge)
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
-        start=one_model(task, m),
+        start=one_active_group(task, m, joined=True),
+        memory=partial(init_losses, m),
         migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
         assign=keep_groups,
         aggregate=weighted_mean,
@@ -148,29 +149,22 @@ def feddrift_eager(task: Task, local: Local, system: SystemLike, **options: Any)
     return feddrift(task, local, system, eager=True, **options)
 
 
-def one_model(task: Task, m: int) -> StartFn:
-    """Starts with all clients on one random model."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        clients = data.num_clients
-        nobody, unused = jnp.zeros(clients, bool), jnp.zeros(m, jnp.int32)
-        best = jnp.full(clients, NEVER, jnp.float32)
-        memory = DriftLosses(best, nobody, unused, jnp.zeros((), jnp.int32))
-        initial = one_active_group(task, m)(key, data)
-        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
-
-    return start
+def init_losses(m: int, groups: Params, data: FederatedData) -> DriftLosses:
+    """Returns the memory of clients that have not tried a model yet."""
+    best = jnp.full(data.num_clients, NEVER, jnp.float32)
+    nobody, unused = jnp.zeros(data.num_clients, bool), jnp.zeros(m, jnp.int32)
+    return DriftLosses(best, nobody, unused, jnp.zeros((), jnp.int32))
 
 
 def remember_losses(
     state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> tuple[State, Traffic]:
+) -> State:
     """Stores the losses of the models that clients of the cohort received: what later losses
     are compared with (a `FinishFn`).
     """
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
     best = cohort.put(state.memory.best, upload.loss, known)
-    return state.replace(memory=state.memory.replace(best=best)), make_traffic()
+    return state.replace(memory=state.memory.replace(best=best))
 
 
 def losses_of_all(task: Task, local: Local) -> LossesFn:

@@ -27,12 +27,12 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work
 from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
-from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity
+from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity, train_from
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -47,7 +47,6 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
@@ -103,7 +102,8 @@ def federated_mixture(
     refuse_single_models(local, system, name)
     hooks = Hooks(
         train_components(task, local, m),
-        start=start_mixture(task, m, least_count is not None),
+        start=random_groups(task, m),
+        memory=partial(init_mixture, m, least_count is not None),
         assign=keep_groups,
         prepare=expect(task, local, m),
         aggregate=mean_of_all if shrink else mean_of_cohort,
@@ -141,21 +141,16 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
 OTHERS = "use another algorithm, as ifca or fedsoft"  # which mix no probabilities
 
 
-def start_mixture(task: Task, m: int, with_labels: bool) -> StartFn:
-    """Starts from m independent random models, of which every client has equal parts."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        clients, labels = data.num_clients, data.num_classes
-        check_classes(labels, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
-        memory = MixtureMemory(
-            jnp.full((clients, m), 1 / m, jnp.float32),
-            jnp.zeros(clients, bool),
-            jnp.zeros((clients, m, labels)) if with_labels else (),
-            jnp.full((m, labels), 1 / m, jnp.float32) if with_labels else (),
-        )
-        return random_groups(task, m)(key, data)._replace(memory=memory)
-
-    return start
+def init_mixture(m: int, with_labels: bool, groups: Params, data: FederatedData) -> MixtureMemory:
+    """Returns the memory of clients that all have equal parts of m models."""
+    clients, labels = data.num_clients, data.num_classes
+    check_classes(labels, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
+    return MixtureMemory(
+        jnp.full((clients, m), 1 / m, jnp.float32),
+        jnp.zeros(clients, bool),
+        jnp.zeros((clients, m, labels)) if with_labels else (),
+        jnp.full((m, labels), 1 / m, jnp.float32) if with_labels else (),
+    )
 
 
 def expect(task: Task, local: Local, m: int) -> PrepareFn:
@@ -203,12 +198,10 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     train = Partial(LocalSGD(local, loop), as_pytree(reported), local.lr)
 
     def solve(train, client, data, shared, work: Work) -> Program:
-        key, models = shared
-        found = work.client_extra
-        stack = jax.tree.map(lambda leaf: leaf[None], models)
-        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=found.parts)
+        (key, models), found = shared, work.client_extra
+        weighted = work._replace(client_extra=found.parts)
         return then(
-            train(client, data, (key, stack), alone),
+            train_from(models, train, client, data, key, weighted),
             lambda upload: upload.replace(steps=m * upload.steps, extra=found.by_label),
         )
 
@@ -280,7 +273,7 @@ def remember_mixture(least_count: float | None) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         memory, sums = state.memory, upload.extra
         used = (upload.weight > 0) & (sums.sum((1, 2)) > 0)
         new = mean_responsibility(sums, cohort.take(memory.weights))
@@ -295,7 +288,7 @@ def remember_mixture(least_count: float | None) -> FinishFn:
             memory = memory.replace(by_label=by_label, label_shares=shares)
         strongest = jnp.argmax(memory.weights, axis=1).astype(jnp.int32)
         assignment = jnp.where(memory.met, strongest, -1)
-        return state.replace(memory=memory, assignment=assignment), make_traffic()
+        return state.replace(memory=memory, assignment=assignment)
 
     return finish
 

@@ -34,7 +34,7 @@ from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -51,7 +51,6 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, check_arguments
@@ -129,7 +128,8 @@ def fedfomo(
         )
     hooks = Hooks(
         train_from_mixture(sgd(task, local)),
-        start=personal_start(task),
+        start=shared_model(task),
+        memory=init_memory,
         assign=assign_client_id,
         own_models=True,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
@@ -148,16 +148,10 @@ def fedfomo(
     return algorithm._replace(round=round, serve=test, client_models=client_models)
 
 
-def personal_start(task: Task) -> StartFn:
-    """Starts every client from the same random model."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial, clients = shared_model(task, False)(key, data), data.num_clients
-        nobody, affinity = jnp.zeros(clients, bool), 0.1 * jnp.eye(clients)
-        memory = PersonalModels(initial.groups, affinity, nobody, nobody)
-        return initial._replace(memory=memory)
-
-    return start
+def init_memory(groups: Params, data: FederatedData) -> PersonalModels:
+    """Returns the memory of clients that all have the same model, and no affinity yet."""
+    nobody, affinity = jnp.zeros(data.num_clients, bool), 0.1 * jnp.eye(data.num_clients)
+    return PersonalModels(groups, affinity, nobody, nobody)
 
 
 def train_from_mixture(train: ClientFn) -> ClientFn:
@@ -186,7 +180,7 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         memory, mixture, clients = state.memory, upload.extra, state.assignment.size
         answered = upload.weight > 0
         rows = jnp.where(answered, cohort.ids, clients)
@@ -199,7 +193,7 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
             uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
             started=cohort.put(memory.started, True),
         )
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     return finish
 

@@ -28,6 +28,7 @@ from jax import lax
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from fedjax_cfl.algorithms.fednova import charge_words
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work
@@ -38,22 +39,12 @@ from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import Hooks, RegroupFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Report,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 
 SPREAD = 1e-10  # added to the variance of losses, which are rounded
@@ -92,25 +83,20 @@ def fedgwc(
     find = partial(find_parts, most=parts, gamma=gamma)
     hooks = Hooks(
         Partial(send_losses, solve),
-        start=start_together(task, m),
+        start=one_active_group(task, m, joined=True),
+        memory=partial(init_weights, m),
         assign=cold_start(best_model(task, local)),
-        prepare=charge_losses(steps),
+        prepare=charge_words(steps),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
     return federated(task, local, system, hooks)
 
 
-def start_together(task: Task, m: int) -> StartFn:
-    """Starts with all clients in one group, of equal weights."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        clients = data.num_clients
-        equal = jnp.full((clients, clients), 1 / clients**2, jnp.float32)
-        memory = Interactions(equal, jnp.ones(m), jnp.zeros(m, jnp.int32))
-        begun = one_active_group(task, m)(key, data)
-        return begun._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
-
-    return start
+def init_weights(m: int, groups: Params, data: FederatedData) -> Interactions:
+    """Returns equal weights of all pairs of clients."""
+    clients = data.num_clients
+    equal = jnp.full((clients, clients), 1 / clients**2, jnp.float32)
+    return Interactions(equal, jnp.ones(m), jnp.zeros(m, jnp.int32))
 
 
 def record_losses(steps: int, training: Training, data: FederatedData) -> Loop:
@@ -143,18 +129,6 @@ def send_losses(
     """Returns the program of `solve` whose client sends what it would keep (a `ClientFn`)."""
     sent = solve(client, data, shared, work)
     return then(sent, lambda upload: upload.replace(extra=upload.own, own=()))
-
-
-def charge_losses(steps: int) -> PrepareFn:
-    """Reports a word up for each step."""
-
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        real = cohort.ids < data.num_clients
-        return work, make_report(make_traffic(words_up=real * steps))
-
-    return prepare
 
 
 def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:
@@ -192,11 +166,9 @@ def weigh_pairs(
     met = member.sum(0)
     rate = divide(met, held)
     share = reward(upload.extra, upload.weight, member)
-    pair, old = (
-        member @ member.T,
-        cohort.take(memory.weights)[:, jnp.minimum(cohort.ids, len(memory.weights) - 1)],
-    )
-    step = pair * (member @ rate)[:, None] * (share[:, None] - old)
+    columns = jnp.minimum(cohort.ids, len(memory.weights) - 1)
+    old = cohort.take(memory.weights)[:, columns]
+    step = (member @ member.T) * (member @ rate)[:, None] * (share[:, None] - old)
     ids = jnp.where(upload.weight > 0, cohort.ids, len(memory.weights))
     weights = memory.weights.at[ids[:, None], ids].add(step, mode="drop")
     moved = divide(member.T @ jnp.sum(step**2, axis=1), met**2)

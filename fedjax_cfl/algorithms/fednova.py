@@ -9,7 +9,7 @@ Differs from the authors' code: clients are weighed by their shares of the cohor
 all clients'; lengths with momentum and a proximal term are those that such steps have.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def fednova(
         )
     solve = sgd(task, local, proximal(mu, erm(task)))
     hooks = Hooks(
-        Partial(measure_length(local.momentum, mu), as_pytree(solve), local.lr),
+        Partial(partial(measure_length, local.momentum, mu), as_pytree(solve), local.lr),
         prepare=charge_words(2 if mu else 1),
         aggregate=mean_of_normalized(by_steps=mu > 0),
         server=optax.sgd(1.0, momentum=server_momentum or None),
@@ -77,28 +77,28 @@ def fednova(
     return federated(task, local, system, hooks)
 
 
-def measure_length(momentum: float, mu: float) -> Callable[..., Program]:
-    """Returns (solve, lr, ...) -> the program of one client that trains by `solve`, with step size
-    `lr`, and also sends (length, steps), both [] float32; the rest are those of a `ClientFn`.
+def measure_length(
+    momentum: float,
+    mu: float,
+    solve: ClientFn,
+    lr: jax.Array,
+    client: jax.Array,
+    data: FederatedData,
+    shared: tuple[Key, Params],
+    work: Work,
+) -> Program:
+    """Returns the program of one client that trains by `solve`, and also sends (length, steps),
+    both [] float32.
+
+    Args: `momentum` and the step size `lr` are those of `Local`; `mu` is as in `fednova`; `solve`
+    trains; the others are those of a `ClientFn`.
     """
 
-    def train(
-        solve: ClientFn,
-        lr: jax.Array,
-        client: jax.Array,
-        data: FederatedData,
-        shared: tuple[Key, Params],
-        work: Work,
-    ) -> Program:
-        pull = mu * lr * work.lr_scale
+    def send(upload: Upload) -> Upload:
+        length = find_length(upload.steps, momentum, mu * lr * work.lr_scale)
+        return upload.replace(extra=(length, upload.steps.astype(jnp.float32)))
 
-        def send(upload: Upload) -> Upload:
-            length = find_length(upload.steps, momentum, pull)
-            return upload.replace(extra=(length, upload.steps.astype(jnp.float32)))
-
-        return then(solve(client, data, shared, work), send)
-
-    return train
+    return then(solve(client, data, shared, work), send)
 
 
 def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> jax.Array:

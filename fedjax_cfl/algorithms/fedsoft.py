@@ -33,11 +33,11 @@ from fedjax_cfl.client.cohort import (
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, output_loss, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, PrepareFn
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -99,11 +99,14 @@ def fedsoft(
             "personal: every client of this method has a model of its own already, without"
             f" {local.personal.name}; use personal=none, or another algorithm"
         )
-    own = Personal("FedSoft", lambda model: model, keep_solver, lambda row, model: row)
+    own = Personal(
+        "FedSoft", lambda model: model, lambda task, local, solve: solve, lambda row, model: row
+    )
     pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
     hooks = Hooks(
         Partial(train_own, as_pytree(sgd(task, local, pulled))),
-        start=start_equal(task, m),
+        start=random_groups(task, m),
+        memory=partial(init_shares, m),
         migrate=estimate_shares(task, local, every, sigma),
         assign=keep_groups,
         prepare=give_shares(lam),
@@ -113,20 +116,10 @@ def fedsoft(
     return federated(task, local.replace(personal=own), system, hooks)
 
 
-def keep_solver(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-    """Returns `solve`, which trains the client's own model itself."""
-    return solve
-
-
-def start_equal(task: Task, m: int) -> StartFn:
-    """Starts from m random models; no client has estimated its shares."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        nobody = jnp.zeros(data.num_clients, bool)
-        memory = Shares(jnp.full((data.num_clients, m), 1 / m, jnp.float32), nobody, nobody, nobody)
-        return random_groups(task, m)(key, data)._replace(memory=memory)
-
-    return start
+def init_shares(m: int, groups: Params, data: FederatedData) -> Shares:
+    """Returns the shares of clients that have not estimated them: equal ones."""
+    nobody = jnp.zeros(data.num_clients, bool)
+    return Shares(jnp.full((nobody.size, m), 1 / m, jnp.float32), nobody, nobody, nobody)
 
 
 def count_best(
@@ -206,15 +199,14 @@ def train_own(
     (key, models), given = shared, work.client_extra
     mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), models)
     begin = jax.tree.map(partial(jnp.where, given.anew), mean, work.own)
-    own = jax.tree.map(lambda leaf: leaf[None], begin)
-    alone = Work(jnp.zeros_like(work.group), work.step_fraction, work.lr_scale, (given.pull, mean))
+    pulled = work._replace(client_extra=(given.pull, mean))
 
     def relate(upload: Upload) -> Upload:
         trained = jax.tree.map(jnp.add, begin, upload.delta)
         delta = jax.tree.map(jnp.subtract, trained, take_rows(models, work.group))
-        return upload.replace(delta=delta, own=trained, start_group=work.group)
+        return upload.replace(delta=delta, own=trained)
 
-    return then(solve(client, data, (key, own), alone), relate)
+    return then(train_from(begin, solve, client, data, key, pulled), relate)
 
 
 def mean_by_source(

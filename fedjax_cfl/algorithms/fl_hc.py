@@ -27,12 +27,12 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, select_everybody
-from fedjax_cfl.tree import group_mean, membership_weights, repeat_first
+from fedjax_cfl.tree import group_mean, membership_weights, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -86,12 +86,12 @@ def fl_hc(
     check_arguments(fl_hc, locals(), "algorithm")
     if linkage == "ward" and metric is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
-    solve, start = sgd(task, local), start_unclustered(task, m)
+    solve, start = sgd(task, local), one_active_group(task, m)
     join = join_largest_group(warm_up)
     if newcomers == "nearest":
         join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    hooks = Hooks(solve, start=start, assign=join, aggregate=aggregate)
+    hooks = Hooks(solve, start=start, memory=know_nothing, assign=join, aggregate=aggregate)
     grouped = federated(task, local, system, hooks)
     hooks = Hooks(solve, start=start, regroup=found, aggregate=zero_step)
     clustering = federated(task, local, select_everybody(system), hooks)
@@ -106,16 +106,10 @@ def fl_hc(
     return grouped._replace(round=round, serve=serve, clustered=False)
 
 
-def start_unclustered(task: Task, m: int) -> StartFn:
-    """Starts with all clients in one group, before any comparison."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        initial = one_active_group(task, m)(key, data)
-        zeros = jax.tree.map(jnp.zeros_like, initial.groups)
-        none = jax.tree.map(lambda leaf: leaf[:1], zeros)
-        return initial._replace(memory=GroupDirections(none, zeros, jnp.zeros((), jnp.int32)))
-
-    return start
+def know_nothing(groups: Params, data: FederatedData) -> GroupDirections:
+    """Returns the memory before the clustering."""
+    zeros = jax.tree.map(jnp.zeros_like, groups)
+    return GroupDirections(take_rows(zeros, slice(1)), zeros, jnp.zeros((), jnp.int32))
 
 
 def cluster_updates(
@@ -150,8 +144,7 @@ def cluster_updates(
         if newcomers == "largest":
             gid = jnp.where(gid < 0, largest, gid)
         groups, server = repeat_first((state.groups, state.server))
-        initial = jax.tree.map(lambda leaf: leaf[:1], groups)
-        memory = GroupDirections(initial, directions, largest)
+        memory = GroupDirections(take_rows(groups, slice(1)), directions, largest)
         active = (size > 0) | (jnp.arange(m) == largest)
         return state.replace(groups=groups, server=server, active=active, memory=memory), gid
 

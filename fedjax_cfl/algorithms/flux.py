@@ -37,8 +37,9 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.personal.moon import watch_inputs
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
@@ -119,7 +120,8 @@ def flux(
     find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)
     hooks = Hooks(
         sgd(task, local),
-        start=start_undescribed(task, m, latent),
+        start=one_active_group(task, m, joined=True),
+        memory=partial(know_nothing, task, latent),
         migrate=place_newcomers(describe, newcomers, warm_up),
         assign=keep_groups,
         regroup=cluster_descriptions(
@@ -137,27 +139,16 @@ def serve_placed(state: State) -> ServedModels:
     return ServedModels(state.groups, jnp.where(group >= 0, group, placed))
 
 
-def start_undescribed(task: Task, m: int, latent: int | None) -> StartFn:
-    """Starts with all clients in one group, of which nothing is known yet."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        check_classes(
-            data.num_classes, "algorithm=flux", "use another algorithm, as ifca or flexcfl"
-        )
-        initial, clients = one_active_group(task, m)(key, data), data.num_clients
-        rows = 2 * (data.num_classes + 1)
-        width = min(latent or data.num_classes, count_dense_inputs(task, data))
-        none = jnp.zeros((rows, 1))
-        memory = Descriptions(
-            take_rows(initial.groups, slice(1)),
-            none,
-            none,
-            jnp.zeros((m, rows, width)),
-            jnp.full(clients, -1, jnp.int32),
-        )
-        return initial._replace(assignment=jnp.zeros(clients, jnp.int32), memory=memory)
-
-    return start
+def know_nothing(
+    task: Task, latent: int | None, groups: Params, data: FederatedData
+) -> Descriptions:
+    """Returns the memory before the clustering; `latent` is as in `flux`."""
+    check_classes(data.num_classes, "algorithm=flux", "use another algorithm, as ifca or flexcfl")
+    m, rows = len(jax.tree.leaves(groups)[0]), 2 * (data.num_classes + 1)
+    width = min(latent or data.num_classes, count_dense_inputs(task, data))
+    none, centers = jnp.zeros((rows, 1)), jnp.zeros((m, rows, width))
+    placed = jnp.full(data.num_clients, -1, jnp.int32)
+    return Descriptions(take_rows(groups, slice(1)), none, none, centers, placed)
 
 
 def scale(described: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -366,21 +357,14 @@ def dense_inputs(
     x [B, ...]: the samples themselves, where it is the first layer. Raises InputError if there is
     none.
     """
-    seen = []
-
-    def watch(call, arguments, options, context):
-        if isinstance(context.module, nn.Dense) and context.method_name == "__call__":
-            seen.append(arguments[0])
-        return call(*arguments, **options)
-
-    with nn.intercept_methods(watch):
+    with watch_inputs(lambda module: isinstance(module, nn.Dense)) as seen:
         task.predict(params, x, owner)
     if not seen:
         raise InputError(
             "model: has no dense layer (flax.linen.Dense), before which samples are described; use"
             " another model, or another algorithm"
         )
-    return seen[0].reshape(len(x), -1)
+    return seen[0]
 
 
 def count_dense_inputs(task: Task, data: FederatedData) -> int:

@@ -110,12 +110,12 @@ def ifca(
     move = on_shift(choose, local, shift.detector, m, shift.charge) if shift.detector else None
 
     def begin(key: Key, data: FederatedData) -> Start:
-        memory = ShiftMemory(init_reference(data)) if move else ()
-        return draw(key, data)._replace(active=groups.active, memory=memory)
+        return draw(key, data)._replace(active=groups.active)
 
     hooks = Hooks(
         solve(task, local, proximal(mu, erm(task))),
         start=begin,
+        memory=(lambda groups, data: ShiftMemory(init_reference(data))) if move else None,
         migrate=move,
         assign=every_round(choose),
         aggregate=aggregate,

@@ -6,7 +6,7 @@ it as well). A client's group is `data.concept` from the start and in every roun
 data have changed, and costs nothing to know.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
     system = as_system(system)
     system = system._replace(select=leave_out_unknown(system.select, m))
     hooks = Hooks(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
-    return federated(task, local, system, hooks)._replace(check_data=check_groups(m))
+    return federated(task, local, system, hooks)._replace(check_data=partial(check_groups, m))
 
 
 def true_groups(data: FederatedData, m: int) -> jax.Array:
@@ -67,22 +67,14 @@ def leave_out_unknown(select: Selection, m: int) -> Selection:
     return select._replace(select=known)
 
 
-def check_groups(m: int) -> Callable[[FederatedData], None]:
-    """Returns what raises InputError for data without true groups, or with other ones than 0 ..
-    m - 1.
-    """
-
-    def check(data: FederatedData) -> None:
-        most = int(np.max(np.asarray(data.concept))) + 1
-        if most < 1:
-            raise InputError(
-                "algorithm=known_groups: the true groups of these data are not known, or a drift"
-                " mixes them at once; use concept=rotate or permute_labels, a partition of groups,"
-                " a file with concept, or another algorithm"
-            )
-        if most > m:
-            raise InputError(
-                f"algorithm.m={m}: the data have true groups up to {most - 1}; use {most}"
-            )
-
-    return check
+def check_groups(m: int, data: FederatedData) -> None:
+    """Raises InputError for data without true groups, or with other ones than 0 .. m - 1."""
+    most = int(np.max(np.asarray(data.concept))) + 1
+    if most < 1:
+        raise InputError(
+            "algorithm=known_groups: the true groups of these data are not known, or a drift"
+            " mixes them at once; use concept=rotate or permute_labels, a partition of groups,"
+            " a file with concept, or another algorithm"
+        )
+    if most > m:
+        raise InputError(f"algorithm.m={m}: the data have true groups up to {most - 1}; use {most}")

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, reads_in_place
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.sgd import sgd, train_from
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import put_models, take_models
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.types import (
     Algorithm,
@@ -43,13 +43,11 @@ def nonfed(
     system: SystemLike,
     *,
     trains: Literal["all", "cohort"] = "all",
-    ship_start: bool = False,
 ) -> Algorithm:
     """NonFed: every client trains a model of its own, from the same random start.
 
-    Args: `trains` all (every client trains E epochs in every round) | cohort (only those
-    that the selection draws, as many steps as FedAvg takes); `ship_start` counts the common
-    start as K models down.
+    `trains` is all (every client trains E epochs in every round) | cohort (only those that the
+    selection draws, as many steps as FedAvg takes).
     A test costs at least one block of samples per client (`evaluate.EVAL_BLOCK`). Its auxiliary
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
@@ -58,7 +56,7 @@ def nonfed(
     solve, in_place = sgd(task, local), reads_in_place(local.execution)
     hooks = Hooks(
         solve if in_place else train_own_model(solve),
-        start=shared_model(task, ship_start),
+        start=shared_model(task),
         assign=assign_client_id,
         own_models=True,
         prepare=None if in_place else send_own_model(local.execution.mesh),
@@ -77,15 +75,12 @@ def nonfed(
     )
 
 
-def shared_model(task: Task, ship_start: bool) -> StartFn:
+def shared_model(task: Task) -> StartFn:
     """Starts every client from the same random model."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        count = data.num_clients
-        return common_model(task, count)(key, data)._replace(
-            assignment=jnp.arange(count, dtype=jnp.int32),
-            report=make_report(make_traffic(units_down=count if ship_start else 0)),
-        )
+        begun = common_model(task, data.num_clients)(key, data)
+        return begun._replace(assignment=jnp.arange(data.num_clients, dtype=jnp.int32))
 
     return start
 
@@ -113,12 +108,8 @@ def train_own_model(train: ClientFn) -> ClientFn:
     """Trains one client from the model in its `client_extra` instead of its group's."""
 
     def solve(train, client, data, shared, work: Work) -> Program:
-        start = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
-        alone = work._replace(group=jnp.zeros_like(work.group), client_extra=())
-        return then(
-            train(client, data, (shared[0], start), alone),
-            lambda upload: upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0)),
-        )
+        bare = work._replace(client_extra=())
+        return train_from(work.client_extra, train, client, data, shared[0], bare)
 
     return Partial(solve, train)
 

@@ -26,14 +26,14 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, then, together
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.objective import erm, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.clustering.assign import TrainFn, train_aside
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.personal.ditto import own_steps
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn, Start, StartFn
+from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -49,7 +49,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import (
@@ -101,7 +100,8 @@ def stocfl(
     )
     hooks = Hooks(
         solve,
-        start=start_unmet(task, m),
+        start=one_active_group(task, m),
+        memory=meet_nobody,
         meet=unite_groups(train_aside(sgd(task, aside), aside, system), local, tau, represent),
         prepare=send_common(local),
         aggregate=aggregate,
@@ -113,16 +113,11 @@ def stocfl(
     )
 
 
-def start_unmet(task: Task, m: int) -> StartFn:
-    """Starts from one model for all groups, the common model and the anchor; nobody is met."""
-
-    def start(key: Key, data: FederatedData) -> Start:
-        begun, clients = one_active_group(task, m)(key, data), data.num_clients
-        first = take_rows(begun.groups, slice(1))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), first)
-        return begun._replace(memory=Met(first, first, zeros, jnp.zeros(clients, bool)))
-
-    return start
+def meet_nobody(groups: Params, data: FederatedData) -> Met:
+    """Returns the memory before round 0: common model and anchor are the groups' one model."""
+    clients, first = data.num_clients, take_rows(groups, slice(1))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), first)
+    return Met(first, first, zeros, jnp.zeros(clients, bool))
 
 
 def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> MeetFn:
@@ -241,9 +236,8 @@ def train_with_common(
     """Returns the program that trains one client's group model by `solve` and the common model by
     `plain`, whose update is `Upload.extra` (a `ClientFn`).
     """
-    common = jax.tree.map(lambda leaf: leaf[None], work.client_extra)
-    alone = work._replace(group=jnp.zeros_like(work.group), client_extra=(), own=())
-    second = plain(client, data, (shared[0], common), alone)
+    bare = work._replace(client_extra=())
+    second = train_from(work.client_extra, plain, client, data, shared[0], bare)
     assert isinstance(second, Loop)  # it is never one of several, see `own_steps`
 
     def join(found: tuple[Upload, Upload]) -> Upload:
@@ -258,10 +252,10 @@ def move_common(aggregate: AggregateFn) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         memory, together = state.memory, jnp.zeros_like(gid)
         step, _ = aggregate(upload.replace(delta=upload.extra), together, cohort, (), before)
         common = jax.tree.map(lambda old, all: old + all[:1], memory.common, step)
-        return state.replace(memory=memory.replace(common=common)), make_traffic()
+        return state.replace(memory=memory.replace(common=common))
 
     return finish

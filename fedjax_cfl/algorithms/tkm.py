@@ -24,15 +24,15 @@ from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
-from fedjax_cfl.keys import BYZANTINE, START, derive_key
+from fedjax_cfl.keys import FAULTS, START, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
 from fedjax_cfl.round.engine import federated, withhold_groups
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.sharding import put_models
-from fedjax_cfl.system import faults
+from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic, sum_fault_counts
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.tree import drop_statistics, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
@@ -66,15 +66,15 @@ def tkm(
         aggregate=trimmed_mean(beta, local.execution.mesh),
     )
     rounds = federated(task, local, system, hooks)
-    learn = local_erm(
-        task, local.replace(epochs=erm_epochs or 10 * local.epochs), as_system(system).faults
-    )
+    first = local.replace(epochs=erm_epochs or 10 * local.epochs)
+    learn = local_erm(task, first, as_system(system))
 
     def init(key: Key, data: FederatedData) -> State:
         state = rounds.init(key, data)
         keys = jax.random.split(derive_key(key, START), m + 3)[m:]  # the first m drew the models
         common = jax.tree.map(lambda leaf: leaf[:1], state.groups)
-        models, known, report = learn(keys[:2], common, data, derive_key(key, BYZANTINE))
+        draws = derive_keys(key, 0).at[FAULTS].set(keys[1])
+        models, known, report = learn(keys[0], common, data, draws)
         labels, centers = trimmed_kmeans(keys[2], models, known, m, theta, restarts, iterations)
         state = state.replace(
             groups=centers,
@@ -89,30 +89,23 @@ def tkm(
 
 
 def local_erm(
-    task: Task, local: Local, fault_model: faults.Faults
+    task: Task, local: Local, system: System
 ) -> Callable[[Key, Params, FederatedData, Key], tuple[Params, jax.Array, Report]]:
-    """Returns the first stage, (keys [2], start [1, ...], data, key of the attackers) ->
+    """Returns the first stage, (key, start [1, ...], data, keys [PURPOSES] of what fails) ->
     (models [K, ...], known [K] bool, Report).
 
     Simulated faults happen as in a round. A client without samples or without an answer
     has the start as its model, and is not known.
     """
-    train = over_clients(faults.with_faults(fault_model, sgd(task, local)), local.execution)
+    train = over_clients(with_faults(system.faults, sgd(task, local)), local.execution)
 
     def learn(
-        keys: Key, start: Params, data: FederatedData, byzantine_key: Key
+        key: Key, start: Params, data: FederatedData, draws: Key
     ) -> tuple[Params, jax.Array, Report]:
         cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local.execution)
-        attackers = faults.draw_byzantine(fault_model, byzantine_key, data.num_clients)
-        work = full_work(jnp.zeros_like(cohort.ids))
-        fraction = faults.apply_stragglers(fault_model, keys[1], cohort, work.step_fraction)
-        upload, counts = train(
-            cohort,
-            faults.flip_labels(fault_model, attackers, data),
-            ((keys[0], start), (keys[1], attackers)),
-            work._replace(step_fraction=fraction),
-        )
-
+        work = system.slow_down(draws, cohort, full_work(jnp.zeros_like(cohort.ids)))
+        seen, perturbation = system.perturb(draws, data)
+        upload, counts = train(cohort, seen, ((key, start), perturbation), work)
         zeros = jax.tree.map(
             lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), start
         )

@@ -14,7 +14,6 @@ from fedjax_cfl.algorithms.auxo import split_adaptively, split_at
 from fedjax_cfl.algorithms.fedfomo import l1_norm, l2_norm, serve_mixed, serve_trained
 from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
-    e_step_of_cohort,
     full_distance,
     last_layer_distance,
     pull_by_size,
@@ -23,14 +22,12 @@ from fedjax_cfl.algorithms.fesem.fesem import (
 )
 from fedjax_cfl.algorithms.fesem.fesem_ma import (
     mean_over_cohort,
-    mean_over_stored,
     weigh_classes,
     weigh_plainly,
 )
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models, random_models
 from fedjax_cfl.algorithms.fielding import represent
 from fedjax_cfl.algorithms.fielding.fielding import all_report, cohort_reports
-from fedjax_cfl.algorithms.flexcfl import temperature
 from fedjax_cfl.algorithms.flexcfl.founding import (
     cluster_by_edc,
     cluster_by_madc,
@@ -104,17 +101,6 @@ FLEXCFL = {
     "newcomers": {"nearest": nearest_direction, "random": join_random},
     "mix": {"normalized": aggregate.inter_group, "paper": aggregate.add_inter_group},
     "detector": DETECTORS,
-    "temperature": {
-        "none": None,
-        "step": temperature.step,
-        "linear": temperature.linear,
-        "lied": temperature.lied,
-        "eied": temperature.eied,
-    },
-    "temperature_bias": {
-        "discrepancy": temperature.discrepancy,
-        "dissimilarity": temperature.dissimilarity,
-    },
 }
 FIELDING = {
     "represent": {
@@ -134,9 +120,8 @@ FIELDING = {
     "trigger": {
         "center_shift": Maker(recluster.center_shift),
         "since_clustering": Maker(recluster.center_shift_since_clustering),
-        "pairwise": Maker(recluster.pairwise, fixed=("printed",)),
+        "pairwise": Maker(recluster.pairwise),
         "pairwise_fixed": Maker(recluster.pairwise_fixed),
-        "pairwise_as_printed": Maker(recluster.pairwise_as_printed),
         "always": Maker(recluster.always),
         "never": Maker(recluster.never),
     },
@@ -165,7 +150,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
             "local": Maker(cluster_local_models, fixed=("by_samples",)),
             "random_models": random_models,
         },
-        "estep": {"all": e_step_of_all, "selected": e_step_of_cohort},
+        "estep": {"all": e_step_of_all, "selected": None},
         "aggregate": MEANS
         | {
             "stored": stored_mean,
@@ -176,7 +161,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
         "detector": DETECTORS,
     },
     algorithms.fesem_ma: {
-        "mean_over": {"stored": mean_over_stored, "cohort": mean_over_cohort},
+        "mean_over": {"stored": None, "cohort": mean_over_cohort},
         "head": {"classes": weigh_classes, "plain": weigh_plainly},
     },
     algorithms.fielding: FIELDING,

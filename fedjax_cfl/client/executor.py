@@ -50,15 +50,18 @@ def as_program(found: Any) -> Program:
     return found if isinstance(found, Loop | Cases) else just(found)
 
 
+def change_loops(program: Program, change: Callable[[Loop], Loop]) -> Program:
+    """Returns the program with its loop changed, or each of its loops."""
+    if isinstance(program, Loop):
+        return change(program)
+    return program._replace(cases=[lambda case=case: change(case()) for case in program.cases])
+
+
 def then(program: Program, change: Callable[[Any], Any]) -> Program:
     """Returns the program with its result changed."""
-
-    def change_loop(loop: Loop) -> Loop:
-        return loop._replace(end=lambda carry: change(loop.end(carry)))
-
-    if isinstance(program, Loop):
-        return change_loop(program)
-    return program._replace(cases=[lambda case=case: change_loop(case()) for case in program.cases])
+    return change_loops(
+        program, lambda loop: loop._replace(end=lambda carry: change(loop.end(carry)))
+    )
 
 
 def together(first: Program, second: Loop) -> Program:
@@ -81,9 +84,7 @@ def together(first: Program, second: Loop) -> Program:
         steps = jnp.maximum(loop.steps, second.steps)
         return Loop(steps, (loop.init, second.init), step, end)
 
-    if isinstance(first, Loop):
-        return join(first)
-    return first._replace(cases=[lambda case=case: join(case()) for case in first.cases])
+    return change_loops(first, join)
 
 
 def has_steps(loop: Loop) -> bool:

@@ -47,7 +47,8 @@ class Objective(struct.PyTreeNode):
     mu_of: Callable[[Any], jax.Array] | None = struct.field(pytree_node=False, default=None)
     # (client_extra) -> model that the proximal term pulls to; None: to the received one
     center: Callable[[Any], Params] | None = struct.field(pytree_node=False, default=None)
-    # (client_extra) -> direction, a pytree like params, of a linear term; None: there is none
+    # (client_extra) -> direction, a pytree like params, that is added to every gradient by the
+    # linear term <direction, params - start> (FedDANE), which has no sample-space form; None: none
     direction: Callable[[Any], Params] | None = struct.field(pytree_node=False, default=None)
 
     def weight(self, client_extra: Any) -> float | jax.Array | None:
@@ -120,16 +121,6 @@ def proximal(
     if isinstance(mu, int | float) and mu == 0:
         return objective
     return objective.replace(mu=mu, center=center)
-
-
-def add_linear_term(direction: Callable[[Any], Params], objective: Objective) -> Objective:
-    """Adds <direction(client_extra), params - start> to every sample, that is the
-    direction, a pytree like params, to every gradient (FedDANE).
-
-    The result has no sample-space form: such a gradient is not a combination of the client's
-    samples.
-    """
-    return objective.replace(direction=direction)
 
 
 def project(direction: Params, params: Params, start: Params) -> jax.Array:

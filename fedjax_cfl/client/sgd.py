@@ -19,6 +19,7 @@ from fedjax_cfl.client.cohort import (
     client_range,
     cost_by_samples,
     make_int_array,
+    read_block,
 )
 from fedjax_cfl.client.executor import Cases, Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
@@ -26,7 +27,7 @@ from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
-from fedjax_cfl.types import FederatedData, Params, Task, Upload
+from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
 
 
 def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
@@ -90,6 +91,23 @@ class LocalSGD:
         return then(self.make_loop(training, data), upload)
 
 
+def train_from(
+    model: Params, solve: ClientFn, client: jax.Array, data: FederatedData, key: Key, work: Work
+) -> Program:
+    """Returns the program of `solve` that trains ONE client from `model` in place of its group's.
+
+    Args: `model` is what it trains from; `key` is the round's; the others are those of a
+    `ClientFn`. It has no row of its own.
+    """
+    start = jax.tree.map(lambda leaf: leaf[None], model)
+    alone = work._replace(group=jnp.zeros_like(work.group), own=())
+
+    def relate(upload: Upload) -> Upload:
+        return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
+
+    return then(solve(client, data, (key, start), alone), relate)
+
+
 def change_steps(solve: ClientFn, make_loop: MakeLoop, name: str) -> ClientFn:
     """Returns `solve` with other steps, on the same batches, objective and step size. Raises
     InputError where it is no plain SGD; `name` is that of the method which changes it.
@@ -142,11 +160,9 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     """
     steps = partial(count_steps, local)
     sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
-    return (
-        (lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held)))
-        if sizes
-        else cost_by_samples
-    )
+    if not sizes:
+        return cost_by_samples
+    return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))
 
 
 def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
@@ -175,13 +191,21 @@ def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
     return of_step
 
 
-def direct_loop(training: Training, data: FederatedData, correction: Params | None = None) -> Loop:
-    """Returns the SGD of one client for any model; `correction` is added to every gradient."""
+def direct_loop(
+    training: Training,
+    data: FederatedData,
+    correction: Params | None = None,
+    choose: Callable[[jax.Array, Params, Params], Params] | None = None,
+) -> Loop:
+    """Returns the SGD of one client for any model; `correction` is added to every gradient, and
+    choose(step, stepped, before) is what it goes on with.
+    """
     local, start, plan = training.local, training.start, training.plan
     _, penalty = split(training.objective)
     accumulates = (
         local.execution.executor == "lanes"
         and correction is None
+        and choose is None
         and not (penalty or local.momentum or local.weight_decay or has_statistics(start))
     )
     loss_of_step = batch_losses(training, data)
@@ -202,7 +226,8 @@ def direct_loop(training: Training, data: FederatedData, correction: Params | No
         if accumulates:
             params = jax.tree.map(jnp.add, params, grad)
         else:
-            params, velocity = take_step(local, params, velocity, grad)
+            before, (params, velocity) = params, take_step(local, params, velocity, grad)
+            params = choose(s, params, before) if choose else params
         return params, velocity, plan.add_loss(s, losses, total)
 
     still = no_velocity(local, start)
@@ -247,14 +272,12 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
         count, first = client_range(client, data)
 
         def block(b, carry):
-            place = b * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-            x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
-            owner = jnp.where(place < count, client, -1)
+            x, y, owner = read_block(client, data, (count, first), b)
 
             def block_loss(params):
                 noise = jax.random.fold_in(key, b)
                 each = objective(params, start, work.client_extra, x, y, noise, owner)
-                return jnp.sum(jnp.where(place < count, each, 0.0)) / count
+                return jnp.sum(jnp.where(owner >= 0, each, 0.0)) / count
 
             return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
 

@@ -137,7 +137,6 @@ def cold_start(choose: AssignFn) -> AssignFn:
     def assign(
         key: Key, state: State, data: FederatedData, cohort: Cohort
     ) -> tuple[jax.Array, Report]:
-        # a client without samples has nothing to choose by
         cold = is_cold(state, cohort) & (cohort.take(data.train.size) > 0)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
         chosen, report = choose(key, state, data, newcomers)

@@ -4,7 +4,6 @@ distances of points, as client representations are.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +93,8 @@ def cosine_distance(delta: Params) -> jax.Array:
     return 1 - cosine(delta, delta)
 
 
-class MetricFn(Protocol):
-    """Returns the distances [A, B] of the points `a` [A, p] from the points `b` [B, p]."""
-
-    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array: ...
+# (a [A, p], b [B, p]) -> the distances [A, B] of points from others
+MetricFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _sum_gaps(

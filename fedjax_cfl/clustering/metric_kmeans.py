@@ -5,7 +5,8 @@ The number of clusters lives under a static maximum m with a mask, so that nothi
 ever traced again.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +27,10 @@ class Clusters(NamedTuple):
     active: jax.Array
 
 
-class ClusterFn(Protocol):
-    """Clusters points [K, p] into at most m clusters.
-
-    Args: `points` [K, p] represent the clients; `valid` [K] bool are those to cluster, the
-    others get the label of the nearest center; `m` is static; `metric` is the distance of two
-    points.
-    """
-
-    def __call__(
-        self, key: Key, points: jax.Array, valid: jax.Array, m: int, metric: MetricFn
-    ) -> Clusters: ...
+# (key, points [K, p], valid [K] bool, m static, metric) -> at most m clusters of the clients that
+# the points represent; only those that are `valid` are clustered, others get the nearest center's
+# label
+ClusterFn = Callable[[Key, jax.Array, jax.Array, int, MetricFn], Clusters]
 
 
 def seed_centers(

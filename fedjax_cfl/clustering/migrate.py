@@ -15,7 +15,7 @@ Differs from the paper: `tv` is the default and means what the text says, 20 % o
 data changed.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,8 @@ ROUNDING = 1e-6
 CLIENT_BLOCK = 32
 
 
-class DetectFn(Protocol):
-    """Returns which clients [K] bool have shifted, see the module for the arguments."""
-
-    def __call__(
-        self, counts: jax.Array, reference: jax.Array, initial_size: jax.Array
-    ) -> jax.Array: ...
+# (counts, reference, initial_size) -> which clients [K] bool have shifted, see the module
+DetectFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def tv(
@@ -136,12 +132,9 @@ def with_shift_reference(start: StartFn) -> StartFn:
     return start_with_reference
 
 
-class ChargeFn(Protocol):
-    """Says which clients [K] bool pay for a migration: `detected` [K] bool are the clients
-    whose shift was detected, `met` [K] bool those that had a group before.
-    """
-
-    def __call__(self, detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array: ...
+# (detected [K] bool, whose shift was; met [K] bool, that had a group before; data) -> which clients
+# [K] bool pay for a migration
+ChargeFn = Callable[[jax.Array, jax.Array, FederatedData], jax.Array]
 
 
 def charge_detected(detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array:

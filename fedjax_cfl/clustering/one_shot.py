@@ -3,7 +3,6 @@ those that come later.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +24,9 @@ CompareFn = Callable[[jax.Array], jax.Array]  # (points [K, ...]) -> distances [
 CutFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class DescribeFn(Protocol):
-    """Returns what the clients `who` [K] bool tell [K, ...], 0 for others, and what that takes.
-
-    Args: `first` [1, ...] is the model that all groups start from.
-    """
-
-    def __call__(
-        self, key: Key, first: Params, data: FederatedData, who: jax.Array
-    ) -> tuple[jax.Array, Report]: ...
+# (key, the model [1, ...] that all groups start from, data, who [K] bool) -> what these clients
+# tell [K, ...], 0 for others, and what that takes
+DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], tuple[jax.Array, Report]]
 
 
 class Described(struct.PyTreeNode):

@@ -109,15 +109,12 @@ def center_shift_since_clustering(tau: NonNegativeFloat | jax.Array = 1 / 3) -> 
     return Trigger(fires, lambda centers: centers, update)
 
 
-def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
+def pairwise(delta: PositiveFloat = 0.1) -> Trigger:
     """Fires when two clients of a group are more than Delta apart (appendix F.2). Delta is
     `delta` at first, doubles when two events in a row fire, and otherwise becomes
-    max(delta, Delta - delta).
-
-    `printed` takes the minimum instead of the maximum, as the paper prints it: Delta is
-    then at most 0 after the first event, and every event fires.
+    max(delta, Delta - delta). (The paper prints the minimum, with which every event fires after the
+    first.)
     """
-    limit = jnp.minimum if printed else jnp.maximum
 
     def init(centers: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.asarray(delta, jnp.float32), jnp.zeros((), bool)
@@ -129,7 +126,7 @@ def pairwise(delta: PositiveFloat = 0.1, printed: bool = False) -> Trigger:
         memory: tuple[jax.Array, jax.Array], fired: jax.Array, centers: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         present, before = memory
-        lower = limit(jnp.float32(delta), present - delta)
+        lower = jnp.maximum(jnp.float32(delta), present - delta)
         return jnp.where(fired & before, 2 * present, lower), fired
 
     return Trigger(fires, init, update)
@@ -142,11 +139,6 @@ def pairwise_fixed(delta: PositiveFloat = 0.1) -> Trigger:
         return largest_distance(moves.points, moves.labels, moves.valid, moves.metric) > delta
 
     return Trigger(fires)
-
-
-def pairwise_as_printed(delta: PositiveFloat = 0.1) -> Trigger:
-    """Fires as `pairwise`, with the rule for Delta as the paper prints it."""
-    return pairwise(delta, printed=True)
 
 
 def always() -> Trigger:

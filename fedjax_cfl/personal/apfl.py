@@ -5,6 +5,7 @@ A client mixes a model v of its own with its group's model w, a v + (1 - a) w, a
 the same batches: w as ever, v by the gradient of the mixture.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from flax import struct
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training
+from fedjax_cfl.client.objective import project
 from fedjax_cfl.client.sgd import batch_losses, change_steps, no_velocity, take_step
-from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import Fraction, check_arguments
 
@@ -38,10 +39,7 @@ def apfl(*, alpha: Fraction = 0.5, adaptive: bool = False) -> Personal:
     check_arguments(apfl, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return mixture_loop(training, data, adaptive)
-
-        return change_steps(solve, make_loop, "apfl")
+        return change_steps(solve, partial(mixture_loop, adaptive), "apfl")
 
     def combine(row: Mixture, model: Params) -> Params:
         return mix(row.alpha, row.model, model)
@@ -54,7 +52,7 @@ def mix(alpha: jax.Array, own: Params, model: Params) -> Params:
     return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, own, model)
 
 
-def mixture_loop(training: Training, data: FederatedData, adaptive: bool) -> Loop:
+def mixture_loop(adaptive: bool, training: Training, data: FederatedData) -> Loop:
     """Returns the steps of one client's group model and of its own. `adaptive` is as in `apfl`."""
     local, start, plan = training.local, training.start, training.plan
     loss_of_step = batch_losses(training, data)
@@ -69,7 +67,9 @@ def mixture_loop(training: Training, data: FederatedData, adaptive: bool) -> Loo
         model, own_velocity = take_step(local, mine.model, own_velocity, own)
         alpha = mine.alpha
         if adaptive:
-            moved = jnp.clip(alpha - local.lr * slope_of_share(model, shared, mixed), 0.0, 1.0)
+            # the derivative of the loss by the share of the client's own model
+            slope_of_share = project(mixed, model, shared)
+            moved = jnp.clip(alpha - local.lr * slope_of_share, 0.0, 1.0)
             alpha = jnp.where(s == 0, moved, alpha)
         losses = plan.add_loss(s, losses, total)
         return (shared, velocity), (Mixture(model, alpha), own_velocity), losses
@@ -81,12 +81,3 @@ def mixture_loop(training: Training, data: FederatedData, adaptive: bool) -> Loo
     row = training.own
     both = (start, no_velocity(local, start)), (row, no_velocity(local, row.model))
     return Loop(plan.steps, (*both, (jnp.zeros(()), jnp.zeros(()))), step, end)
-
-
-def slope_of_share(own: Params, model: Params, gradient: Params) -> jax.Array:
-    """Returns the derivative [] of a client's loss by the share of its own model, <v - w, g>."""
-    terms = jax.tree.map(
-        lambda v, w, g: jnp.sum((v - w) * g),
-        *(drop_statistics(tree) for tree in (own, model, gradient)),
-    )
-    return jax.tree.reduce(jnp.add, terms)

@@ -13,7 +13,7 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, then, together
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
 from fedjax_cfl.validation import Epochs, NonNegativeFloat, check_arguments
@@ -57,10 +57,8 @@ def train_both(
     `client_extra`; the others are those of a `ClientFn`.
     """
     key, models = shared
-    received = take_rows(models, work.group)
-    alone = work._replace(group=jnp.zeros_like(work.group), client_extra=received, own=())
-    own_model = jax.tree.map(lambda leaf: leaf[None], work.own)
-    second = train_own(client, data, (key, own_model), alone)
+    pulled = work._replace(client_extra=take_rows(models, work.group))
+    second = train_from(work.own, train_own, client, data, key, pulled)
     assert isinstance(second, Loop)  # it is never one of several, see `own_steps`
 
     def join(found: tuple[Upload, Upload]) -> Upload:

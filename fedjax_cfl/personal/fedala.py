@@ -10,6 +10,7 @@ batch is kept; a first fit ends after `MOST_EPOCHS`; a client that changes its g
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import ClientFn, client_range
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import as_pytree
+from fedjax_cfl.client.sgd import as_pytree, train_from
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.tree import take_rows
@@ -63,7 +64,7 @@ def fedala(
                 near = suggest_options(layer, names)
                 raise InputError(f"personal.layers: the model has no {layer!r}{near}")
         fit = fit_weights(task, share, lr, local.batch_size)
-        return Partial(train_from_mixture(layers, fit), as_pytree(solve))
+        return Partial(partial(train_from_mixture, fit), as_pytree(solve))
 
     def init(model: Params) -> Mixing:
         return Mixing(model, fresh(model), jnp.int32(-1), jnp.zeros((), bool))
@@ -82,42 +83,33 @@ def mix(weights: Params, own: Params, model: Params) -> Params:
     }
 
 
-def train_from_mixture(layers: Sequence[str], fit: Any) -> Any:
-    """Returns (solve, ...) -> the program of one client that fits W by `fit`, trains from the
-    mixture by `solve`, and keeps both; the rest are the arguments of a `ClientFn`.
+def train_from_mixture(
+    fit: Any,
+    solve: ClientFn,
+    client: jax.Array,
+    data: FederatedData,
+    shared: tuple[Key, Params],
+    work: Work,
+) -> Program:
+    """Returns the program of one client that fits W by `fit`, trains from the mixture by `solve`,
+    and keeps both; the other arguments are those of a `ClientFn`.
     """
+    (key, models), row = shared, work.own
+    model = take_rows(models, work.group)
+    stays = row.group == work.group
+    weights = jax.tree.map(lambda w: jnp.where(stays, w, jnp.ones_like(w)), row.weights)
+    row, met = row.replace(weights=weights, fitted=row.fitted & stays), row.group >= 0
+    weights = fit(jax.random.fold_in(key, client), client, data, row, model)
+    start = jax.tree.map(
+        lambda mixed, g: jnp.where(met, mixed, g), mix(weights, row.model, model), model
+    )
 
-    def train(
-        solve: ClientFn,
-        client: jax.Array,
-        data: FederatedData,
-        shared: tuple[Key, Params],
-        work: Work,
-    ) -> Program:
-        (key, models), row = shared, work.own
-        model = take_rows(models, work.group)
-        stays = row.group == work.group
-        ones = jax.tree.map(jnp.ones_like, row.weights)
-        weights = jax.tree.map(lambda w, one: jnp.where(stays, w, one), row.weights, ones)
-        row, met = row.replace(weights=weights, fitted=row.fitted & stays), row.group >= 0
-        weights = fit(jax.random.fold_in(key, client), client, data, row, model)
-        start = jax.tree.map(
-            lambda mixed, g: jnp.where(met, mixed, g), mix(weights, row.model, model), model
-        )
-        alone = work._replace(group=jnp.zeros_like(work.group), own=())
-        from_mixture = key, jax.tree.map(lambda leaf: leaf[None], start)
+    def keep(upload: Upload) -> Upload:
+        own = jax.tree.map(jnp.add, start, upload.delta)
+        delta = jax.tree.map(jnp.subtract, own, model)
+        return upload.replace(delta=delta, own=Mixing(own, weights, work.group, met))
 
-        def keep(upload: Upload) -> Upload:
-            own = jax.tree.map(jnp.add, start, upload.delta)
-            return upload.replace(
-                delta=jax.tree.map(lambda v, g: v - g, own, model),
-                own=Mixing(own, weights, work.group, met),
-                start_group=jnp.where(upload.weight > 0, work.group, 0),
-            )
-
-        return then(solve(client, data, from_mixture, alone), keep)
-
-    return train
+    return then(train_from(start, solve, client, data, key, work), keep)
 
 
 def fit_weights(task: Task, share: float, lr: float, batch_size: int) -> Any:

@@ -11,6 +11,8 @@ which would go too far. Differs from the authors' code: alpha is the same for al
 paper, and gradients are not clipped.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -46,10 +48,7 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
                 " below 1; use a smaller one"
             )
 
-        def make_loop(training: Training, data: FederatedData) -> Program:
-            return dynamic_loop(training, data, alpha)
-
-        changed = change_steps(solve, make_loop, "feddyn")
+        changed = change_steps(solve, partial(dynamic_loop, alpha), "feddyn")
         objective = find_objective(changed)
         fixed = isinstance(objective, Objective) and not (objective.mu_of or objective.center)
         if not fixed or objective.direction:
@@ -71,7 +70,7 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
     )
 
 
-def dynamic_loop(training: Training, data: FederatedData, alpha: float) -> Program:
+def dynamic_loop(alpha: float, training: Training, data: FederatedData) -> Program:
     """Returns the SGD of one client on its loss + <h, y> + alpha / 2 ||y - w||^2, with its row h as
     `training.own`; it keeps h + alpha (y - w), minus the gradient of its loss where it ends.
     """

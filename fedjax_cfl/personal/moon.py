@@ -10,7 +10,8 @@ remembered; until a client has trained, it has no such term (the code: its own r
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -56,10 +57,8 @@ def moon(
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layer(task, layer)
 
-        def make_loop(training: Training, data: FederatedData) -> Program:
-            return contrast_loop(task, training, data, (mu, temperature, layer))
-
-        changed = change_steps(solve, make_loop, "moon")
+        loop = partial(contrast_loop, task, mu, temperature, layer)
+        changed = change_steps(solve, loop, "moon")
         if not isinstance(find_objective(changed), Objective):
             raise InputError(
                 "personal=moon: adds to the loss of samples, but clients of this method minimise"
@@ -87,22 +86,30 @@ def check_layer(task: Task, layer: str) -> None:
 
 
 def contrast_loop(
-    task: Task, training: Training, data: FederatedData, settings: tuple[float, float, str]
+    task: Task, mu: float, temperature: float, layer: str, training: Training, data: FederatedData
 ) -> Program:
-    """Returns the SGD of one client on its loss and the contrast of `moon`, whose mu, temperature
-    and layer the `settings` are; it keeps the model that it has trained.
+    """Returns the SGD of one client on its loss and the contrast of `moon`; it keeps the model that
+    it has trained.
+
+    Args: `mu`, `temperature` and `layer` are as in `moon`; the last two are those of a `MakeLoop`.
     """
-    mu, temperature, layer = settings
     start, previous, plain = training.start, training.own, training.objective.loss
 
     def loss(params, x, y, key, owner):
+        def is_layer(module: nn.Module) -> bool:
+            return module.path == (layer,)
+
         def watch(model: Params) -> jax.Array:
-            with watch_inputs(layer) as seen:
+            with watch_inputs(is_layer) as seen:
                 task.predict(model, x, owner)
             return seen[-1]
 
-        with watch_inputs(layer) as seen:
+        with watch_inputs(is_layer) as seen:
             each = plain(params, x, y, key, owner)
+        if not seen:
+            raise InputError(
+                f"personal.layer={layer}: no module of the model that is called has this"
+            )
         received, own = watch(start), watch(previous.model)
         gap = cosine(seen[-1], own) - cosine(seen[-1], received)
         return each + mu * jnp.where(previous.known, jax.nn.softplus(gap / temperature), 0.0)
@@ -118,21 +125,19 @@ def contrast_loop(
 
 
 @contextlib.contextmanager
-def watch_inputs(layer: str) -> Iterator[list[jax.Array]]:
-    """Yields a list to which each call of the model's module `layer` adds what it receives, as
-    [B, r]. Raises InputError at the end if nothing did.
+def watch_inputs(holds: Callable[[nn.Module], bool]) -> Iterator[list[jax.Array]]:
+    """Yields a list to which each call of a module for which `holds` is true adds what it receives,
+    as [B, r].
     """
     seen = []
 
     def note(call: Any, arguments: tuple, options: dict, context: Any) -> Any:
-        if context.module.path == (layer,) and context.method_name == "__call__":
+        if context.method_name == "__call__" and holds(context.module):
             seen.append(arguments[0].reshape(len(arguments[0]), -1))
         return call(*arguments, **options)
 
     with nn.intercept_methods(note):
         yield seen
-    if not seen:
-        raise InputError(f"personal.layer={layer}: no module of the model that is called has this")
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:

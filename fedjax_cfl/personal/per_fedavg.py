@@ -6,6 +6,7 @@ that client. Clients keep nothing: each takes its step whenever it uses the mode
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,7 @@ def per_fedavg(*, alpha: NonNegativeFloat = 0.01, second_order: bool = False) ->
     check_arguments(per_fedavg, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return adapting_loop(training, data, alpha, second_order)
-
-        return change_steps(solve, make_loop, "per_fedavg")
+        return change_steps(solve, partial(adapting_loop, alpha, second_order), "per_fedavg")
 
     def adapt(local: Local) -> Local:
         return local.replace(
@@ -52,12 +50,11 @@ def per_fedavg(*, alpha: NonNegativeFloat = 0.01, second_order: bool = False) ->
 
 
 def adapting_loop(
-    training: Training, data: FederatedData, alpha: float, second_order: bool
+    alpha: float, second_order: bool, training: Training, data: FederatedData
 ) -> Loop:
-    """Returns the steps of one client, each on two batches or three, as long as there are any; the
-    last step goes on with the first ones.
-
-    Args: `training` and `data` are those of a `MakeLoop`; the others are as in `per_fedavg`.
+    """Returns the steps of one client (a `MakeLoop`), each on two batches or three, as long as
+    there are any; the last step goes on with the first ones. `alpha` and `second_order` are as in
+    `per_fedavg`.
     """
     local, start, plan = training.local, training.start, training.plan
     loss_of_step, taken = batch_losses(training, data), 3 if second_order else 2

@@ -5,6 +5,8 @@ A client's own model theta is near its group's model w and fits its data; w foll
 group minimises the Moreau envelope of its clients' losses.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,20 +41,18 @@ def pfedme(
                 " be below 1; use a smaller local.lr (the paper: 0.005)"
             )
 
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return envelope_loop(training, data, lam, inner_steps, inner_lr)
-
-        return change_steps(solve, make_loop, "pfedme")
+        loop = partial(envelope_loop, lam, inner_steps, inner_lr)
+        return change_steps(solve, loop, "pfedme")
 
     return Personal("pFedMe", lambda model: model, train, lambda row, model: row)
 
 
 def envelope_loop(
-    training: Training, data: FederatedData, lam: float, inner_steps: int, inner_lr: float
+    lam: float, inner_steps: int, inner_lr: float, training: Training, data: FederatedData
 ) -> Loop:
-    """Returns the steps of one client's group model and of its own.
+    """Returns the steps of one client's group model and of its own (a `MakeLoop`).
 
-    Args: `training` and `data` are those of a `MakeLoop`; the others are as in `pfedme`.
+    Args: the first three are as in `pfedme`; the others are those of a `MakeLoop`.
     """
     start, plan, lr = training.start, training.plan, training.local.lr
     loss_of_step = batch_losses(training, data)

@@ -25,6 +25,7 @@ bytes is the group's part; in the group's models the other part stays what it wa
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import jax
@@ -35,7 +36,7 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, StepPlan, Training, Work
-from fedjax_cfl.client.sgd import as_pytree, batch_losses, change_steps, no_velocity, take_step
+from fedjax_cfl.client.sgd import as_pytree, change_steps, direct_loop, train_from
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.tree import STATISTICS, put_part, take_rows
 from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
@@ -120,10 +121,8 @@ def fedrep(
                 " for the clients' own layers; use more epochs, or personal=fedbabu"
             )
 
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return masked_loop(training, data, layers, own_epoch)
-
-        return method.train(task, local, change_steps(solve, make_loop, "fedrep"))
+        loop = partial(masked_loop, layers, own_epoch)
+        return method.train(task, local, change_steps(solve, loop, "fedrep"))
 
     return method._replace(train=train)
 
@@ -136,54 +135,35 @@ def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
     check_arguments(fedbabu, locals(), "personal")
     method = split_layers("FedBABU", layers, lambda name: name in layers, "template")
 
-    def never(plan: StepPlan, epoch: jax.Array) -> jax.Array:
-        return jnp.zeros((), bool)
-
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layers(task, layers, lambda name: name in layers)
-
-        def make_loop(training: Training, data: FederatedData) -> Loop:
-            return masked_loop(training, data, layers, never)
-
-        return change_steps(solve, make_loop, "fedbabu")
+        never = partial(masked_loop, layers, lambda plan, epoch: jnp.zeros((), bool))
+        return change_steps(solve, never, "fedbabu")
 
     return method._replace(init=lambda model: (), train=train, combine=None)
 
 
 def masked_loop(
-    training: Training,
-    data: FederatedData,
     layers: Sequence[str],
     trains_layers: Callable[[StepPlan, jax.Array], jax.Array],
+    training: Training,
+    data: FederatedData,
 ) -> Loop:
-    """Returns the SGD of one client that trains either `layers` or all others in an epoch.
-
-    Args: `training` and `data` are those of a `MakeLoop`; `trains_layers(plan, epoch)` [] bool
-    says in which epochs it trains `layers`.
+    """Returns the SGD of one client (a `MakeLoop`) that trains either `layers` or all others in an
+    epoch; `trains_layers(plan, epoch)` [] bool says in which epochs it trains `layers`.
     """
-    local, start, plan = training.local, training.start, training.plan
-    loss_of_step = batch_losses(training, data)
+    plan = training.plan
 
-    def step(s, carry):
-        params, velocity, losses = carry
-        (_, total), gradient = jax.value_and_grad(loss_of_step(s), has_aux=True)(params)
-        moved, velocity = take_step(local, params, velocity, gradient)
-        theirs = trains_layers(plan, plan.locate_batch(s, local.batch_size)[0])
-        params = {
+    def choose(s: jax.Array, moved: Params, before: Params) -> Params:
+        theirs = trains_layers(plan, plan.locate_batch(s, training.local.batch_size)[0])
+        return {
             name: jax.tree.map(
-                lambda new, old, trains=theirs == (name in layers): jnp.where(trains, new, old),
-                moved[name],
-                params[name],
+                partial(jnp.where, theirs == (name in layers)), moved[name], before[name]
             )
-            for name in params
+            for name in before
         }
-        return params, velocity, plan.add_loss(s, losses, total)
 
-    def end(carry):
-        return jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()
-
-    still = no_velocity(local, start)
-    return Loop(plan.steps, (start, still, (jnp.zeros(()), jnp.zeros(()))), step, end)
+    return direct_loop(training, data, choose=choose)
 
 
 def split_layers(
@@ -223,21 +203,16 @@ def split_models(
 
     def train_merged(solve, client, data: FederatedData, shared, work: Work) -> Program:
         key, models = shared
-        start = jax.tree.map(
-            lambda leaf: leaf[None], merge(work.own, take_rows(models, work.group))
-        )
-        alone = work._replace(group=jnp.zeros_like(work.group), own=())
+        start = merge(work.own, take_rows(models, work.group))
 
         def part(upload: Upload) -> Upload:
             own = take_own(upload.delta)
             unchanged = jax.tree.map(jnp.zeros_like, own)
             return upload.replace(
-                delta=merge(unchanged, upload.delta),
-                own=jax.tree.map(jnp.add, work.own, own),
-                start_group=jnp.where(upload.weight > 0, work.group, 0),
+                delta=merge(unchanged, upload.delta), own=jax.tree.map(jnp.add, work.own, own)
             )
 
-        return then(solve(client, data, (key, start), alone), part)
+        return then(train_from(start, solve, client, data, key, work), part)
 
     return Personal(
         name,

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn
 from fedjax_cfl.sharding import split_by_parameter, take_models
-from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.reports import add_traffic, make_traffic
 from fedjax_cfl.tree import (
     copy_statistics,
     drop_statistics,
@@ -28,7 +28,7 @@ from fedjax_cfl.tree import (
     squared_norms,
     where_rows,
 )
-from fedjax_cfl.types import Cohort, Params, State, Traffic, Upload
+from fedjax_cfl.types import Cohort, Params, State, Upload
 
 
 def weighted_mean(
@@ -162,7 +162,7 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         groups = state.groups
         owning = jnp.any(state.assignment[:, None] == jnp.arange(state.active.size), axis=0)
         square = squared_norms(groups).sum(0)
@@ -175,7 +175,8 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
             owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size)
         )
         sent = make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, state.active.sum()))
-        return state.replace(groups=group_sum(weights.T, groups)), sent
+        traffic = add_traffic(state.traffic, sent)
+        return state.replace(groups=group_sum(weights.T, groups), traffic=traffic)
 
     return finish
 

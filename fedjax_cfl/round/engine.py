@@ -27,11 +27,11 @@ from fedjax_cfl.round.personal import (
 )
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import (
     add_traffic,
     make_count,
     make_report,
-    make_traffic,
     model_bytes_of,
     no_faults,
     sum_counts,
@@ -75,6 +75,14 @@ class Parts(NamedTuple):
     system: System
 
 
+class Round(NamedTuple):
+    """What all steps of one round read."""
+
+    parts: Parts
+    keys: Key  # [PURPOSES], see `derive_keys`
+    data: FederatedData
+
+
 def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Algorithm:
     """Composes a method from the hooks of one round, see `Hooks`.
 
@@ -90,7 +98,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         task,
         local,
         hooks,
-        over_clients(system.let_fail(solve), local.execution),
+        over_clients(with_faults(system.faults, solve), local.execution),
         hooks.aggregate or weighted_mean,
         hooks.server or optax.sgd(1.0),
         system,
@@ -102,15 +110,15 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         return init_state(parts, start(derive_key(key, START), data), data)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
-        keys = derive_keys(key, state.round)
-        state, log = migrate(parts, keys, state, data)
-        cohort, log = draw_cohort(parts, keys, state, data, log)
-        state, work, log = plan_work(parts, keys, state, data, cohort, log)
-        state, work, log = hand_out_own(parts, state, data, cohort, work, log)
-        upload, log = train_cohort(parts, keys, state, data, cohort, work, log)
+        now = Round(parts, derive_keys(key, state.round), data)
+        state, log = migrate(now, state)
+        cohort, log = draw_cohort(now, state, log)
+        state, work, log = plan_work(now, state, cohort, log)
+        state, work, log = hand_out_own(now, state, cohort, work, log)
+        upload, log = train_cohort(now, state, cohort, work, log)
         state = keep_rows(local, state, cohort, work, upload)
-        state, work, upload = regroup(parts, keys, state, data, cohort, work, upload)
-        after, mass, log = update_groups(parts, state, data, cohort, work, upload, log)
+        state, work, upload = regroup(now, state, cohort, work, upload)
+        after, mass = update_groups(now, state, cohort, work, upload, log.sent_state)
         info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
         return close_round(parts, after, info, cohort, upload, log)
 
@@ -132,7 +140,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
-    report = initial.report or make_report()
+    report, remember = initial.report or make_report(), parts.hooks.memory
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
         round=jnp.zeros((), jnp.int32),
@@ -141,7 +149,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
         assignment=unknown if initial.assignment is None else initial.assignment,
         traffic=add_traffic(report.traffic),
-        memory=initial.memory,
+        memory=remember(initial.groups, data) if remember else initial.memory,
         selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
         received=(),
@@ -173,8 +181,9 @@ def withhold_groups(before: State | None, state: State, data: FederatedData) -> 
     return state.replace(assignment=jnp.where(empty & alone & (group < 0), only, group))
 
 
-def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple[State, RoundLog]:
+def migrate(now: Round, state: State) -> tuple[State, RoundLog]:
     """Step 1: moves clients, or founds new groups, before the selection."""
+    parts, keys, data = now
     shifted = jnp.sum(data.shifted)
     if parts.hooks.migrate is None:
         return state, RoundLog(shifted, make_report())
@@ -185,27 +194,21 @@ def migrate(parts: Parts, keys: Key, state: State, data: FederatedData) -> tuple
     return after, RoundLog(shifted, report)
 
 
-def draw_cohort(
-    parts: Parts, keys: Key, state: State, data: FederatedData, log: RoundLog
-) -> tuple[Cohort, RoundLog]:
-    """Step 2: draws the cohort that trains, and gives its clients slots, longest first.
-
-    Args: `parts` is what the round is made of; `keys` [PURPOSES] are those of the round, see
-    `derive_keys`; `log` is what the round has done so far, and is returned with what this step
-    adds.
+def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
+    """Step 2: draws the cohort that trains, and gives its clients slots, longest first. `log` is
+    what the round has done so far; each step returns it with what it adds.
     """
+    parts, keys, data = now
     ids, poll = parts.system.choose(keys, state, data)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
     return make_cohort(ids, data, parts.local.execution, cost), log._replace(poll=poll)
 
 
 def plan_work(
-    parts: Parts, keys: Key, state: State, data: FederatedData, cohort: Cohort, log: RoundLog
+    now: Round, state: State, cohort: Cohort, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
-    """Step 3: names the group that each client trains, and its work.
-
-    Args: as those of `draw_cohort`.
-    """
+    """Step 3: names the group that each client trains, and its work."""
+    parts, keys, data = now
     gid, reports = jnp.zeros_like(cohort.ids), []
     if parts.hooks.assign:
         gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
@@ -221,34 +224,30 @@ def plan_work(
 
 
 def hand_out_own(
-    parts: Parts, state: State, data: FederatedData, cohort: Cohort, work: Work, log: RoundLog
+    now: Round, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
     """Gives each client what is its own, and what the server makes of all clients' rows.
 
-    Args: as those of `draw_cohort`; `work` is that of `plan_work`.
+    Args: as those of `plan_work`, which has returned `work`.
     """
-    if parts.local.personal is None:
+    local = now.parts.local
+    if local.personal is None:
         return state, work, log
     met = state.replace(assignment=cohort.put(state.assignment, work.group))
-    met = withhold_groups(state, met, data)  # with `own_models` nothing is kept
-    own, work, reports = give_rows(parts.local, met, cohort, work)
+    met = withhold_groups(state, met, now.data)  # with `own_models` nothing is kept
+    own, work, reports = give_rows(local, met, cohort, work)
     return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
 
 
 def train_cohort(
-    parts: Parts,
-    keys: Key,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    work: Work,
-    log: RoundLog,
+    now: Round, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[Upload, RoundLog]:
     """Step 4: trains every client from the model of its group; returns what reaches the server
     in time.
 
-    Args: as those of `draw_cohort`; `work` is that of `plan_work`.
+    Args: as those of `hand_out_own`.
     """
+    parts, keys, data = now
     system, log = parts.system, log._replace(sent_state=state, sent_group=work.group)
     seen, perturbation = system.perturb(keys, data)
     shared = (keys[TRAIN], state.groups), perturbation
@@ -260,19 +259,13 @@ def train_cohort(
 
 
 def regroup(
-    parts: Parts,
-    keys: Key,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    work: Work,
-    upload: Upload,
+    now: Round, state: State, cohort: Cohort, work: Work, upload: Upload
 ) -> tuple[State, Work, Upload]:
     """Step 5: moves clients to other groups by what they sent.
 
-    Args: as those of `draw_cohort`; `work` is the cohort's, with the group that each client
-    trained; `upload` is what reached the server in time.
+    Args: as those of `hand_out_own`; `upload` is what reached the server in time.
     """
+    parts, keys, data = now
     if parts.hooks.regroup is None:
         return state, work, upload
     sent, plain = state.groups, restore_updates(parts.local, work, upload)
@@ -281,33 +274,27 @@ def regroup(
 
 
 def update_groups(
-    parts: Parts,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    work: Work,
-    upload: Upload,
-    log: RoundLog,
-) -> tuple[State, jax.Array, RoundLog]:
+    now: Round, state: State, cohort: Cohort, work: Work, upload: Upload, before: State | None
+) -> tuple[State, jax.Array]:
     """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`. Returns also the
     mass [m] behind each group's step.
 
-    Args: as those of `draw_cohort`; `work` is the cohort's, with the groups of `regroup`;
-    `upload` has deltas relative to the models of these groups.
+    Args: as those of `regroup`, which has returned `work` and `upload`; `before` is the state in
+    which the cohort was trained.
     """
-    gid = work.group
+    (parts, _, data), gid = now, work.group
     met = state.replace(assignment=cohort.put(state.assignment, gid))
     if not parts.hooks.own_models:
-        met = withhold_groups(log.sent_state, met, data)
+        met = withhold_groups(before, met, data)
     met = follow_groups(parts.local, met)
     step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
     step = move_groups(parts.local, met, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
-    after, sent = met.replace(groups=groups, server=server), make_traffic()
+    after = met.replace(groups=groups, server=server)
     if parts.hooks.finish is not None:
         plain = restore_updates(parts.local, work, upload)
-        after, sent = parts.hooks.finish(after, met, cohort, gid, plain)
-    return after, mass, log._replace(finish_traffic=sent)
+        after = parts.hooks.finish(after, met, cohort, gid, plain)
+    return after, mass
 
 
 def close_round(
@@ -315,8 +302,8 @@ def close_round(
 ) -> tuple[State, Info]:
     """Step 8: stores what is remembered of the cohort, and closes the round.
 
-    Args: as those of `draw_cohort`; `state` has the new models; `info` is what `make_info`
-    knows of the round.
+    Args: `state` has the new models; `info` is what `make_info` knows of the round; `log` is what
+    the round has done.
     """
     assert log.sent_state is not None  # the cohort has been trained
     received, mesh = state.received, parts.local.execution.mesh

@@ -4,6 +4,7 @@ composes them.
 Axis letters as in `types.py`. `gid` [S] int32 is the group of each slot of a cohort.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,17 +12,7 @@ import optax
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Work
-from fedjax_cfl.system.reports import add_traffic
-from fedjax_cfl.types import (
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Traffic,
-    Upload,
-)
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Upload
 
 
 class Start(NamedTuple):
@@ -120,8 +111,8 @@ class AggregateFn(Protocol):
 
 
 class FinishFn(Protocol):
-    """Ends a round: mixes the new group models, or remembers what the cohort sent. Returns the
-    state and what the step sent.
+    """Ends a round: mixes the new group models, or remembers what the cohort sent. What it sends it
+    adds to the state's traffic.
 
     Args: `state` has the new models; `before` is the state that `aggregate` got; `gid` [S]
     int32 is the group of each slot.
@@ -129,7 +120,7 @@ class FinishFn(Protocol):
 
     def __call__(
         self, state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]: ...
+    ) -> State: ...
 
 
 class StartClientsFn(Protocol):
@@ -143,6 +134,8 @@ class Hooks(NamedTuple):
 
     solve: ClientFn  # trains one client
     start: StartFn | None = None  # first group models; None: one random model
+    # (first group models [m, ...], data) -> what the method remembers; None: what `start` says
+    memory: Callable[[Params, FederatedData], Any] | None = None
     migrate: MigrateFn | None = None  # before selection; None: groups stay
     # the cohort's groups; None: all share group 0. A method that has it is clustered: it serves
     # and evaluates only clients that have a group, see `engine.withhold_groups`.
@@ -158,18 +151,3 @@ class Hooks(NamedTuple):
     finish: FinishFn | None = None  # after the server step; None: nothing more
     # given only where the rounds read no samples but the cohort's; None: any client's may be read
     start_clients: StartClientsFn | None = None
-
-
-def chain_finish(*parts: FinishFn) -> FinishFn:
-    """Returns a `finish` that runs `parts` one after another."""
-
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
-        sent = []
-        for part in parts:
-            state, traffic = part(state, before, cohort, gid, upload)
-            sent.append(traffic)
-        return state, add_traffic(*sent)
-
-    return finish

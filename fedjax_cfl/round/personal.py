@@ -86,11 +86,7 @@ def make_first_rows(local: Local) -> Callable[[State], Any] | None:
     personal = local.personal
     if personal is None or personal.server is not None:
         return None
-
-    def first_rows(state: State) -> Any:
-        return jax.vmap(personal.init)(state.groups)
-
-    return first_rows
+    return lambda state: jax.vmap(personal.init)(state.groups)
 
 
 def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | None:
@@ -105,19 +101,15 @@ def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | No
     if not combine:
         return None
 
-    def choose(row: Any, model: Params, trained: jax.Array) -> Params:
-        return jax.tree.map(
-            lambda mine, theirs: jnp.where(trained, mine, theirs), combine(row, model), model
-        )
-
     def personal_models(
         state: State, data: FederatedData, clients: jax.Array | None = None
     ) -> Params:
-        if clients is None:
-            return jax.vmap(choose)(state.own.rows, group_models(state), state.own.trained)
-        rows = take_rows(state.own.rows, find_places(state.own, clients))
-        models = take_rows(state.groups, groups_of(state)[clients])
-        return jax.vmap(choose)(rows, models, state.own.trained[clients])
+        rows, group, trained = state.own.rows, groups_of(state), state.own.trained
+        if clients is not None:
+            rows = take_rows(rows, find_places(state.own, clients))
+            group, trained = group[clients], trained[clients]
+        models = take_rows(state.groups, group)
+        return where_rows(trained, jax.vmap(combine)(rows, models), models)
 
     return personal_models
 

@@ -76,14 +76,15 @@ def common_model(task: Task, num_groups: int) -> StartFn:
     return start
 
 
-def one_active_group(task: Task, num_groups: int) -> StartFn:
+def one_active_group(task: Task, num_groups: int, joined: bool = False) -> StartFn:
     """Starts from one random model in group 0; the other groups, copies of it, are not active
-    yet.
+    yet. `joined`: all clients are in group 0, else in none.
     """
 
     def start(key: Key, data: FederatedData) -> Start:
-        active = jnp.arange(num_groups) == 0
-        return common_model(task, num_groups)(key, data)._replace(active=active)
+        first = jnp.zeros(data.num_clients, jnp.int32) if joined else None
+        begun, active = common_model(task, num_groups)(key, data), jnp.arange(num_groups) == 0
+        return begun._replace(active=active, assignment=first)
 
     return start
 

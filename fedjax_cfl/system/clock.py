@@ -9,7 +9,7 @@ its clients come from. Single clients that move to another group do not delay it
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,9 @@ from fedjax_cfl.types import Cohort, FederatedData, Poll, Report, State, Upload
 TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
 
 
-class ClockFn(Protocol):
-    """Says how long each client of a cohort takes, [S] float32 seconds. `slot_bytes` [S]
-    float32 are the bytes that it receives and sends in this round.
-    """
-
-    def __call__(self, cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array: ...
+# (cohort, upload, the bytes [S] float32 that each client receives and sends in this round) -> how
+# long each takes, [S] float32 seconds
+ClockFn = Callable[[Cohort, Upload, jax.Array], jax.Array]
 
 
 class CohortSizes(NamedTuple):

@@ -172,18 +172,15 @@ def inject_faults(
     `byzantine` [K] bool are the clients that attack, see `draw_byzantine`.
     """
     real = upload.weight > 0
-    attackers = real & cohort.take(byzantine) if faults.byzantine else jnp.zeros_like(real)
+    attackers = silent = jnp.zeros_like(real)
     if faults.byzantine:
+        attackers = real & cohort.take(byzantine)
         upload = apply_attack(faults, key, cohort, upload, attackers)
     if faults.nan:
         broken = real & draw_failures(key, NAN, cohort, faults.nan)
         upload = upload.replace(delta=fill_rows(broken, jnp.nan, upload.delta))
-    silent = (
-        real & draw_failures(key, DROPOUT, cohort, faults.dropout)
-        if faults.dropout
-        else jnp.zeros_like(real)
-    )
     if faults.dropout:
+        silent = real & draw_failures(key, DROPOUT, cohort, faults.dropout)
         upload = drop_updates(silent, upload)
     upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
     # the first in the order of selection, whatever the slots

@@ -193,15 +193,12 @@ def oort(clients_per_round: PositiveInt, pacing: Pace = PACE_OF_FEDSCALE) -> Sel
             exploited=jnp.zeros(HISTORY, jnp.float32),
         )
 
-    def picked(key: Key, memory: OortMemory, state: State, data: FederatedData):
+    def select(key: Key, memory: OortMemory, state: State, data: FederatedData) -> jax.Array:
         draws = jax.random.gumbel(key, (3, data.num_clients))
         candidates, group = data.train.size > 0, groups_of(state)
         memory = next_call(memory, pacing)
         quota = share_quotas(clients_per_round, per_group(candidates, group, state.active.size))
-        return choose(draws, memory, candidates, group, quota, pacing.penalty)
-
-    def select(key: Key, memory: OortMemory, state: State, data: FederatedData) -> jax.Array:
-        taken, _ = picked(key, memory, state, data)
+        taken, _ = choose(draws, memory, candidates, group, quota, pacing.penalty)
         order = put_first(taken)[:clients_per_round]
         ids = jnp.where(taken[order], order, data.num_clients)
         empty = clients_per_round - ids.size

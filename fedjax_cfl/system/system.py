@@ -3,8 +3,7 @@ and what it sends. No hook of a round depends on it; some starts read the select
 done with updates that are not finite.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,6 @@ from fedjax_cfl.types import (
     Report,
     Selection,
     State,
-    Traffic,
     Upload,
 )
 
@@ -59,15 +57,12 @@ class RoundLog(NamedTuple):
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array | None = None  # [] int32, clients that answered after its end
-    finish_traffic: Traffic | None = None  # of the server's last step
 
     def add_up(self) -> Report:
         """Returns the sum of all that was reported."""
-        assert self.training is not None and self.finish_traffic is not None  # the round has ended
-        rest = self.finish_traffic
-        if self.poll:
-            rest = add_traffic(self.poll.traffic, rest)
-        return add_reports(self.migration, *self.planned, self.training, make_report(rest))
+        assert self.training is not None  # the round has ended
+        polled = [make_report(self.poll.traffic)] if self.poll else []
+        return add_reports(self.migration, *self.planned, self.training, *polled)
 
 
 def group_models(state: State) -> Params:
@@ -96,12 +91,6 @@ class System(NamedTuple):
         if not self.keep_received:
             return state
         return state.replace(received=group_models(state))
-
-    def let_fail(self, solve: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of one client, as `solve`, whose update may get lost or be broken on
-        its way, see `faults.with_faults`.
-        """
-        return faults.with_faults(self.faults, solve)
 
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
         """Returns the clients [k] that the selection takes, only such as are online, and what
@@ -170,9 +159,8 @@ class System(NamedTuple):
             sent = make_report(make_traffic(units_down=served, units_up=answered))
             reports = [sent, *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
-            waited = duration
             end = clocks.end_round(
-                clock, state, data, cohort, log.sent_group, answered, seconds, waited
+                clock, state, data, cohort, log.sent_group, answered, seconds, duration
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))

@@ -35,7 +35,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
@@ -47,14 +47,13 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
     Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
 # (nearest, move) -> the E-step before a round, after `move`
-EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn | None]
+EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn]
 # (task, mu) -> the objective, and what computes its `client_extra`
 PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 
@@ -121,8 +120,7 @@ def fesem(
     `centers` says how they are found, None: `Centers()`; `detector` makes it FeSEM-MIG of the
     FlexCFL paper: clients with a group whose data shifted take the E-step before the round,
     None: it does not. The E-step does not look at data. So with e_step_of_all nothing changes,
-    and with e_step_of_cohort such a client moves only if the centers have moved since it was
-    last selected.
+    and without it such a client moves only if the centers have moved since it was last selected.
     """
     check_arguments(fesem, locals(), "algorithm")
     centers = centers or Centers()
@@ -135,7 +133,7 @@ def fesem(
     hooks = Hooks(
         sgd(task, local, objective),
         start=start,
-        migrate=centers.estep(nearest, move),
+        migrate=centers.estep(nearest, move) if centers.estep else move,
         assign=nearest_stored_center(nearest),
         prepare=prepare,
         aggregate=centers.aggregate,
@@ -208,13 +206,6 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
     return assign
 
 
-def e_step_of_cohort(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn | None:
-    """Returns `move` unchanged: there is no E-step before the round. A client chooses its
-    center only when it is selected (D27).
-    """
-    return move
-
-
 def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> MigrateFn:
     """Moves every client that has trained to the center nearest to its stored model, after
     `move`, if there is one.
@@ -236,7 +227,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         answered, clients = upload.weight > 0, before.memory.known.size
 
         def store(stored, start, delta, center):
@@ -253,7 +244,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
         memory = state.memory.replace(models=models, known=known)
         if is_weighted(memory):
             memory = memory.replace(weight=cohort.put(memory.weight, upload.weight, answered))
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     return finish
 
@@ -263,9 +254,9 @@ class Centers(NamedTuple):
 
     # cluster_local_models(restarts) | random_models (D5, D6)
     start: MakeStart = cluster_local_models()
-    # who takes the E-step: e_step_of_all (all that have trained, each round) | e_step_of_cohort
-    # (only those selected, D27)
-    estep: EStep = e_step_of_all
+    # the E-step before a round: e_step_of_all (of all that have trained) | None (a client takes it
+    # only when it is selected, D27)
+    estep: EStep | None = e_step_of_all
     # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)
     aggregate: AggregateFn = stored_mean
     distance: Callable[[Task], NearestFn] = full_distance  # full_distance | last_layer_distance

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem.fesem import (
@@ -65,15 +64,6 @@ from fedjax_cfl.types import (
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 
-class MatchedModels(struct.PyTreeNode):
-    """What the server keeps of every client."""
-
-    models: Params  # [K, ...], W_i, the model it last sent, with its units in a center's order
-    # [K] bool; False: the client never trained, does not count in the means, stays in its group
-    known: jax.Array
-    counts: jax.Array  # [K, C] int32, training samples per class when it last trained
-
-
 def recount(
     key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
 ) -> tuple[State, jax.Array]:
@@ -114,7 +104,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         assert initial.report is not None  # the traffic of the first models
         check_classes(data.num_classes, "algorithm=fesem_ma", "use algorithm=fesem")
         counts = train_label_counts(data)
-        memory = MatchedModels(initial.memory.models, initial.memory.known, counts)
+        memory = initial.memory.replace(counts=counts)
         sent = make_report(make_traffic(words_up=counts.size * words))
         return initial._replace(memory=memory, report=add_reports(initial.report, sent))
 
@@ -134,11 +124,6 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
         return gid, add_to_report(report, make_traffic(words_up=real * data.num_classes * words))
 
     return with_counts
-
-
-def mean_over_stored(mean: AggregateFn) -> AggregateFn:
-    """Averages all stored models: returns `mean` as it is."""
-    return mean
 
 
 def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
@@ -214,14 +199,14 @@ def fesem_ma(
     m: PositiveInt,
     mu: NonNegativeFloat | jax.Array = 0.1,
     restarts: PositiveInt = 20,
-    mean_over: Callable[[AggregateFn], AggregateFn] = mean_over_stored,
+    mean_over: Callable[[AggregateFn], AggregateFn] | None = None,
     head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
 ) -> Algorithm:
     """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
     `restarts` are as in FeSEM.
 
-    Args: `mean_over` says which models of a group a center is the mean of:
-    mean_over_stored (all, eq. 10) | mean_over_cohort (those of this round); `head` how the
+    Args: `mean_over` says which models of a group a center is the mean of: None (all that are
+    stored, eq. 10) | mean_over_cohort (those of this round); `head` how the
     output layer is averaged: weigh_classes (each class by the samples of it) |
     weigh_plainly.
     A client of the cohort costs a model down and one up, as in FeSEM, and with
@@ -238,7 +223,7 @@ def fesem_ma(
         migrate=e_step_of_all(nearest_center),
         assign=send_class_counts(nearest_stored_center(nearest_center), words),
         regroup=recount if words else None,
-        aggregate=mean_over(mean),
+        aggregate=mean_over(mean) if mean_over else mean,
         finish=keep_models(local.execution.mesh),
     )
     return federated(task, local, system, hooks)._replace(client_models=stored_models)

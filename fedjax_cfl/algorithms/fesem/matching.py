@@ -134,15 +134,11 @@ def solve_assignment(cost: jax.Array) -> jax.Array:
     return lax.while_loop(lambda carry: jnp.any(carry[2] == n), augment, begin)[2]
 
 
-def atom_parts(layer: Layer, params: Params) -> list[tuple[str, str]]:
-    """Returns (layer, part) of an atom's parameters, in order: kernel, bias, normalisations."""
-    own = [(layer.name, part) for part in ("kernel", "bias") if part in params[layer.name]]
-    return own + [(norm, part) for norm in layer.norms for part in sorted(params[norm])]
-
-
 def layer_atoms(layer: Layer, params: Params) -> jax.Array:
-    """Returns the atoms [W, D] of a layer."""
-    leaves = [params[name][part] for name, part in atom_parts(layer, params)]
+    """Returns the atoms [W, D] of a layer: of kernel, bias and normalisations, in this order."""
+    own = params[layer.name]
+    leaves = [own[part] for part in ("kernel", "bias") if part in own]
+    leaves += [params[norm][part] for norm in layer.norms for part in sorted(params[norm])]
     return jnp.concatenate([leaf.reshape(-1, leaf.shape[-1]) for leaf in leaves]).T
 
 

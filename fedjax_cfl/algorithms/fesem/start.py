@@ -42,14 +42,16 @@ class ClientModels(struct.PyTreeNode):
     shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
     # [K] float32, the samples that W_i was trained on, 0 if it is not known; (): all count alike
     weight: Any = ()
+    # [K, C] int32, training samples per class when the client last trained; () unless they count
+    counts: Any = ()
 
 
-def is_weighted(memory: Any) -> bool:
+def is_weighted(memory: ClientModels) -> bool:
     """Returns whether models that are stored count by their clients' samples, as WeCFL's."""
-    return not isinstance(getattr(memory, "weight", ()), tuple)
+    return not isinstance(memory.weight, tuple)
 
 
-def stored_weights(memory: Any) -> jax.Array:
+def stored_weights(memory: ClientModels) -> jax.Array:
     """Returns how much each stored model counts in means [K] float32, 0 if it is not known."""
     return memory.weight if is_weighted(memory) else memory.known.astype(jnp.float32)
 

@@ -47,19 +47,9 @@ from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import copy_model
-from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
+from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Report,
-    State,
-    Task,
-    Traffic,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 
@@ -243,8 +233,8 @@ def note_reporters(hear: Reporters) -> FinishFn:
 
     def finish(
         state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, Traffic]:
+    ) -> State:
         memory = state.memory.replace(heard=hear.update(state.memory.heard, cohort))
-        return state.replace(memory=memory), make_traffic()
+        return state.replace(memory=memory)
 
     return finish

@@ -8,8 +8,8 @@ directions founds the groups. Every other client pre-trains once, when it is fir
 selected, and joins the group of the most similar direction. From then on each group trains by
 FedAvg, and the group models may be mixed (`eta_g`).
 
-The reference code has two more options, both off here: weights by client temperatures
-(`heat`), and founding the groups again in listed rounds (`ColdStart.recluster`).
+The reference code has two more options, which neither paper has: weights by client temperatures,
+and founding the groups again in listed rounds.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,12 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.flexcfl.founding import (
-    ColdStart,
-    draw_founders,
-    group_cold_start,
-    make_found_groups,
-    recluster_at,
-)
-from fedjax_cfl.algorithms.flexcfl.temperature import Temperature, with_temperature
+from fedjax_cfl.algorithms.flexcfl.founding import ColdStart, draw_founders, group_cold_start
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_aside
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import FinishFn, Hooks
@@ -52,7 +44,6 @@ def flexcfl(
     mix: Callable[[ArrayLike], FinishFn] = inter_group,
     mu: NonNegativeFloat | jax.Array = 0.0,
     detector: DetectFn | None = tv,
-    heat: Temperature | None = None,
 ) -> Algorithm:
     """FlexCFL with m groups.
 
@@ -60,22 +51,15 @@ def flexcfl(
     aggregation and `mix` its form (inter_group | add_inter_group); `mu` is the weight of
     the proximal term; `detector` finds the shifts after which a client chooses its group
     again (eq. 9), None: clients stay in their groups, which is FedGroup, and with mu > 0
-    FedGrouProx; `heat` weighs clients by a temperature.
-    Raises InputError if `founding.recluster` has anything but whole numbers >= 0, if
-    `founding.max_m` is below m, and for `founding.max_m` with `cluster_by_randomized_edc`.
+    FedGrouProx.
+    Raises InputError if `founding.max_m` is below m, and for `founding.max_m` with
+    `cluster_by_randomized_edc`.
     """
     check_arguments(flexcfl, locals(), "algorithm")
     check_arguments(ColdStart, founding._asdict(), "algorithm")
-    if not all(type(number) is int and number >= 0 for number in founding.recluster):
-        raise InputError(
-            f"algorithm.recluster={founding.recluster}: must be a list of rounds, whole numbers >="
-            " 0, as [50,100]"
-        )
     groups = count_groups(m, founding.max_m)
     pretrain = train_aside(sgd(task, founding.pretrain(local)), local, system)
-    found = make_found_groups(pretrain, local, founding, groups)
     move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
-    static = detector is None and not founding.recluster and heat is None
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
         ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
@@ -83,17 +67,12 @@ def flexcfl(
 
     hooks = Hooks(
         sgd(task, local, proximal(mu, erm(task))),
-        start=group_cold_start(task, found, founding, groups),
+        start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,
         assign=cold_start(founding.newcomers(pretrain)),
         finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),
-        start_clients=start_clients if static else None,
+        start_clients=start_clients if detector is None else None,
     )
-    hooks = with_temperature(hooks, heat) if heat else hooks
-    if founding.recluster:
-        hooks = hooks._replace(
-            migrate=recluster_at(found, pretrain, local, founding, heat, move=hooks.migrate)
-        )
     return federated(task, local, system, hooks)._replace(serve=groups.serve)
 
 
