@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.special import softmax
 
 from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run, to_probabilities
+from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.types import Pool
@@ -184,7 +185,7 @@ def predict_all(
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)
     guess = scores.argmax(1).astype(np.int32)
-    return Predictions(guess, model, known, to_probabilities(scores))
+    return Predictions(guess, model, known, softmax(scores, axis=1))
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -238,8 +239,7 @@ def describe_predictions(
         if "y" in arrays and rows.any():
             right = np.mean(found.predicted[rows] == arrays["y"][rows])
             line += f", accuracy {right:.2%} on {rows.sum():,}"
-            chosen_by = "" if "split" in arrays or found.known[rows].all() else ", which chose too"
-            line += chosen_by
+            line += "" if "split" in arrays or found.known[rows].all() else ", which chose too"
         lines.append(line)
     return lines
 
